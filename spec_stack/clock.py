@@ -54,11 +54,3 @@ class Clock:
         if self._paused is not None:
             self._started += self._now() - self._paused
             self._paused = None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.pause()
-        try:
-            yield
-        finally:
-            self.resume()

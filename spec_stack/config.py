@@ -5,23 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
 
 from spec_stack.settings.checks import (
     make_plain,
+    plain,
     require,
     require_bias,
+    require_choices,
     require_heads,
     require_ids,
     require_int,
+    require_keep_rate,
     require_number,
-    require_one_of,
     require_window,
 )
-from spec_stack.settings.curve import KeepCurve, rate_at, require_keep_rate
 from spec_stack.settings.options import documented, option, remembers_given, renamed
 from spec_stack.settings.registry import check_name
 
+KeepCurve = Sequence[tuple[int, float]]
+"""(num_tokens, keep_rate) pairs, linear in the logarithm of the length between them and level beyond."""
 DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
 Unit = Literal["lines", "chunks"]
@@ -61,10 +67,11 @@ def how_to_install(extra: str) -> str:
     return f"pip install '.[{extra}]' in a clone of the package"
 
 
-def check_logprobs(logprobs: object) -> None:
-    """Raise ValueError unless it is a valid number of top tokens, or None."""
-    if logprobs is not None:
-        require_int("logprobs", logprobs, 0, MAX_LOGPROBS, "; 0 gives the generated tokens' alone")
+def check_logprobs(logprobs: object) -> int:
+    """A number of top tokens. Raises ValueError for an invalid one."""
+    number: Any = plain(logprobs)
+    require_int("logprobs", number, 0, MAX_LOGPROBS, "; 0 gives the generated tokens' alone")
+    return int(number)
 
 
 def check_samples(n: object, temperature: float) -> None:
@@ -189,25 +196,23 @@ class PrefillConfig:
         require_int("keep_last", self.keep_last, 1, hint="; decoding continues from the last prompt token")
         require_int("min_prompt_tokens", self.min_prompt_tokens, 0)
         require_int("prefill_chunk", self.prefill_chunk, 1)
-        require_one_of("draft_context", self.draft_context, get_args(DraftContext))
-        require_one_of("sparse_prefill", self.sparse_prefill, get_args(SparsePrefill))
-        require_one_of("positions", self.positions, get_args(Positions))
         require_int("draft_slots", self.draft_slots, 4)
-        require_one_of("on_scoring_error", self.on_scoring_error, get_args(OnScoringError))
         require_window(self.draft_window)
         require_int("draft_sinks", self.draft_sinks, 0)
         if self.scoring_layers is not None:
             require_int("scoring_layers", self.scoring_layers, 1, hint="; None is all layers")
         if self.scoring_heads is not None:
             require_heads(self.scoring_heads)
-        for name, known in (("unit", Unit), ("scoring_queries", ScoringQueries), ("head_vote", HeadVote)):
-            require_one_of(name, getattr(self, name), get_args(known))
+        require_choices(self)
         require_int("skipped_layers", self.skipped_layers, 0)
         check_name("scorer", self.scorer, KNOWN_SCORERS)
 
     def rate_for(self, num_prompt_tokens: int) -> float:
         """The keep_rate of a prompt of this length."""
-        return rate_at(self.keep_rate, num_prompt_tokens)
+        if not isinstance(self.keep_rate, Sequence):
+            return self.keep_rate
+        lengths, rates = zip(*self.keep_rate, strict=True)
+        return float(np.interp(math.log(max(1, num_prompt_tokens)), np.log(lengths), rates))
 
     def window_for(self, num_prompt_tokens: int) -> int | None:
         """The draft's prefill window for a prompt of this length; None is dense."""
@@ -292,7 +297,7 @@ class LoadConfig:
     )
 
     def __post_init__(self) -> None:
-        require_one_of("draft_step", self.draft_step, get_args(DraftStep))
+        require_choices(self)
         for name in ("precision", "draft_precision"):
             value = getattr(self, name)
             known = isinstance(value, str) and value in ("auto", *PRECISIONS)
@@ -396,8 +401,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             require_int("max_tokens", self.max_tokens, 1)
         require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        require_number("temperature", self.temperature)
-        require_number("top_p", self.top_p)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            require_number(name, getattr(self, name))
         require(
             self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
             f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} and more, got {self.temperature}",
@@ -414,8 +419,6 @@ class SamplingParams:
         self._check_processors()
 
     def _check_processors(self) -> None:
-        for name in ("min_p", "repetition_penalty"):
-            require_number(name, getattr(self, name))
         require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}; 0 is off")
         require(
             0 < self.repetition_penalty < math.inf,
@@ -438,8 +441,7 @@ class SamplingParams:
     @property
     def token_ids_named(self) -> set[int]:
         """All token ids in these options."""
-        words = (token_id for word in self.bad_words_ids for token_id in word)
-        return {*map(int, self.stop_token_ids), *map(int, words), *map(int, self.logit_bias or ())}
+        return {*map(int, chain(self.stop_token_ids, *self.bad_words_ids, self.logit_bias or ()))}
 
     @property
     def num_tokens(self) -> int:

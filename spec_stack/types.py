@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -97,7 +96,7 @@ class Selection:
             raise ValueError(f"{len(self.token_ids)} token ids for {len(self.positions)} positions; give one for each")
         for positions in (self.positions[:num_old], self.positions[num_old:]):
             inside = not positions or 0 <= positions[0] <= positions[-1] < self.num_prompt_tokens
-            if not inside or any(b <= a for a, b in pairwise(positions)):
+            if not inside or sorted(set(positions)) != list(positions):
                 raise ValueError(f"positions must increase strictly within 0…{self.num_prompt_tokens - 1}")
 
     @classmethod
@@ -256,8 +255,6 @@ class Metrics:
     total_s: float = 0.0
     num_tokens: int = 0
     num_first_tokens: int = 0
-    num_look_ahead: int = 0
-    num_look_ahead_accepted: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
     proposer: str = "model"
@@ -274,7 +271,6 @@ class Metrics:
         if record.is_prefill:
             self.ttft_s = elapsed_s
             self.num_first_tokens = record.num_tokens
-            self.num_look_ahead, self.num_look_ahead_accepted = record.gamma, record.num_accepted
         self.total_s = elapsed_s
         self.num_tokens += record.num_tokens
         self.num_proposed += record.gamma
@@ -300,12 +296,6 @@ class Metrics:
     def acceptance_rate(self) -> float | None:
         """Accepted over proposed tokens; None without proposals."""
         return self.num_accepted / self.num_proposed if self.num_proposed else None
-
-    @property
-    def look_ahead_acceptance(self) -> float | None:
-        """Share of the look-ahead, drafted with the whole prompt, that the target accepted over the pruned one; None
-        without a look-ahead."""
-        return self.num_look_ahead_accepted / self.num_look_ahead if self.num_look_ahead else None
 
     @property
     def tokens_per_step(self) -> float:

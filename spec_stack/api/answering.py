@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from spec_stack.api.streaming import Streamer, awaitable, awaitable_result, feed
-from spec_stack.api.unknown_options import parameters_of, shows_options
-from spec_stack.config import check_samples
+from transformers.generation.streamers import BaseStreamer
+
+from spec_stack.api.streaming import awaitable, awaitable_result, feed
+from spec_stack.api.unknown_options import parameters_of, shows_options, unknown_option
+from spec_stack.config import SamplingParams, check_samples
 from spec_stack.engine.options import Call, GenerateOptions
 from spec_stack.engine.progress import Stream
 from spec_stack.engine.request import Request
@@ -20,6 +22,11 @@ from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.records import add_records, check_record_path
 from spec_stack.types import GenerationResult, StepOutput
 
+_DEFAULTS: dict[str, Any] = {
+    **{entry.name: getattr(SamplingParams, entry.name) for entry in fields(SamplingParams)},
+    **{"stop": None, "protected": (), "continue_final_message": False, "task": ""},
+}
+
 
 class AnswerOptions(GenerateOptions, total=False):
     """The keywords of `generate`: those of `stream` and those of a whole answer."""
@@ -27,25 +34,21 @@ class AnswerOptions(GenerateOptions, total=False):
     n: int
     return_records: bool
     records: str | Path | None
-    streamer: Streamer | None
+    streamer: BaseStreamer | None
 
 
 class GenerationMixin(ABC):
     """`generate` and `stream` over the abstract planning and execution of a call."""
 
     @abstractmethod
-    def _plan(self, call: Call) -> Request:
-        """Check a call and plan its request."""
-
-    @abstractmethod
-    def _run(self, request: Request) -> Generator[StepOutput, None, None]:
-        """Run the request step by step."""
+    def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
+        """Check a call and plan its request; the generator runs it step by step."""
 
     @abstractmethod
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
         """Answer calls with the same prompt; all but the first continue from copies of its caches."""
 
-    @shows_options(AnswerOptions, n=1, return_records=False)
+    @shows_options(AnswerOptions, **_DEFAULTS, n=1, return_records=False)
     def generate(self, prompt: str | None = None, **options: Unpack[AnswerOptions]) -> GenerationResult:
         """Answer or continue a prompt.
 
@@ -168,45 +171,23 @@ class GenerationMixin(ABC):
         >>> len(result.token_ids), result.metrics.num_prompt_tokens
         (8, 4)
         """
+        for unknown in options.keys() - AnswerOptions.__annotations__.keys():
+            raise unknown_option(GenerationMixin.generate, unknown)
         keeps_records, path, streamer = _whole_answer(options)
         call = cast(Call, {**options, "prompt": prompt})
-        request, n = self._plan(call), options.get("n", 1)
-        check_samples(n, request.params.temperature)
+        planned, n = self._begin(call), options.get("n", 1)
+        check_samples(n, planned[0].params.temperature)
         if n > 1 and streamer is not None:
             raise ValueError("a streamer takes one answer; leave out n, or the streamer")
-        results = self._sample(samples(call, n)) if n > 1 else [self._collect(request, streamer)]
+        results = self._sample(samples(call, n)) if n > 1 else [collect(*planned, streamer)]
         if path is not None:
             add_records([step for result in results for step in result.records or []], path)
         if not keeps_records:
             results = [replace(result, records=None) for result in results]
         return replace(results[0], others=results[1:])
 
-    def _collect(self, request: Request, streamer: Streamer | None = None) -> GenerationResult:
-        """Drain a request's stream, and keep its records."""
-        running = Stream(self._run(request), request.progress)
-        outputs = list(running if streamer is None else feed(streamer, request.prompt_ids, running))
-        last = outputs[-1]
-        if last.finish_reason is None or last.metrics is None:
-            raise RuntimeError("the stream ended without a last step")
-        logprobs = None
-        if request.num_logprobs is not None:
-            logprobs = [each for output in outputs for each in output.logprobs or []]
-        text = "".join(output.text for output in outputs)
-        content, reasoning, calls = (text, "", []) if request.parser is None else parse_answer(request.parser, text)
-        return GenerationResult(
-            token_ids=[token_id for output in outputs for token_id in output.token_ids],
-            text=text,
-            content=content,
-            reasoning=reasoning,
-            tool_calls=calls,
-            finish_reason=last.finish_reason,
-            metrics=last.metrics,
-            records=[output.record for output in outputs],
-            logprobs=logprobs,
-        )
-
-    @parameters_of(generate)
-    @shows_options(GenerateOptions)
+    @parameters_of(generate, until="n")
+    @shows_options(GenerateOptions, **_DEFAULTS)
     def stream(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[StepOutput, None, None]:
@@ -236,24 +217,50 @@ class GenerationMixin(ABC):
         >>> sum(len(output.token_ids) for output in generator.stream("def main():", max_tokens=8))
         8
         """
-        return self._stream(cast(Call, {**options, "prompt": prompt}))
+        return self._stream(options, prompt=prompt)
 
     def stream_encoded(self, encoded: EncodedPrompt, options: Mapping[str, Any]) -> Generator[StepOutput, None, None]:
         """`stream` of an encoded prompt. Raises ValueError and TypeError as `stream`."""
-        unknown = [name for name in options if name not in GenerateOptions.__annotations__]
-        if unknown:
-            raise TypeError(f"there is no option {', '.join(unknown)}")
-        return self._stream(cast(Call, {**options, "encoded": encoded}))
+        return self._stream(options, encoded=encoded)
 
-    def _stream(self, call: Call) -> Generator[StepOutput, None, None]:
-        request = self._plan(call)
-        return Stream(self._run(request), request.progress)
+    def _stream(self, options: Mapping[str, Any], **source: Any) -> Generator[StepOutput, None, None]:
+        for unknown in options.keys() - GenerateOptions.__annotations__.keys():
+            raise unknown_option(GenerationMixin.stream, unknown)
+        request, steps = self._begin(cast(Call, {**options, **source}))
+        return Stream(steps, request.progress)
 
     agenerate = awaitable_result(generate)
     """`generate` for code that awaits: `await generator.agenerate(...)`. The answer is made in a thread."""
 
     astream = awaitable(stream)
     """`stream` for code that awaits: `async for output in generator.astream(...)`. The steps are made in a thread."""
+
+
+def collect(
+    request: Request, steps: Generator[StepOutput, None, None], streamer: BaseStreamer | None = None
+) -> GenerationResult:
+    """Drain a request's steps, and keep its records."""
+    running = Stream(steps, request.progress)
+    outputs = list(running if streamer is None else feed(streamer, request.prompt_ids, running))
+    last = outputs[-1]
+    if last.finish_reason is None or last.metrics is None:
+        raise RuntimeError("the stream ended without a last step")
+    logprobs = None
+    if request.num_logprobs is not None:
+        logprobs = [each for output in outputs for each in output.logprobs or []]
+    text = "".join(output.text for output in outputs)
+    content, reasoning, calls = (text, "", []) if request.parser is None else parse_answer(request.parser, text)
+    return GenerationResult(
+        token_ids=[token_id for output in outputs for token_id in output.token_ids],
+        text=text,
+        content=content,
+        reasoning=reasoning,
+        tool_calls=calls,
+        finish_reason=last.finish_reason,
+        metrics=last.metrics,
+        records=[output.record for output in outputs],
+        logprobs=logprobs,
+    )
 
 
 def samples(call: Mapping[str, Any], n: int) -> list[Call]:
@@ -289,7 +296,7 @@ def _fresh_processors(given: Any) -> list[Processor]:
         ) from error
 
 
-def _whole_answer(options: AnswerOptions) -> tuple[bool, str | Path | None, Streamer | None]:
+def _whole_answer(options: AnswerOptions) -> tuple[bool, str | Path | None, BaseStreamer | None]:
     """return_records, records and streamer of a call. Raises ValueError for invalid values."""
     keeps, path, streamer = options.get("return_records", False), options.get("records"), options.get("streamer")
     if not isinstance(keeps, bool):

@@ -20,9 +20,9 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from spec_stack.api.generator import SpecStackGenerator
-from spec_stack.api.streaming import Streamer
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
@@ -121,14 +121,14 @@ def _open_generator(
     tokenizer: Any,
     draft_tokenizer: Any,
 ) -> SpecStackGenerator:
-    if not isinstance(draft, str | Path):
-        return SpecStackGenerator(target, draft, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
-    model = load_draft(draft, target, config.prefill.positions)
-    if tokenizer is not None and draft_tokenizer is None:
-        draft_tokenizer = load_tokenizer(str(draft)) if has_tokenizer(str(draft)) else None
-    return SpecStackGenerator(target, model, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
+    if isinstance(draft, str | Path):
+        source, draft = str(draft), load_draft(draft, target, config.prefill.positions)
+        if tokenizer is not None and draft_tokenizer is None and has_tokenizer(source):
+            draft_tokenizer = load_tokenizer(source)
+    return SpecStackGenerator(target, draft, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
 
 
+@dataclass(frozen=True, eq=False)
 class CustomGenerate:
     """The callable for `model.generate(custom_generate=...)`; made by `with_draft`.
 
@@ -140,21 +140,15 @@ class CustomGenerate:
     `spec_streamer=` is passed on.
     """
 
-    def __init__(
-        self,
-        draft: str | Path | PreTrainedModel,
-        config: SpecStackConfig,
-        tokenizer: Any,
-        draft_tokenizer: Any,
-        options: dict[str, Any],
-    ) -> None:
-        self._draft, self._config = draft, config
-        self._tokenizers = tokenizer, draft_tokenizer
-        self._options = options
+    draft: str | Path | PreTrainedModel
+    config: SpecStackConfig
+    tokenizer: Any
+    draft_tokenizer: Any
+    options: Mapping[str, Any]
 
     def generator(self, model: PreTrainedModel) -> SpecStackGenerator:
         """The generator with this model as target. Raises ValueError for an incompatible pair."""
-        return _open_generator(model, self._draft, self._config, *self._tokenizers)
+        return _open_generator(model, self.draft, self.config, self.tokenizer, self.draft_tokenizer)
 
     def __call__(
         self,
@@ -164,8 +158,8 @@ class CustomGenerate:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
-        streamer: Streamer | None = None,
-        spec_streamer: Streamer | None = None,
+        streamer: BaseStreamer | None = None,
+        spec_streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | SpecStackOutput:
         """Sequences (rows, prompt and new tokens), right-padded.
@@ -178,13 +172,13 @@ class CustomGenerate:
         _check(generation_config, model_kwargs, caller)
         if streamer is None:
             _check_kept_back(caller.get("streamer"))
-        if (spec_streamer or streamer) is not None and len(input_ids) > 1:
+        num_rows = len(input_ids)
+        if (spec_streamer or streamer) is not None and num_rows > 1:
             raise ValueError("a streamer takes one row; leave it out, or give one prompt")
         generator = self.generator(model)
         if spec_streamer is not None:
             # transformers has already put the prompt into a `streamer=` that arrives.
             spec_streamer.put(input_ids)
-        num_rows = len(input_ids)
         masks, positions = (
             [None] * num_rows if values is None else values
             for values in (model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
@@ -201,45 +195,43 @@ class CustomGenerate:
                 # Other end tokens are checked by the criteria.
                 ignore_eos=_end_ids(generation_config) != generator.pair.end_ids,
                 **_drawing(generation_config, processors[index], place),
-                **self._options,
+                **self.options,
             )
             is_over = partial(place.is_over, criteria[index])
             answers.append(_answer(outputs, row, is_over, spec_streamer or streamer))
-        sequences = _stacked([answer.sequence for answer in answers], generation_config)
+        rows, metrics = zip(*answers, strict=True)
+        sequences = _stacked(rows, generation_config)
         if not generation_config.return_dict_in_generate:
             return sequences
-        return SpecStackOutput(sequences=sequences, metrics=[answer.metrics for answer in answers])
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A row with its new tokens and metrics (None if a criterion of the caller stopped it)."""
-
-    sequence: torch.Tensor
-    metrics: Metrics | None
+        return SpecStackOutput(sequences=sequences, metrics=list(metrics))
 
 
 def _answer(
     outputs: Generator[StepOutput, None, None],
     row: torch.Tensor,
     is_over: Callable[[torch.Tensor], bool],
-    streamer: Streamer | None,
-) -> Answer:
-    """One padded row plus its new tokens, up to the first one at which a criterion holds."""
+    streamer: BaseStreamer | None,
+) -> tuple[torch.Tensor, Metrics | None]:
+    """One padded row plus its new tokens, up to the first one at which a criterion holds, and its metrics."""
     sequence, metrics = row, None
     try:
         with closing(outputs):
             for output in outputs:
-                block, sequence, ends = _take(output.token_ids, sequence, is_over)
-                if streamer is not None and block:
-                    streamer.put(torch.tensor(block))
+                begin, ends = len(sequence), False
+                for token_id in output.token_ids:
+                    sequence = torch.cat([sequence, sequence.new_tensor([token_id])])
+                    ends = is_over(sequence)
+                    if ends:
+                        break
+                if streamer is not None and len(sequence) > begin:
+                    streamer.put(sequence[begin:].cpu())
                 metrics = output.metrics
                 if ends:
                     break
     finally:
         if streamer is not None:
             streamer.end()
-    return Answer(sequence, metrics)
+    return sequence, metrics
 
 
 def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any], caller: Mapping[str, Any]) -> None:
@@ -300,17 +292,6 @@ def _drawing(config: GenerationConfig, processors: Sequence[Processor], place: P
         return {"temperature": 1.0} | values | seed
     shaping = place.processors(processors)
     return {"logits_processor": shaping, "temperature": 1.0 if config.do_sample else 0.0} | seed
-
-
-def _take(
-    token_ids: Sequence[int], sequence: torch.Tensor, is_over: Callable[[torch.Tensor], bool]
-) -> tuple[list[int], torch.Tensor, bool]:
-    """Tokens up to the first one at which a criterion holds, the sequence (n,) with them, and whether one holds."""
-    for num, token_id in enumerate(token_ids, 1):
-        sequence = torch.cat([sequence, sequence.new_tensor([token_id])])
-        if is_over(sequence):
-            return list(token_ids[:num]), sequence, True
-    return list(token_ids), sequence, False
 
 
 def _stacked(rows: Sequence[torch.Tensor], config: GenerationConfig) -> torch.Tensor:

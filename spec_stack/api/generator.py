@@ -12,7 +12,7 @@ import torch
 from spec_stack.api.answering import GenerationMixin
 from spec_stack.api.session import Session
 from spec_stack.api.unknown_options import refuses_unknown_options
-from spec_stack.config import DraftStep, HubConfig, LoadConfig, SessionConfig, SpecStackConfig
+from spec_stack.config import DraftStep, HubConfig, LoadConfig, PrefillConfig, SessionConfig, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import policy_class
 from spec_stack.decode.ngram_index import TextMemory
@@ -188,7 +188,8 @@ class SpecStackGenerator(GenerationMixin):
             Before the weights are read, for a missing folder, an incompatible pair, an unknown precision, policy or
             device, or an unsupported precision.
         """
-        chosen = policy if policy is not None else _checked(config).decode.policy
+        config = _checked(config)
+        chosen = policy if policy is not None else config.decode.policy
         if isinstance(chosen, str):
             # Before the weights are read, which can take minutes.
             policy_class(chosen)
@@ -206,10 +207,11 @@ class SpecStackGenerator(GenerationMixin):
             prepack_linears=prepack_linears,
             hub=HubConfig(revision, draft_revision, token, trust_remote_code),
             device_map=device_map,
-            positions=_checked(config).prefill.positions,
+            positions=config.prefill.positions,
             draft_step=draft_step,
         )
-        return cls.over(Engine(pair, _calibrated(pair, config, draft, calibration), policy))
+        prefill = calibrated(config.prefill, draft, calibration, pair.target, pair.draft)
+        return cls.over(Engine(pair, replace(config, prefill=prefill), policy))
 
     @property
     def config(self) -> SpecStackConfig:
@@ -305,36 +307,37 @@ class SpecStackGenerator(GenerationMixin):
             session.tells_of_beginnings = False
             return [session.generate(**one, **options) for one in several]
 
-    def _plan(self, call: Call) -> Request:
-        return self.engine.plan(call)
+    def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
+        request = self.engine.plan(call)
+        return request, self.engine.run(request)
 
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
         with self.session(SessionConfig(restore=False)) as session:
             return session._sample(calls)
-
-    def _run(self, request: Request) -> Generator[StepOutput, None, None]:
-        return self.engine.run(request)
 
     def clear_store(self) -> None:
         """Drop all stored prompts (`StoreConfig.max_tokens`), and free their memory."""
         self.engine.store.clear()
 
 
-def _calibrated(
-    pair: ModelPair, config: SpecStackConfig | None, draft: str | Path | None, named: str | Path | bool | None
-) -> SpecStackConfig:
+def calibrated(
+    config: PrefillConfig,
+    draft: str | Path | None,
+    named: str | Path | bool | None,
+    target_model: PreTrainedModel | None,
+    draft_model: PreTrainedModel,
+) -> PrefillConfig:
     """The configuration, completed by a calibration if there is one. A named calibration that does not fit the pair is
     an error; one beside the draft is skipped for the shipped one."""
-    config = _checked(config)
     calibration, problem = choose_calibration(
         ASSETS / "draft" if draft is None else draft,
         named,
-        (text_config(pair.target.config), text_config(pair.draft.config)),
-        lambda: sketch(pair.draft.get_input_embeddings().weight),
+        (None if target_model is None else text_config(target_model.config), text_config(draft_model.config)),
+        lambda: sketch(draft_model.get_input_embeddings().weight),
     )
     if problem:
         warn_caller(f"the calibration beside the draft is left aside: {problem}")
-    return config if calibration is None else replace(config, prefill=calibration.complete(config.prefill))
+    return config if calibration is None else calibration.complete(config)
 
 
 def _checked(config: SpecStackConfig | None) -> SpecStackConfig:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
-from spec_stack.api.unknown_options import shows_options
+from spec_stack.api.generator import calibrated
+from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
-from spec_stack.hf.architectures import text_config
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_alone, load_tokenizer
 from spec_stack.hf.prompt import Message, Span, num_shared
@@ -22,10 +22,8 @@ from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_drop
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import look_at, num_layers_needed
-from spec_stack.prefill.shipped import choose_calibration, sketch
 from spec_stack.prefill.units import line_borders
 from spec_stack.types import Proposal
-from spec_stack.warning import warn_caller
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,55 +31,12 @@ if TYPE_CHECKING:
     from spec_stack.hf.model import CachedModel
 
 Prunable = str | Sequence[Message]
-# A text with its message index and part index.
-_Place = tuple[int, int | None, str]
+# A content part's index (None: the content is a string) and its text.
+_Part = tuple[int | None, str]
 # Separates a message's texts; the question follows on its own.
 _JOINT, _QUESTION = "\n", -1
 # Most attempts to shrink a selection that exceeds max_tokens.
 _MOST_TRIES = 4
-
-
-class PruneOptions(TypedDict, total=False):
-    """The keywords of `Pruner.prune`."""
-
-    keep_rate: float | None
-    max_tokens: int | None
-    question: str | None
-    protect: Sequence[str]
-    marker: str
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The options of a call with their defaults. Raises ValueError for invalid ones."""
-
-    keep_rate: float | None = None
-    max_tokens: int | None = None
-    question: str | None = None
-    protect: Sequence[str] = ()
-    marker: str = ""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None and (type(self.max_tokens) is not int or self.max_tokens < 1):
-            raise ValueError(f"max_tokens must be 1 or more, or None, got {self.max_tokens!r}")
-        if not isinstance(self.question, str | None):
-            raise ValueError(f"question must be a string or None, got {self.question!r}")
-        is_list = isinstance(self.protect, Sequence) and not isinstance(self.protect, str)
-        if not is_list or not all(isinstance(each, str) for each in self.protect):
-            raise ValueError(f"protect must be a list of strings, got {self.protect!r}")
-        if not isinstance(self.marker, str):
-            raise ValueError(f"marker must be a string, got {self.marker!r}")
-        if self.keep_rate is not None and self.max_tokens is not None:
-            raise ValueError("give keep_rate or max_tokens, not both")
-
-    def apply(self, config: PrefillConfig) -> PrefillConfig:
-        """The configuration with this call's keep rate; it prunes any length where the call names an amount."""
-        if self.max_tokens is not None:
-            # Any rate under 1 lets `decide_scoring` agree; the budget sets it.
-            return replace(config, keep_rate=0.5, sparse_prefill="on")
-        if self.keep_rate is not None:
-            return replace(config, keep_rate=self.keep_rate, sparse_prefill="on")
-        return replace(config, sparse_prefill="auto")
 
 
 @dataclass(frozen=True)
@@ -130,46 +85,32 @@ class PruneResult:
 
 
 @dataclass(frozen=True)
+class _Segment:
+    """A line or sentence: its half-open span of the prompt's tokens, and that of its text's characters."""
+
+    tokens: Span
+    characters: Span
+
+
+@dataclass(frozen=True)
 class _Text:
-    """A text and its token span start…stop - 1."""
+    """A text of a message, and its segments in order."""
 
     message: int
     part: int | None
     text: str
     is_whole: bool
-    char: int
-    start: int
-    stop: int
+    segments: list[_Segment]
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt to score: token ids, their character offsets, pieces, texts, and protected token spans."""
+    """A prompt to score: token ids, their pieces, texts, and protected token spans."""
 
     token_ids: list[int]
-    begins: list[int]
     pieces: list[str]
     texts: list[_Text]
     protected: list[Span]
-    borders: list[int]
-
-    def segments(self, text: _Text) -> list[Span]:
-        """Lines and sentences of a text, as half-open token spans."""
-        inside = self.borders[bisect_right(self.borders, text.start) : bisect_left(self.borders, text.stop)]
-        return [span for span in pairwise([text.start, *inside, text.stop]) if span[0] < span[1]]
-
-    def characters(self, text: _Text, span: Span) -> Span:
-        """A segment's character span, relative to its text."""
-        start, stop = span
-        first = 0 if start == text.start else self._border(text, start)
-        return first, len(text.text) if stop == text.stop else self._border(text, stop)
-
-    def _border(self, text: _Text, token: int) -> int:
-        """The first character of a segment. A line's indentation belongs to it, even if its token contains the line
-        break."""
-        at = self.begins[token] - text.char
-        line = text.text.rfind("\n", 0, at) + 1
-        return line if line and text.text[line:at].isspace() else at
 
 
 class Pruner:
@@ -248,16 +189,7 @@ class Pruner:
         model = load_alone(draft, LoadConfig(draft_precision=precision), device)
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(str(draft if tokenizer is None else tokenizer))
-        found, problem = choose_calibration(
-            draft,
-            calibration,
-            (None, text_config(model.config)),
-            lambda: sketch(model.get_input_embeddings().weight),
-        )
-        if problem:
-            warn_caller(f"the calibration beside the draft is left aside: {problem}")
-        config = config or PrefillConfig()
-        return cls(model, tokenizer, config if found is None else found.complete(config))
+        return cls(model, tokenizer, calibrated(config or PrefillConfig(), draft, calibration, None, model))
 
     @property
     def tokenizer(self) -> Any:
@@ -269,8 +201,17 @@ class Pruner:
         """Most tokens that the draft reads."""
         return self._pair.max_positions[1]
 
-    @shows_options(PruneOptions, protect=(), marker="")
-    def prune(self, messages: Prunable, **options: Unpack[PruneOptions]) -> PruneResult:
+    @refuses_unknown_options
+    def prune(
+        self,
+        messages: Prunable,
+        *,
+        keep_rate: float | None = None,
+        max_tokens: int | None = None,
+        question: str | None = None,
+        protect: Sequence[str] = (),
+        marker: str = "",
+    ) -> PruneResult:
         """Shorten a prompt.
 
         Parameters
@@ -293,7 +234,9 @@ class Pruner:
         ValueError
             For invalid values, malformed messages, and a tokenizer without character offsets.
         """
-        return self.conversation().prune(messages, **options)
+        return self.conversation().prune(
+            messages, keep_rate=keep_rate, max_tokens=max_tokens, question=question, protect=protect, marker=marker
+        )
 
     def conversation(self, config: SessionConfig | None = None) -> PrunerConversation:
         """A conversation; each turn passes all of its messages.
@@ -319,12 +262,22 @@ class PrunerConversation:
         self._token_ids: list[int] = []
         self._kept: set[int] = set()
 
-    @shows_options(PruneOptions, protect=(), marker="")
-    def prune(self, messages: Prunable, **options: Unpack[PruneOptions]) -> PruneResult:
+    @refuses_unknown_options
+    def prune(
+        self,
+        messages: Prunable,
+        *,
+        keep_rate: float | None = None,
+        max_tokens: int | None = None,
+        question: str | None = None,
+        protect: Sequence[str] = (),
+        marker: str = "",
+    ) -> PruneResult:
         """Prune a turn; messages: the whole conversation (see `Pruner.prune`)."""
-        asked = _Asked(**options)
-        config, max_tokens = asked.apply(self._config), asked.max_tokens
-        prompt, num_old = self._read(messages, asked.question, asked.protect)
+        config = _config_of(self._config, keep_rate, max_tokens)
+        if not isinstance(marker, str):
+            raise ValueError(f"marker must be a string, got {marker!r}")
+        prompt, num_old = self._read(messages, question, protect)
         num_tokens = len(prompt.token_ids)
         held = sorted(at for at in self._kept if at < num_old)
         kept, num_recalled, reason = {*held, *range(num_old, num_tokens)}, 0, self._obstacle(num_tokens)
@@ -332,10 +285,10 @@ class PrunerConversation:
             scores, reason = self._decide(prompt, config, len(held), num_old, max_tokens)
             if scores or len(held) < num_old:
                 kept, num_recalled = self._select(prompt, config if scores else None, held, num_old, max_tokens)
-        self._token_ids, self._kept = prompt.token_ids, _whole_segments(prompt, kept, bool(asked.marker))
+        self._token_ids, self._kept = prompt.token_ids, _whole_segments(prompt, kept, bool(marker))
         if max_tokens is not None and len(self._kept) > max_tokens:
             reason += f"; what is never pruned, or was kept before, is over max_tokens={max_tokens}"
-        return _result(messages, prompt, self._kept, asked.marker, num_recalled, reason)
+        return _result(messages, prompt, self._kept, marker, num_recalled, reason)
 
     def _obstacle(self, num_tokens: int) -> str:
         """The reason why the draft cannot score a prompt of this length; empty if it can."""
@@ -403,77 +356,93 @@ class PrunerConversation:
 
     def _read(self, messages: Prunable, question: str | None, protect: Sequence[str]) -> tuple[_Prompt, int]:
         """The prompt as the draft reads it, and its number of tokens from earlier turns."""
-        tokenizer, chat = self._pair.tokenizer, _as_messages(messages)
-        contents = _contents(chat)
-        if question is not None:
-            if chat[-1]["role"] != "user":
-                chat, contents = [*chat, {"role": "user"}], [*contents, []]
-            contents[-1].append((_QUESTION, None, question))
+        chat, contents = _contents(messages)
+        _add_question(chat, contents, question)
+        written, begins = self._write(chat, contents, isinstance(messages, str))
+        token_ids, starts, ends = _tokenize(self._pair, written)
+        num_old = max(0, min(num_shared(self._token_ids, token_ids), len(token_ids) - 1))
+        pieces = self._pair.pieces(token_ids) or []
+        borders, texts = line_borders(pieces), []
+        for message, char in begins:
+            role = chat[message]["role"]
+            for part, text in contents[message]:
+                start, stop = bisect_left(starts, char), bisect_right(ends, char + len(text))
+                inside = borders[bisect_right(borders, start) : bisect_left(borders, stop)]
+                segments = _segments(text, [start, *inside, max(start, stop)], [starts[at] - char for at in inside])
+                is_new_answer = role == "assistant" and 0 < num_old < stop
+                is_whole = part == _QUESTION or role in KEPT_ROLES or is_new_answer
+                texts.append(_Text(message, part, text, is_whole, segments))
+                char += len(text) + len(_JOINT)
+        return _Prompt(token_ids, pieces, texts, _protected(len(token_ids), texts, protect)), num_old
+
+    def _write(
+        self, chat: Sequence[Message], contents: Sequence[Sequence[_Part]], is_text: bool
+    ) -> tuple[str, list[Span]]:
+        """The whole prompt, and the messages in it with the first character of each."""
+        tokenizer = self._pair.tokenizer
+        joined = [_JOINT.join(text for _, text in each) for each in contents]
         parts: list[str | int] = [0]
-        if not isinstance(messages, str) or getattr(tokenizer, "chat_template", None):
-            joined = [_JOINT.join(text for _, _, text in each) for each in contents]
-            parts = chat_parts(
-                tokenizer, [{**message, "content": text} for message, text in zip(chat, joined, strict=True)]
-            )
+        if not is_text or getattr(tokenizer, "chat_template", None):
+            parts = chat_parts(tokenizer, [{**each, "content": text} for each, text in zip(chat, joined, strict=True)])
         elif tokenizer(_JOINT).input_ids[:1] == [tokenizer.bos_token_id]:
             parts = [tokenizer.bos_token, 0]
-        written, places = _write(parts, contents)
-        token_ids, begins, ends = _tokenize(self._pair, written)
-        num_old = max(0, min(num_shared(self._token_ids, token_ids), len(token_ids) - 1))
-        texts = []
-        for message, part, text, char in places:
-            start, stop = bisect_left(begins, char), bisect_right(ends, char + len(text))
-            role = chat[message]["role"]
-            is_new_answer = role == "assistant" and 0 < num_old < stop
-            is_whole = message == _QUESTION or role in KEPT_ROLES or is_new_answer
-            texts.append(_Text(message, part, text, is_whole, char, start, max(start, stop)))
-        pieces = self._pair.pieces(token_ids) or []
-        prompt = _Prompt(token_ids, begins, pieces, texts, [], line_borders(pieces))
-        return replace(prompt, protected=_protected(prompt, protect)), num_old
+        written, begins = "", []
+        for each in parts:
+            if not isinstance(each, str):
+                begins.append((each, len(written)))
+            written += each if isinstance(each, str) else joined[each]
+        return written, begins
 
 
-def _write(
-    parts: Sequence[str | int], contents: Sequence[list[_Place]]
-) -> tuple[str, list[tuple[int, int | None, str, int]]]:
-    """The whole prompt, and each text with its message, part and first character."""
-    written, places = "", []
-    for each in parts:
-        if isinstance(each, str):
-            written += each
-            continue
-        for at, (message, part, text) in enumerate(contents[each]):
-            written += _JOINT if at else ""
-            places.append((message, part, text, len(written)))
-            written += text
-    return written, places
+def _config_of(config: PrefillConfig, keep_rate: float | None, max_tokens: int | None) -> PrefillConfig:
+    """The configuration with a call's keep rate; it prunes any length where the call names an amount."""
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise ValueError(f"max_tokens must be 1 or more, or None, got {max_tokens!r}")
+    if keep_rate is not None and max_tokens is not None:
+        raise ValueError("give keep_rate or max_tokens, not both")
+    if max_tokens is not None:
+        # Any rate under 1 lets `decide_scoring` agree; the budget sets it.
+        return replace(config, keep_rate=0.5, sparse_prefill="on")
+    if keep_rate is not None:
+        return replace(config, keep_rate=keep_rate, sparse_prefill="on")
+    return replace(config, sparse_prefill="auto")
 
 
-def _as_messages(messages: Prunable) -> list[Message]:
+def _contents(messages: Prunable) -> tuple[list[Message], list[list[_Part]]]:
+    """The messages, and the texts of each. Raises ValueError for malformed messages."""
     if not isinstance(messages, Sequence):
         raise ValueError(f"messages must be a text or a list of messages, got {messages!r}")
-    return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-
-
-def _contents(chat: Sequence[Message]) -> list[list[_Place]]:
-    """Each message's texts, with message and part index. Raises ValueError for malformed messages."""
-    found: list[list[_Place]] = []
+    chat: list[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    contents: list[list[_Part]] = []
     for message in chat:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {message!r} in it")
-        content = message.get("content")
-        if content is None or isinstance(content, str):
-            found.append([(len(found), None, content)] if content else [])
+        content = message.get("content") or []
+        if isinstance(content, str):
+            contents.append([(None, content)])
         elif isinstance(content, Sequence):
-            found.append([(len(found), at, part["text"]) for at, part in enumerate(content) if _is_text(part)])
+            contents.append([(at, part["text"]) for at, part in enumerate(content) if _is_text(part)])
         else:
             raise ValueError(f"a content must be a string or a list of parts, got {content!r}")
-    if not any(found):
+    if not any(contents):
         raise ValueError("there is no text to prune; give a text, or messages with some")
-    return found
+    return chat, contents
 
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, Mapping) and isinstance(part.get("text"), str)
+
+
+def _add_question(chat: list[Message], contents: list[list[_Part]], question: str | None) -> None:
+    """Append a question to the last user message, or as one."""
+    if question is None:
+        return
+    if not isinstance(question, str):
+        raise ValueError(f"question must be a string or None, got {question!r}")
+    if chat[-1]["role"] != "user":
+        chat.append({"role": "user"})
+        contents.append([])
+    contents[-1].append((_QUESTION, question))
 
 
 def _tokenize(pair: ModelPair, text: str) -> tuple[list[int], list[int], list[int]]:
@@ -493,17 +462,29 @@ def _tokenize(pair: ModelPair, text: str) -> tuple[list[int], list[int], list[in
     return token_ids, bounds[:-1], bounds[1:]
 
 
-def _protected(prompt: _Prompt, protect: Sequence[str]) -> list[Span]:
+def _segments(text: str, borders: Sequence[int], characters: Sequence[int]) -> list[_Segment]:
+    """The segments of a text between token borders. characters: where the borders within it stand. A line's indentation
+    belongs to it, even if its token contains the line break."""
+    edges = [0]
+    for at in characters:
+        line = text.rfind("\n", 0, at) + 1
+        edges.append(line if line and text[line:at].isspace() else at)
+    spans = zip(pairwise(borders), pairwise([*edges, len(text)]), strict=True)
+    return [_Segment(tokens, characters) for tokens, characters in spans if tokens[0] < tokens[1]]
+
+
+def _protected(num_tokens: int, texts: Sequence[_Text], protect: Sequence[str]) -> list[Span]:
     """Protected token spans: everything outside the texts' segments, and segments with a protected string."""
-    free = bytearray(len(prompt.token_ids))
-    for text in prompt.texts:
-        if text.is_whole:
-            continue
-        for span in prompt.segments(text):
-            first, last = prompt.characters(text, span)
-            if not any(_meets(text.text, each, first, last) for each in protect):
-                free[slice(*span)] = b"\x01" * (span[1] - span[0])
-    edges = [0, *(at for at in range(1, len(free)) if free[at] != free[at - 1]), len(free)]
+    is_list = isinstance(protect, Sequence) and not isinstance(protect, str)
+    if not is_list or not all(isinstance(each, str) for each in protect):
+        raise ValueError(f"protect must be a list of strings, got {protect!r}")
+    free = bytearray(num_tokens)
+    for text in texts:
+        for segment in () if text.is_whole else text.segments:
+            if not any(_meets(text.text, each, *segment.characters) for each in protect):
+                start, stop = segment.tokens
+                free[start:stop] = b"\x01" * (stop - start)
+    edges = [0, *(at for at in range(1, num_tokens) if free[at] != free[at - 1]), num_tokens]
     return [(start, stop) for start, stop in pairwise(edges) if start < stop and not free[start]]
 
 
@@ -515,41 +496,40 @@ def _meets(text: str, wanted: str, first: int, last: int) -> bool:
 def _whole_segments(prompt: _Prompt, kept: set[int], may_be_empty: bool) -> set[int]:
     """Kept tokens rounded up to whole segments. If a text must not be empty and nothing of it is kept, its first
     segment stays."""
-    inside = {at for text in prompt.texts for at in range(text.start, text.stop)}
-    whole = {at for at in range(len(prompt.token_ids)) if at not in inside}
+    whole = set(range(len(prompt.token_ids)))
     for text in prompt.texts:
-        segments = prompt.segments(text)
-        chosen = [span for span in segments if text.is_whole or any(at in kept for at in range(*span))]
+        segments = [set(range(*segment.tokens)) for segment in text.segments]
+        chosen = [segment for segment in segments if text.is_whole or not segment.isdisjoint(kept)]
         if not chosen and not may_be_empty:
             chosen = segments[:1]
-        whole.update(at for span in chosen for at in range(*span))
+        whole.difference_update(*segments)
+        whole.update(*chosen)
     return whole
 
 
-def _kept_spans(prompt: _Prompt, text: _Text, whole: set[int]) -> list[Span]:
-    spans: list[Span] = []
-    segments = prompt.segments(text)
-    if not segments:
+def _kept_spans(text: _Text, whole: set[int]) -> list[Span]:
+    """The kept characters of a text, as half-open spans."""
+    if not text.segments:
         return [(0, len(text.text))] if text.text else []
-    for span in segments:
-        if span[0] in whole:
-            first, last = prompt.characters(text, span)
-            spans = [*spans[:-1], (spans[-1][0], last)] if spans and spans[-1][1] == first else [*spans, (first, last)]
+    spans: list[Span] = []
+    for first, last in (segment.characters for segment in text.segments if segment.tokens[0] in whole):
+        if spans and spans[-1][1] == first:
+            first = spans.pop()[0]
+        spans.append((first, last))
     return spans
 
 
 def _result(
     messages: Prunable, prompt: _Prompt, kept: set[int], marker: str, num_recalled: int, reason: str
 ) -> PruneResult:
-    given: Any = messages if isinstance(messages, str) else [dict(message) for message in messages]
-    spans = [
-        KeptText(text.message, text.part, _kept_spans(prompt, text, kept))
-        for text in prompt.texts
-        if text.message != _QUESTION
-    ]
-    for own, text in zip(spans, prompt.texts, strict=False):
-        given = _replaced(given, text, _shortened(text.text, own.spans, marker))
-    return PruneResult(given, spans, len(prompt.token_ids), len(kept), num_recalled, reason)
+    shorter: Any = messages if isinstance(messages, str) else [dict(message) for message in messages]
+    texts = []
+    for text in prompt.texts:
+        if text.part != _QUESTION:
+            own = KeptText(text.message, text.part, _kept_spans(text, kept))
+            texts.append(own)
+            shorter = _replaced(shorter, own, _shortened(text.text, own.spans, marker))
+    return PruneResult(shorter, texts, len(prompt.token_ids), len(kept), num_recalled, reason)
 
 
 def _shortened(text: str, spans: list[Span], marker: str) -> str:
@@ -562,7 +542,7 @@ def _shortened(text: str, spans: list[Span], marker: str) -> str:
     return written
 
 
-def _replaced(given: Any, text: _Text, shorter: str) -> Any:
+def _replaced(given: Any, text: KeptText, shorter: str) -> Any:
     """The messages with one text replaced by a shorter one."""
     if isinstance(given, str):
         return shorter

@@ -8,17 +8,17 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
-from spec_stack.api.answering import GenerationMixin
+from spec_stack.api.answering import GenerationMixin, collect
 from spec_stack.config import SessionConfig
 from spec_stack.decode.ngram_index import TextMemory
 from spec_stack.engine.conversation import Conversation
-from spec_stack.engine.conversation_file import SavedSession
+from spec_stack.engine.conversation_file import load_conversation, save_conversation
 from spec_stack.engine.engine import Engine
-from spec_stack.engine.options import Call, prompt_source
+from spec_stack.engine.options import Call
 from spec_stack.engine.request import Request
-from spec_stack.hf.prompt import encode_prompt, num_shared
+from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, num_shared
 from spec_stack.prefill.recall import dropped_positions
 from spec_stack.types import GenerationResult, StepOutput
 from spec_stack.warning import OnceEach
@@ -98,19 +98,14 @@ class Session(GenerationMixin):
         held = self._conversation
         return dropped_positions(held.held, len(held.token_ids))
 
-    def num_continued(self, **prompt: Any) -> int:
+    def num_continued(self, encoded: EncodedPrompt) -> int:
         """Tokens of the conversation that a prompt continues; 0 for another conversation.
 
         All of them, or those up to the last answer if the client changed it: reasoning left out, or a tool call with
         other whitespace.
-
-        Parameters
-        ----------
-        **prompt
-            As in `generate`: prompt, messages, tools and the like.
         """
         held, pair = self._conversation, self._engine.pair
-        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, prompt_source(cast(Call, prompt)), held.encoded)
+        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(encoded=encoded), held.encoded)
         asked = held.encoded.question if held.encoded is not None else None
         num_least = len(held.token_ids) if asked is None else asked[1]
         num_continued = num_shared(held.token_ids, encoded.token_ids[:-1])
@@ -148,14 +143,14 @@ class Session(GenerationMixin):
             While the session answers a call.
         """
         with self._answers():
-            self._conversation.saved(self.config).save(path, self._engine.pair, self._engine.config.prefill)
+            save_conversation(self._conversation, path, self.config, self._engine.pair, self._engine.config.prefill)
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path, config: SessionConfig | None = None) -> Session:
         """A session from a file; see `SpecStackGenerator.load_session`."""
-        saved = SavedSession.load(path, engine.pair, engine.config.prefill)
-        session = cls(engine, config or saved.config)
-        session._conversation.take_in(saved, path)
+        session = cls(engine, config)
+        saved = load_conversation(session._conversation, path, engine.pair, engine.config.prefill)
+        session.config = config or saved
         return session
 
     def close(self) -> None:
@@ -166,10 +161,10 @@ class Session(GenerationMixin):
         raise TypeError("a session can be neither copied nor pickled, for it holds caches; fork() makes another one")
 
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
-        results = [self._collect(self._plan(calls[0]))]
+        results = [collect(*self._begin(calls[0]))]
         for call in calls[1:]:
             with self.fork(SessionConfig(restore=False)) as other:
-                results.append(other._collect(other._plan(call)))
+                results.append(collect(*other._begin(call)))
         return results
 
     def __enter__(self) -> Session:
@@ -186,7 +181,7 @@ class Session(GenerationMixin):
             raise ValueError("this session is closed; open another one")
         return self._held
 
-    def _plan(self, call: Call) -> Request:
+    def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
         held = self._conversation
         asked = call.get("sparse_prefill") or self._engine.config.prefill.sparse_prefill
         # A dense target keeps only densely read tokens, and reads the rest again.
@@ -195,7 +190,7 @@ class Session(GenerationMixin):
         self._say_that_it_begins_anew(call, request)
         if request.num_cached and self._room(request) < 0:
             request = self._engine.plan(call, (), held.encoded)
-        return request
+        return request, self._run(request)
 
     def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
         """Warn if only the new message is given: without earlier turns it starts another conversation."""

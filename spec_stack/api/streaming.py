@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from spec_stack.types import StepOutput
 
@@ -16,19 +17,7 @@ Parameters = ParamSpec("Parameters")
 Item = TypeVar("Item")
 
 
-class Streamer(Protocol):
-    """The protocol of transformers' `BaseStreamer` (`TextStreamer`, `TextIteratorStreamer`, …)."""
-
-    def put(self, value: torch.Tensor) -> None:
-        """Add token ids (n,) or (1, n): the prompt first, then new tokens."""
-        ...
-
-    def end(self) -> None:
-        """The stream has ended."""
-        ...
-
-
-def feed(streamer: Streamer, prompt_ids: Sequence[int], outputs: Iterator[StepOutput]) -> Generator[StepOutput]:
+def feed(streamer: BaseStreamer, prompt_ids: Sequence[int], outputs: Iterator[StepOutput]) -> Generator[StepOutput]:
     """Yield the steps, each after it was put into the streamer. The streamer gets the prompt first, as from
     `model.generate`, and `end` is always called."""
     try:
@@ -69,18 +58,12 @@ async def _in_thread(items: Generator[Item]) -> AsyncGenerator[Item]:
     with_thread = ThreadPoolExecutor(1, thread_name_prefix="spec-stack-stream")
     try:
         while True:
-            found = await loop.run_in_executor(with_thread, _next, items)
-            if not found:
+            # A future cannot carry StopIteration.
+            item = await loop.run_in_executor(with_thread, next, items, None)
+            if item is None:
                 return
-            yield found[0]
+            yield item
     finally:
         # In the same thread, so that it waits for the running step, which a cancelled `await` does not stop.
         with_thread.submit(items.close)
         with_thread.shutdown(wait=False)
-
-
-def _next(items: Iterator[Item]) -> tuple[Item, ...]:
-    """The next item, or nothing: a future cannot carry StopIteration."""
-    for item in items:
-        return (item,)
-    return ()

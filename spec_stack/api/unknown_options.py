@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from spec_stack.config import OLD_SWITCHES
-from spec_stack.engine.options import DEFAULTS
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Names of the same options elsewhere (transformers, vLLM, SGLang, mlx-lm).
 ALIASES = {
@@ -120,78 +120,57 @@ PROCESSORS = {
 }
 WAYS |= {name: f"give it as a logits processor, {processor}(...)" for name, processor in PROCESSORS.items()}
 # Options that only `generate` takes, given to a stream.
-_WHOLE_ANSWERS = {
-    "streamer": "generate() takes it; here every step brings its tokens and text",
-    "n": "generate() takes it; open one stream for each answer",
-    "records": "generate() writes them; here every step brings its record",
-    "return_records": "generate() keeps them; here every step brings its record",
-}
+_WHOLE_ANSWERS = ("streamer", "n", "records", "return_records")
 # Least similarity for a suggestion.
 _LIKENESS = 0.75
 
 
-def shows_options(
-    options: type, **defaults: object
-) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Give a function with **options the signature of this TypedDict, and make it reject others. defaults: those not in
-    `engine.options.DEFAULTS` and not None."""
-    defaults = DEFAULTS | defaults
+def shows_options(options: type, **defaults: object) -> Callable[[Function], Function]:
+    """Give a function with **options the signature of this TypedDict. defaults: those that are not None."""
     listed = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind)
         for name, kind in options.__annotations__.items()
     ]
 
-    def complete(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    def complete(function: Function) -> Function:
         signature = inspect.signature(function)
         own = [each for each in signature.parameters.values() if each.kind != inspect.Parameter.VAR_KEYWORD]
         function.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
-        return refuses_unknown_options(function)
-
-    return complete
-
-
-def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Make an unknown keyword raise a TypeError with the function's name and the nearest option."""
-    known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
-
-    @wraps(function)
-    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(f"{function.__name__}() has no option {name!r}{_hint(name, known)}")
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def parameters_of(
-    model: Callable[..., object],
-) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Copy the "Parameters" section of another function for the parameters that both have."""
-    entries = _entries(inspect.getdoc(model) or "")
-
-    def complete(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        taken = inspect.signature(function).parameters
-        shared = [text for names, text in entries if set(names) <= set(taken)]
-        before, opening, after = (inspect.getdoc(function) or "").partition("Returns\n-------\n")
-        function.__doc__ = "\n".join([f"{before}Parameters", "----------", *shared, "", opening + after])
         return function
 
     return complete
 
 
-def _entries(text: str) -> list[tuple[list[str], str]]:
-    """Parameter names and text of each entry in a NumPy docstring."""
-    _, _, section = text.partition("Parameters\n----------\n")
-    section, _, _ = section.partition("\n\nReturns\n")
-    entries: list[tuple[list[str], str]] = []
-    for line in section.split("\n"):
-        if line.startswith(" "):
-            names, entry = entries.pop()
-            entries.append((names, f"{entry}\n{line}"))
-        else:
-            entries.append((line.partition(" :")[0].split(", "), line))
-    return entries
+def unknown_option(function: Callable[..., object], name: str) -> TypeError:
+    """The error for an unknown option: the function's name and the nearest option."""
+    known = [each for each in inspect.signature(function).parameters if each not in ("self", "cls")]
+    return TypeError(f"{function.__name__}() has no option {name!r}{_hint(name, known)}")
+
+
+def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make an unknown keyword raise `unknown_option`."""
+    known = inspect.signature(function).parameters.keys()
+
+    @wraps(function)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        for name in kwargs.keys() - known:
+            raise unknown_option(function, name)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def parameters_of(model: Callable[..., object], until: str) -> Callable[[Function], Function]:
+    """Copy the "Parameters" section of another function up to this parameter, without it."""
+    _, _, section = (inspect.getdoc(model) or "").partition("Parameters\n----------\n")
+    section = section.partition(f"\n{until} : ")[0]
+
+    def complete(function: Function) -> Function:
+        before, opening, after = (inspect.getdoc(function) or "").partition("Returns\n-------\n")
+        function.__doc__ = f"{before}Parameters\n----------\n{section}\n\n{opening}{after}"
+        return function
+
+    return complete
 
 
 def _hint(name: str, known: list[str]) -> str:
@@ -199,7 +178,7 @@ def _hint(name: str, known: list[str]) -> str:
         return f": it is now sparse_prefill=, {OLD_SWITCHES[name]}"
     alias = ALIASES.get(name)
     if name in _WHOLE_ANSWERS and "prompt" in known:
-        return f": {_WHOLE_ANSWERS[name]}"
+        return ": generate() takes it; a stream's steps bring their tokens, text and record"
     if name in WAYS and alias not in known:
         return f": {WAYS[name]}"
     nearest = [alias] if alias in known else get_close_matches(name, known, 1, cutoff=_LIKENESS)

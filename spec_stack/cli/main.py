@@ -138,10 +138,11 @@ def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = N
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from spec_stack.api.pruner import PruneOptions
 
     given, body = read_prunable(arguments.file)
-    result = _load_pruner(arguments).prune(given, **_named(arguments, PruneOptions.__annotations__))
+    result = _load_pruner(arguments).prune(
+        given, **_named(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker"))
+    )
     if arguments.json:
         print(json.dumps(asdict(result)))
     elif isinstance(result.messages, str):

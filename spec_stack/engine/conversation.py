@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.decode.ngram_index import NgramIndex, TextMemory
-from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
-from spec_stack.engine.slotted_draft import SlottedDraft, drafts_over_slots, open_slotted
+from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
+from spec_stack.prefill.draft_slots import DraftKVBudget
 from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import LookAhead, look_at, score_prompt
 from spec_stack.types import Proposal, Selection
+
+_NO_RECALL = SessionConfig(restore=False)
 
 
 class Conversation:
@@ -59,23 +62,24 @@ class Conversation:
         other._lost = list(self._lost)
         return other
 
-    def saved(self, config: SessionConfig) -> SavedSession:
-        """The contents for a file, up to the first position that a cancelled turn rolled back."""
-        settled = self.fork()
-        settled._forget_from(min(self._lost, default=len(self.token_ids)))
-        return SavedSession(
-            settled.token_ids, self.encoded, settled.target.contents(), settled.index.contents(), config
-        )
+    def settled(self) -> Conversation:
+        """A copy up to the first position that a cancelled turn rolled back."""
+        other = self.fork()
+        other._forget_from(min(self._lost, default=len(self.token_ids)))
+        return other
 
-    def take_in(self, saved: SavedSession, path: str | Path) -> None:
-        """Restore a file's contents. Raises ValueError where its parts do not fit together."""
-        try:
-            target, index = self.target.filled(saved.target), self.index.filled(saved.index)
-        except ValueError as error:
-            raise ValueError(f"cannot take {path} for a session: {error}") from error
-        if target.next_position > len(saved.token_ids):
-            raise ValueError(f"cannot take {path} for a session: it holds slots past its {len(saved.token_ids)} tokens")
-        self.token_ids, self.encoded, self.target, self.index = saved.token_ids, saved.encoded, target, index
+    def fill(
+        self,
+        token_ids: list[int],
+        encoded: EncodedPrompt | None,
+        target: Mapping[str, torch.Tensor],
+        index: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Restore saved contents. Raises ValueError where they do not fit together."""
+        self.target, self.index = self.target.filled(target), self.index.filled(index)
+        if self.target.next_position > len(token_ids):
+            raise ValueError(f"it holds slots past its {len(token_ids)} tokens")
+        self.token_ids, self.encoded = token_ids, encoded
 
     def begin(self, request: Request, config: SessionConfig, room: float = math.inf) -> Turn:
         """Roll back to the prefix shared with a request. room: most tokens that may be recalled.
@@ -153,16 +157,10 @@ class Turn:
         self._dropped: list[int] = []
         if config.restore and config.max_restored_chunks and request.can_score and self.target.can_restore:
             self._dropped = dropped_positions(self.held, request.num_cached)
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens of the prompt's prefix that neither model has to prefill again."""
-        return self._request.num_cached
-
-    @property
-    def needs_scoring(self) -> bool:
-        """Return whether the draft scores the prompt before the target's prefill."""
-        return self._request.scores or bool(self._dropped)
+        # Whether the draft scores the prompt before the target's prefill.
+        self.needs_scoring = request.scores or bool(self._dropped)
+        # Tokens of the prompt's prefix that neither model has to prefill again.
+        self.num_cached = request.num_cached
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         """Score the prompt: the target's selection, and the first proposal."""
@@ -209,11 +207,16 @@ class Turn:
         return selection
 
     def draft_beside_dense(self) -> DraftModel | SlottedDraft:
-        """The draft of a dense request: over all of the text, or over chosen slots of it."""
-        if not drafts_over_slots(self._pair, self._request, self.index):
+        """The draft of a dense request: over chosen slots of a long prompt, if its cache can drop slots, else over all
+        of the text."""
+        prefill = self._request.prefill
+        is_short = len(self._request.prompt_ids) <= prefill.draft_slots
+        has_all = prefill.sparse_prefill == "off" or is_short or self._pair.translation is not None
+        if has_all or not self.index.can_restore:
             return self.draft
         if self.slotted is None:
-            self.slotted = open_slotted(self._request, self.index)
+            # Slots that the index holds of the prompt are copied from it.
+            self.slotted = SlottedDraft(self.index.fork(), DraftKVBudget.of(prefill))
         else:
             self.slotted.go_back(self._request.prompt_ids)
         return self.slotted
@@ -229,14 +232,12 @@ class SingleTurn(Turn):
 
     def __init__(self, pair: ModelPair, request: Request) -> None:
         conversation = Conversation(pair, request.prefill.prefill_chunk)
-        super().__init__(conversation, pair, request, SessionConfig(restore=False), math.inf)
+        super().__init__(conversation, pair, request, _NO_RECALL, math.inf)
 
-    def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
-        return self._score(look_ahead)
-
-    def _score(
+    def score(
         self, look_ahead: LookAhead, whole: bool = False, on_prefilled: Callable[[], None] | None = None
     ) -> tuple[Selection, Proposal]:
+        """Score the prompt. whole, on_prefilled: as in `score_prompt`."""
         request = self._request
         return score_prompt(
             self.draft,

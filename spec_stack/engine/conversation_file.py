@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
@@ -29,72 +30,65 @@ _NUM_PROBED = 8
 _TOLERANCE = 0.01
 
 
-@dataclass(frozen=True)
-class SavedSession:
-    """A session's contents; those of the caches are `CachedModel.contents`."""
+def save_conversation(
+    conversation: Conversation, path: str | Path, config: SessionConfig, pair: ModelPair, prefill: PrefillConfig
+) -> None:
+    """Write one safetensors file, replacing an earlier one atomically. Raises ValueError where it cannot be written."""
+    settled = conversation.settled()
+    tensors = {"token_ids": torch.tensor(settled.token_ids, dtype=torch.long)} | _probes(pair)
+    for role, model in (("target", settled.target), ("draft", settled.index)):
+        contents = model.contents()
+        tensors |= {f"{role}.{name}": tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
+    header = {
+        "version": VERSION,
+        "made_with": _made_with(pair, prefill),
+        "config": asdict(config),
+        "encoded": None if settled.encoded is None else asdict(settled.encoded),
+    }
+    file = Path(path)
+    part = file.with_name(f"{file.name}.part")
+    try:
+        if file.is_dir():
+            raise IsADirectoryError("it is a folder; name a file in it")
+        save_file(tensors, part, {"kind": _KIND, "session": json.dumps(header), "digest": _digest(tensors)})
+        part.replace(file)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot write {file}: {error}") from error
+    finally:
+        with suppress(OSError):
+            part.unlink()
 
-    token_ids: list[int]
-    encoded: EncodedPrompt | None
-    target: Mapping[str, torch.Tensor]
-    index: Mapping[str, torch.Tensor]
-    config: SessionConfig
 
-    def save(self, path: str | Path, pair: ModelPair, prefill: PrefillConfig) -> None:
-        """Write one safetensors file, replacing an earlier one atomically. Raises ValueError where it cannot be
-        written.
-        """
-        tensors = {"token_ids": torch.tensor(self.token_ids, dtype=torch.long)} | _probes(pair)
-        for role, contents in (("target", self.target), ("draft", self.index)):
-            tensors |= {f"{role}.{name}": tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
-        header = {
-            "version": VERSION,
-            "made_with": _made_with(pair, prefill),
-            "config": asdict(self.config),
-            "encoded": None if self.encoded is None else asdict(self.encoded),
-        }
-        file = Path(path)
-        part = file.with_name(f"{file.name}.part")
-        try:
-            if file.is_dir():
-                raise IsADirectoryError("it is a folder; name a file in it")
-            save_file(tensors, part, {"kind": _KIND, "session": json.dumps(header), "digest": _digest(tensors)})
-            part.replace(file)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot write {file}: {error}") from error
-        finally:
-            with suppress(OSError):
-                part.unlink()
-
-    @classmethod
-    def load(cls, path: str | Path, pair: ModelPair, prefill: PrefillConfig) -> SavedSession:
-        """Read a file. Raises ValueError for a damaged file, or one of another pair or configuration."""
-        try:
-            with safe_open(path, framework="pt") as opened:
-                metadata = opened.metadata() or {}
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            if metadata.get("kind") != _KIND:
-                raise ValueError("it was not made by Session.save")
-            header = json.loads(metadata["session"])
-            if header["version"] != VERSION:
-                raise ValueError(f"it is of version {header['version']}, and this is {VERSION}")
-            if metadata["digest"] != _digest(tensors):
-                raise ValueError("its tensors are not those that were saved")
-            loaded = cls(
-                token_ids=tensors["token_ids"].tolist(),
-                encoded=_encoded(header["encoded"]),
-                target=_part(tensors, "target."),
-                index=_part(tensors, "draft."),
-                config=SessionConfig(**header["config"]),
-            )
-            made_with = header["made_with"]
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"cannot take {path} for a session: {error}") from error
-        _check_made_with(made_with, _made_with(pair, prefill))
-        for name, probe in _probes(pair).items():
-            if not torch.allclose(tensors[name], probe, rtol=0, atol=_TOLERANCE * float(probe.abs().max())):
-                role = name.split(".")[1]
-                raise ValueError(f"the session was made with another {role}: of the same shape, with other weights")
-        return loaded
+def load_conversation(
+    conversation: Conversation, path: str | Path, pair: ModelPair, prefill: PrefillConfig
+) -> SessionConfig:
+    """Fill an empty conversation from a file; its session's configuration. Raises ValueError for a damaged file, or one
+    of another pair or configuration."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        if metadata.get("kind") != _KIND:
+            raise ValueError("it was not made by Session.save")
+        header = json.loads(metadata["session"])
+        if header["version"] != VERSION:
+            raise ValueError(f"it is of version {header['version']}, and this is {VERSION}")
+        if metadata["digest"] != _digest(tensors):
+            raise ValueError("its tensors are not those that were saved")
+        encoded, config = _encoded(header["encoded"]), SessionConfig(**header["config"])
+        made_with, token_ids = header["made_with"], tensors["token_ids"].tolist()
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"cannot take {path} for a session: {error}") from error
+    _check_made_with(made_with, _made_with(pair, prefill))
+    for name, probe in _probes(pair).items():
+        if not torch.allclose(tensors[name], probe, rtol=0, atol=_TOLERANCE * float(probe.abs().max())):
+            role = name.split(".")[1]
+            raise ValueError(f"the session was made with another {role}: of the same shape, with other weights")
+    try:
+        conversation.fill(token_ids, encoded, _part(tensors, "target."), _part(tensors, "draft."))
+    except ValueError as error:
+        raise ValueError(f"cannot take {path} for a session: {error}") from error
+    return config
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:

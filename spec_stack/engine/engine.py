@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from spec_stack.config import SpecStackConfig
+from spec_stack.config import SamplingParams, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.controller.pool import PolicyPool, Shelf
 from spec_stack.decode.loop import decode
 from spec_stack.decode.propose import propose
 from spec_stack.decode.proposer import Means
-from spec_stack.decode.registry import make_proposer
+from spec_stack.decode.registry import PROPOSERS
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.conversation import SingleTurn, Turn
-from spec_stack.engine.drawing import drawing_of, stopper_of
 from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.prefix_store import PrefixStore, StoredTurn
@@ -42,6 +41,7 @@ class Engine:
         self._pool = PolicyPool(policy if policy is not None else config.decode.policy, options)
         self._ngram_policies = Shelf(NgramPolicy)
         self.store = PrefixStore(config.store.max_tokens)
+        self._model_samples = ignored_sampling(pair.target.generation_config, SamplingParams()) != ""
         self._warnings = OnceEach()
 
     def plan(
@@ -56,13 +56,12 @@ class Engine:
         return request
 
     def _warn_of_what_is_ignored(self, call: Call, request: Request, is_follow_up: bool) -> None:
-        ignored = ""
-        if call.get("sampling") is None:
+        if self._model_samples and call.get("sampling") is None:
             ignored = ignored_sampling(self.pair.target.generation_config, request.params)
-        if ignored:
-            self._warnings.warn(
-                "sampling", f'the checkpoint\'s generation config sets {ignored}; sampling="model" applies it'
-            )
+            if ignored:
+                self._warnings.warn(
+                    "sampling", f'the checkpoint\'s generation config sets {ignored}; sampling="model" applies it'
+                )
         keep_rate, is_by_default = call.get("keep_rate"), call.get("sparse_prefill") is None
         if keep_rate not in (None, 1) and is_by_default and not (request.scores or is_follow_up):
             self._warnings.warn(
@@ -89,46 +88,35 @@ class Engine:
 
     def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
         """The steps of a planned request over these caches. Its clock pauses between the steps."""
-        pair, clock = self.pair, request.clock
+        pair, clock, sampler = self.pair, request.clock, request.sampler
         clock.resume()
         with self._pool.lend(request.policy) as policy, self._ngram_policies.lend() as ngram_policy:
-            drawing = drawing_of(request, pair.target)
             models: list[Any] = [caches.draft]
             begun_s = caches.draft.forward_s
-            scored = _score_or_take_whole(request, caches, drawing.look_ahead, self._warnings)
+            selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
             if request.observer is not None:
-                request.observer.selected(scored.selection, scored.proposal)
-            draft = caches.draft if scored.num_scored_tokens else caches.draft_beside_dense()
+                request.observer.selected(selection, proposal)
+            draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
             models += [caches.target] if draft is models[0] else [caches.target, draft]
             begun_s += sum(model.forward_s for model in models[1:])
-            metrics = _begin_metrics(request, scored, pair, policy.name, drawing.seed)
+            means = Means(draft, sampler, request.end_ids, ngram_policy, caches.lookups, draft.run_ahead)
             steps = decode(
                 target=caches.target,
                 draft=draft,
                 prompt_ids=request.prompt_ids,
-                selection=scored.selection,
-                proposal=scored.proposal,
+                selection=selection,
+                proposal=proposal,
                 policy=policy,
-                proposer=make_proposer(
-                    request.proposer,
-                    Means(
-                        draft,
-                        drawing.sampler,
-                        request.stop_tokens.all_ids,
-                        ngram_policy,
-                        caches.lookups,
-                        draft.run_ahead,
-                    ),
-                ),
-                sampler=drawing.sampler,
-                stopper=stopper_of(request, pair.tokenizer, pair.answer_format.shown),
-                end_ids=request.stop_tokens.all_ids,
+                proposer=PROPOSERS.find(request.proposer)(means),
+                sampler=sampler,
+                stopper=request.stopper,
+                end_ids=request.end_ids,
                 labels=request.labels,
                 clock=clock,
                 num_logprobs=request.num_logprobs,
             )
             try:
-                with request.progress.watch(caches.target, "prefill", len(scored.selection.positions)):
+                with request.progress.watch(caches.target, "prefill", len(selection.positions)):
                     first = next(steps)
                 for output in chain([first], steps):
                     metrics.add(output.record, clock.elapsed_s)
@@ -138,71 +126,67 @@ class Engine:
                         metrics.forward_s = sum(model.forward_s for model in models) - begun_s
                         metrics.draft_step, metrics.target_step = str(pair.draft_step), str(pair.target_step)
                         output = replace(output, metrics=metrics)
-                    with clock.paused():
-                        yield output
+                    clock.pause()
+                    yield output
+                    clock.resume()
             finally:
                 for model in models:
                     model.release()
 
+    def _score_or_take_whole(self, request: Request, caches: Turn, policy: str) -> tuple[Selection, Proposal, Metrics]:
+        """The target's selection, the first proposal and the metrics so far: of a scored prompt, or without need or
+        after a failure, of the whole one.
 
-@dataclass(frozen=True)
-class ScoredPrompt:
-    """A scored or dense prompt: the target's selection, the first proposal, and the reason."""
+        Scoring errors are raised where the request's options say so.
+        """
+        reason, scored = request.reason, None
+        if caches.needs_scoring:
+            try:
+                scored = _score(request, caches)
+            except Exception as error:
+                if request.prefill.on_scoring_error == "raise":
+                    raise
+                # No token has been yielded yet, so dense prefill is still possible after any failure.
+                logger.exception("scoring %d tokens failed; the prompt is prefilled densely", len(request.prompt_ids))
+                reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
+                self._warnings.warn("scoring", f"{reason} (metrics.sparse_prefill_reason tells each time)")
+                caches.reopen_draft()
+        selection, proposal = scored or (caches.take_all(), Proposal())
+        if scored and request.scores and selection.num_new == request.num_new_tokens:
+            text = "new text" if request.num_cached else "prompt"
+            reason += f", but chunks and protected spans cover the whole {text}"
+        num_scored_tokens = len(request.prompt_ids) if scored else 0
+        return selection, proposal, self._begin_metrics(request, caches, selection, num_scored_tokens, reason, policy)
 
-    selection: Selection
-    proposal: Proposal
-    num_scored_tokens: int
-    num_cached: int
-    reason: str
+    def _begin_metrics(
+        self, request: Request, caches: Turn, selection: Selection, num_scored_tokens: int, reason: str, policy: str
+    ) -> Metrics:
+        """A request's metrics before its first step."""
+        return Metrics(
+            num_prompt_tokens=len(request.prompt_ids),
+            num_kept_tokens=selection.num_held + len(selection.positions),
+            num_scored_tokens=num_scored_tokens,
+            sparse_prefill=selection.num_new < request.num_new_tokens,
+            sparse_prefill_reason=reason,
+            policy=policy,
+            precision=self.pair.precision,
+            draft_precision=self.pair.draft_precision,
+            target_weight_bytes=self.pair.target_weight_bytes,
+            draft_weight_bytes=self.pair.draft_weight_bytes,
+            seed=None if request.sampler.is_greedy else request.params.seed,
+            proposer=request.proposer,
+            num_new_tokens=len(request.prompt_ids) - caches.num_cached,
+            num_cached_tokens=caches.num_cached,
+            num_restored_tokens=selection.num_restored,
+            num_rewritten_tokens=selection.num_rewritten,
+            decode_reason=request.decode_note,
+        )
 
 
-def _score_or_take_whole(request: Request, caches: Turn, sampler: Sampler, warnings: OnceEach) -> ScoredPrompt:
-    """Score the prompt where needed; without need, or after a failure, take it whole.
-
-    Scoring errors are raised where the request's options say so.
-    """
-    reason = request.reason
-    if caches.needs_scoring:
-        look_ahead = partial(propose, caches.draft, sampler=sampler, end_ids=request.stop_tokens.all_ids)
-        num_tokens = max(0, request.num_draft_tokens - caches.draft.num_cached)
-        try:
-            with request.clock.measure("scoring"), request.progress.watch(caches.draft, "scoring", num_tokens):
-                selection, proposal = caches.score(look_ahead)
-        except Exception as error:
-            if request.prefill.on_scoring_error == "raise":
-                raise
-            # No token has been yielded yet, so dense prefill is still possible after any failure.
-            logger.exception("scoring a prompt of %d tokens failed; it is prefilled densely", len(request.prompt_ids))
-            reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
-            warnings.warn("scoring", f"{reason} (metrics.sparse_prefill_reason tells each time)")
-            caches.reopen_draft()
-        else:
-            if request.scores and selection.num_new == request.num_new_tokens:
-                reason += f", but chunks and protected spans cover the whole {request.text}"
-            return ScoredPrompt(selection, proposal, len(request.prompt_ids), caches.num_cached, reason)
-    selection = caches.take_all()
-    return ScoredPrompt(selection, Proposal(), 0, caches.num_cached, reason)
-
-
-def _begin_metrics(request: Request, scored: ScoredPrompt, pair: ModelPair, policy: str, seed: int | None) -> Metrics:
-    """A request's metrics before its first step."""
-    selection = scored.selection
-    return Metrics(
-        num_prompt_tokens=len(request.prompt_ids),
-        num_kept_tokens=selection.num_held + len(selection.positions),
-        num_scored_tokens=scored.num_scored_tokens,
-        sparse_prefill=selection.num_new < request.num_new_tokens,
-        sparse_prefill_reason=scored.reason,
-        policy=policy,
-        precision=pair.precision,
-        draft_precision=pair.draft_precision,
-        target_weight_bytes=pair.target_weight_bytes,
-        draft_weight_bytes=pair.draft_weight_bytes,
-        seed=seed,
-        proposer=request.proposer,
-        num_new_tokens=len(request.prompt_ids) - scored.num_cached,
-        num_cached_tokens=scored.num_cached,
-        num_restored_tokens=selection.num_restored,
-        num_rewritten_tokens=selection.num_rewritten,
-        decode_reason="; ".join(filter(None, (pair.vocabulary.decode_reason, request.decode_note))),
-    )
+def _score(request: Request, caches: Turn) -> tuple[Selection, Proposal]:
+    """Score the prompt: the target's selection, and the look-ahead as the first proposal. The look-ahead is greedy."""
+    greedy = Sampler(shaper=request.sampler.shaper)
+    look_ahead = partial(propose, caches.draft, sampler=greedy, end_ids=request.end_ids)
+    num_tokens = max(0, request.num_draft_tokens - caches.draft.num_cached)
+    with request.clock.measure("scoring"), request.progress.watch(caches.draft, "scoring", num_tokens):
+        return caches.score(look_ahead)

@@ -165,20 +165,30 @@ class ModelPair:
         """Tokens that end the target's text."""
         return end_token_ids(self.target)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """Ids of the target's vocabulary."""
         return int(text_config(self.target.config).vocab_size)
 
-    @property
+    @cached_property
     def max_positions(self) -> tuple[int, int]:
         """The position limits of target and draft."""
         return max_positions(self.target.config), max_positions(self.draft.config)
 
-    @property
+    @cached_property
     def scoring_limit(self) -> int | None:
         """The longest context that a layer of the draft sees whole; None is any length."""
         return scoring_limit(self.draft.config)
+
+    @cached_property
+    def can_propose(self) -> bool:
+        """Whether the draft shares a token with the target."""
+        return self.vocabulary.can_propose
+
+    @cached_property
+    def decode_reason(self) -> str:
+        """Why the draft proposes to this target, or not."""
+        return self.vocabulary.decode_reason
 
     def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:
         """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be scored, if so.
@@ -190,7 +200,7 @@ class ModelPair:
         try:
             return self.translation.tokenize(prompt_ids), ""
         except ValueError as error:
-            by_token = self.translation.tokenize_by_token(prompt_ids) if self.vocabulary.can_propose else None
+            by_token = self.translation.tokenize_by_token(prompt_ids) if self.can_propose else None
             return by_token, f"the draft has another tokenizer, and {error}"
 
     def open_target(self, prefill_chunk: int) -> CachedModel:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
-from spec_stack.config import PrefillConfig
 from spec_stack.engine.conversation import SingleTurn
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
@@ -23,7 +22,7 @@ Slots = list[tuple[int, int]]
 class StoredPrompt:
     """Both caches of an answered prompt, immutable: calls take forks.
 
-    index is empty where the draft prefilled only parts of the prompt; prefilled_by says how (`draft_settings`).
+    index is empty where the draft prefilled only parts of the prompt. prefilled_by: its window and sinks.
     """
 
     target: CachedModel
@@ -47,12 +46,6 @@ class StoredPrompt:
         )
 
 
-def draft_settings(config: PrefillConfig, num_tokens: int) -> tuple[int, int] | None:
-    """The window and sinks that the draft's keys of a prompt of this length depend on."""
-    window = config.window_for(num_tokens)
-    return None if window is None else (window, config.draft_sinks)
-
-
 class PrefixStore:
     """The latest prompts, as many as fit into max_tokens of both caches. Thread-safe.
 
@@ -72,14 +65,13 @@ class PrefixStore:
             return sum(each.num_tokens for each in self._stored)
 
     def put(self, prompt: StoredPrompt) -> None:
-        """Store a prompt, evicting the least recently used ones."""
+        """Store a prompt instead of those that it covers, evicting the least recently used ones."""
         if not 0 < prompt.num_tokens <= self.max_tokens:
             return
         with self._lock:
             if any(each.covers(prompt) for each in self._stored):
                 return
-            self._stored = [each for each in self._stored if not prompt.covers(each)]
-            self._stored.append(prompt)
+            self._stored = [*(each for each in self._stored if not prompt.covers(each)), prompt]
             while sum(each.num_tokens for each in self._stored) > self.max_tokens:
                 del self._stored[0]
             # Under the lock: no call has forked it yet.
@@ -89,34 +81,34 @@ class PrefixStore:
     def take_index(self, draft_ids: Sequence[int], prefilled_by: tuple[int, int] | None) -> CachedModel | None:
         """The draft with the longest stored prefix of these tokens, less their last one."""
         with self._lock:
-            same = [each for each in self._stored if each.prefilled_by == prefilled_by]
-            best, length = self._best(same, [num_shared(each.index.token_ids, draft_ids) for each in same])
-            index = None if best is None else best.index.fork()
-        if index is not None:
-            index.forget_from(min(length, len(draft_ids) - 1))
-        return index
+            same = [each.index.token_ids if each.prefilled_by == prefilled_by else () for each in self._stored]
+            best, length = self._best([num_shared(token_ids, draft_ids) for token_ids in same])
+            return None if best is None else _cut(best.index, min(length, len(draft_ids) - 1))
 
     def take_target(self, slots: Slots) -> CachedModel | None:
         """The target with the longest stored prefix of these slots, (position, token), less the last."""
         with self._lock:
-            best, length = self._best(self._stored, [num_shared(each.slots, slots) for each in self._stored])
-            target = None if best is None else best.target.fork()
-        if target is not None:
-            target.rollback(target.num_cached - min(length, len(slots) - 1))
-        return target
+            best, length = self._best([num_shared(each.slots, slots) for each in self._stored])
+            return None if best is None else _cut(best.target, min(length, len(slots) - 1))
 
-    def _best(self, prompts: Sequence[StoredPrompt], lengths: Sequence[int]) -> tuple[StoredPrompt | None, int]:
+    def _best(self, lengths: Sequence[int]) -> tuple[StoredPrompt | None, int]:
         """The prompt with the longest common prefix, marked as used, and that length."""
         length = max(lengths, default=0)
         if length == 0:
             return None, 0
-        best = prompts[lengths.index(length)]
-        self._stored = [*(each for each in self._stored if each is not best), best]
-        return best, length
+        self._stored.append(self._stored.pop(lengths.index(length)))
+        return self._stored[-1], length
 
     def clear(self) -> None:
         with self._lock:
             self._stored = []
+
+
+def _cut(model: CachedModel, num_tokens: int) -> CachedModel:
+    """A copy with the first num_tokens slots."""
+    other = model.fork()
+    other.rollback(other.num_cached - num_tokens)
+    return other
 
 
 class StoredTurn(SingleTurn):
@@ -125,7 +117,6 @@ class StoredTurn(SingleTurn):
     def __init__(self, pair: ModelPair, request: Request, store: PrefixStore) -> None:
         super().__init__(pair, request)
         self._store = store
-        self._num_reused = 0
         prefill = request.prefill
         reads_whole = not request.scores or (prefill.scoring_layers is None and needs_attention(prefill.scorer))
         # A state cannot go back to what two prompts share.
@@ -137,14 +128,12 @@ class StoredTurn(SingleTurn):
             self.draft = pair.view_draft(self.index, request.tokenization)
 
     @property
-    def num_cached(self) -> int:
-        return self._num_reused
-
-    @property
     def _settings(self) -> tuple[int, int] | None:
-        """What the draft's keys of this prompt depend on; what it prefills in order to propose has no window."""
-        request = self._request
-        return draft_settings(request.prefill, len(request.prompt_ids)) if request.scores else None
+        """The window and sinks that the draft's keys of this prompt depend on; what it prefills in order to propose has
+        no window."""
+        prefill = self._request.prefill
+        window = prefill.window_for(len(self._request.prompt_ids)) if self._request.scores else None
+        return None if window is None else (window, prefill.draft_sinks)
 
     @property
     def _draft_ids(self) -> Sequence[int]:
@@ -153,13 +142,15 @@ class StoredTurn(SingleTurn):
             return self._request.prompt_ids
         return self._request.tokenization.token_ids if self._request.tokenization is not None else ()
 
-    def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
-        def remember_index() -> None:
-            # The draft has prefilled the prompt but the scoring queries, and nothing of it is dropped yet.
-            self._read = self.index.fork() if self._keeps_index else None
-
-        selection, proposal = self._score(look_ahead, whole=True, on_prefilled=remember_index)
+    def score(
+        self, look_ahead: LookAhead, whole: bool = True, on_prefilled: Callable[[], None] | None = None
+    ) -> tuple[Selection, Proposal]:
+        selection, proposal = super().score(look_ahead, whole, self._remember_index)
         return self._take_over(selection), proposal
+
+    def _remember_index(self) -> None:
+        """The draft has prefilled the prompt but the scoring queries, and nothing of it is dropped yet."""
+        self._read = self.index.fork() if self._keeps_index else None
 
     def take_all(self) -> Selection:
         return self._take_over(super().take_all())
@@ -177,7 +168,7 @@ class StoredTurn(SingleTurn):
         if target is None:
             return selection
         self.target, num_held = target, target.num_cached
-        self._num_reused = selection.positions[num_held]
+        self.num_cached = selection.positions[num_held]
         return Selection(
             selection.token_ids[num_held:],
             selection.positions[num_held:],

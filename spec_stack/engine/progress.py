@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from spec_stack.types import StepOutput
 
@@ -29,12 +28,6 @@ class Cancelled(BaseException):
         self.error = error
 
 
-class Watched(Protocol):
-    """A model that reports every piece of a forward."""
-
-    on_piece: Callable[[int, float], None] | None
-
-
 class Progress:
     """Follows a request's prefill: reports every chunk to the caller, and cancels on request."""
 
@@ -46,19 +39,15 @@ class Progress:
         self.is_cancelled = False
 
     @contextmanager
-    def watch(self, model: Watched, phase: PrefillPhase, num_total: int) -> Iterator[None]:
-        """Report the model's forwards in the block as one phase of num_total tokens."""
+    def watch(self, model: Any, phase: PrefillPhase, num_total: int) -> Iterator[None]:
+        """Report the model's forwards in the block as one phase of num_total tokens; model: has `on_piece`."""
         model.on_piece = self.advance
         try:
-            self.begin(phase, num_total)
+            self._phase, self._num_done, self._num_total = phase, 0, num_total
+            self._report(phase, 0)
             yield
         finally:
             model.on_piece, self._phase = None, None
-
-    def begin(self, phase: PrefillPhase, num_total: int) -> None:
-        """Begin a phase of num_total tokens."""
-        self._phase, self._num_done, self._num_total = phase, 0, num_total
-        self._report(phase, 0)
 
     def advance(self, num_tokens: int, share: float = 1.0) -> None:
         """Report that this share of a piece's layers is done. A look-ahead's tokens do not count."""
@@ -104,13 +93,8 @@ class Stream(Generator[StepOutput, None, None]):
                 raise cancelled.error from None
             raise StopIteration from None
 
-    def throw(
-        self,
-        kind: Any,
-        value: BaseException | object = None,
-        traceback: TracebackType | None = None,
-    ) -> StepOutput:
-        return self._steps.throw(kind) if value is None else self._steps.throw(kind, value, traceback)
+    def throw(self, *error: Any) -> StepOutput:
+        return self._steps.throw(*error)
 
     def close(self) -> None:
         """End the request."""

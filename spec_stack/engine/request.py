@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+import torch
 
 from spec_stack.clock import Clock
 from spec_stack.config import (
@@ -15,40 +17,36 @@ from spec_stack.config import (
     PrefillConfig,
     SamplingParams,
     SpecStackConfig,
+    check_logprobs,
 )
 from spec_stack.controller.pool import PolicyChoice, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.loop import RequestLabels
 from spec_stack.decode.registry import PROPOSERS
-from spec_stack.engine.options import Call, checked, prompt_source, sampling_params
+from spec_stack.decode.sampler import Sampler, Shaper
+from spec_stack.decode.stopping import Stopper
+from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import Progress
 from spec_stack.hf.answer_format import tool_names
 from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.hf.model_sampling import complete_sampling
-from spec_stack.hf.processors import Processor, check_processors, uncopied_note
-from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared, special_tokens
-from spec_stack.hf.sampling import make_processors
+from spec_stack.hf.processors import ProcessedRows, check_processors, uncopied_note
+from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared, special_tokens, unpadded
+from spec_stack.hf.sampling import make_processors, make_warp
 from spec_stack.hf.structured import Grammar
+from spec_stack.hf.text import open_text_stream
 from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Observer
+from spec_stack.settings.checks import plain, require
 from spec_stack.settings.registry import check_name
 from spec_stack.types import DraftTokenization
 
-
-@dataclass(frozen=True)
-class StopTokens:
-    """Tokens that end a request: the model's own, empty where they are ignored, and those of the call."""
-
-    end_ids: frozenset[int] = frozenset()
-    stop_ids: frozenset[int] = frozenset()
-
-    @property
-    def all_ids(self) -> frozenset[int]:
-        return self.end_ids | self.stop_ids
+_OF_PROMPT = {entry.name for entry in fields(PromptSource)}
+_OF_SAMPLING = {entry.name for entry in fields(SamplingParams)}
 
 
 @dataclass(frozen=True)
@@ -58,36 +56,36 @@ class Request:
     # N tokens of the target, and the half-open spans of it that are never pruned.
     prompt_ids: list[int]
     protected: list[Span]
-    params: SamplingParams
+    encoded: EncodedPrompt
+    # Tokens of the prompt's prefix that a session has prefilled or dropped already.
+    num_cached: int
     # The generator's, with this call's keep_rate and as much look-ahead as the models have positions for.
     prefill: PrefillConfig
     # Whether the prompt, or its part that is new to a session, is scored to be pruned, and why.
     scores: bool
     reason: str
-    policy: PolicyChoice
-    labels: RequestLabels
-    # One of `decode.registry.PROPOSERS`.
-    proposer: str = "model"
     # Whether the draft can score the prompt at all.
-    can_score: bool = True
+    can_score: bool
     # The prompt in the tokens of a draft with another tokenizer, where that draft can be used.
-    tokenization: DraftTokenization | None = None
-    encoded: EncodedPrompt | None = None
-    # Tokens of the prompt's prefix that a session has prefilled or dropped already.
-    num_cached: int = 0
-    processors: list[Processor] = field(default_factory=list)
-    grammar: Grammar | None = None
-    stop_tokens: StopTokens = field(default_factory=StopTokens)
-    stop_strings: list[str] = field(default_factory=list)
+    tokenization: DraftTokenization | None
+    params: SamplingParams
+    sampler: Sampler
+    stopper: Stopper
+    # Tokens that end the request.
+    end_ids: frozenset[int]
+    policy: PolicyChoice
+    # One of `decode.registry.PROPOSERS`.
+    proposer: str
     # Notes on the draft's part in decoding.
-    decode_note: str = ""
-    parser: AnswerParser | None = None
+    decode_note: str
+    labels: RequestLabels
+    parser: AnswerParser | None
     # Likeliest tokens given beside each token's log-probability; None gives neither.
-    num_logprobs: int | None = None
-    progress: Progress = field(default_factory=Progress)
-    observer: Observer | None = None
+    num_logprobs: int | None
+    progress: Progress
     # Started with the call, and paused until the first step.
-    clock: Clock = field(default_factory=Clock)
+    clock: Clock
+    observer: Observer | None = None
 
     @property
     def num_new_tokens(self) -> int:
@@ -95,24 +93,9 @@ class Request:
         return len(self.prompt_ids) - self.num_cached
 
     @property
-    def question(self) -> Span | None:
-        """Half-open span of the last user turn's tokens; None where unknown."""
-        return None if self.encoded is None else self.encoded.question
-
-    @property
     def num_draft_tokens(self) -> int:
         """The prompt's length in the draft's own tokens."""
-        return _num_draft_tokens(self.prompt_ids, self.tokenization)
-
-    @property
-    def is_shaped(self) -> bool:
-        """Return whether a logits processor depends on earlier tokens."""
-        return bool(self.processors) or self.grammar is not None
-
-    @property
-    def text(self) -> str:
-        """The name, in reasons, of the part of the prompt that may be pruned."""
-        return "new text" if self.num_cached else "prompt"
+        return len(self.prompt_ids if self.tokenization is None else self.tokenization.token_ids)
 
 
 def plan_request(
@@ -129,80 +112,108 @@ def plan_request(
     the message names the fix.
     """
     clock = Clock()
-    call, source, params = checked(call), prompt_source(call), sampling_params(call)
+    _check(call)
+    source, params = _prompt_source(call), _sampling_params(call)
     if call.get("sampling") == "model":
         params = complete_sampling(pair.target.generation_config, params)
-    processors = check_processors(call.get("logits_processor"))
-    stop_tokens, stop_strings = _what_stops(pair, params)
+    processors = check_processors(call.get("logits_processor")) if call.get("logits_processor") is not None else []
+    num_logprobs = None if call.get("logprobs") is None else check_logprobs(call["logprobs"])
+    end_ids, stop_ids, stop_strings = _what_stops(pair, params)
     policy, proposer = _who_drafts(pool, config.decode, call, params)
     encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
     prompt_ids = encoded.token_ids
     # The last token is always new: its logits are needed.
     num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1)
-    prefill = _prefill_of(config.prefill, call)
 
-    tokenization, problem = pair.tokenize_for_draft(prompt_ids)
-    num_draft_tokens, draft_limit = _num_draft_tokens(prompt_ids, tokenization), pair.max_positions[1]
-    obstacle = problem or _no_room_to_score(prefill, num_draft_tokens, draft_limit)
+    prefill = _prefill_of(config.prefill, call)
+    tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
+    num_draft_tokens = len(prompt_ids if tokenization is None else tokenization.token_ids)
+    draft_room = pair.max_positions[1] - num_draft_tokens
+    if not obstacle and draft_room < (MOST_REPEATED if prefill.asks_prompt else 0) and needs_attention(prefill.scorer):
+        obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {pair.max_positions[1]} positions"
     scores, reason = _decide(pair, prefill, encoded, num_cached, num_draft_tokens, obstacle)
-    notes = [uncopied_note(processors)]
-    if num_draft_tokens > draft_limit:
-        notes.append(f"the prompt is longer than the draft's {draft_limit} positions, so it proposes nothing")
-    can_propose = pair.vocabulary.can_propose and num_draft_tokens <= draft_limit
+    notes = [pair.decode_reason, uncopied_note(processors) if processors else ""]
+    if draft_room < 0:
+        notes.append(f"the prompt is longer than the draft's {pair.max_positions[1]} positions, so it proposes nothing")
+    can_propose = pair.can_propose and draft_room >= 0
     if not can_propose:
         policy, proposer = pool.choose(gamma=0), "lookup" if proposer == "both" else proposer
 
-    room = _positions_left(pair, len(prompt_ids), params.max_tokens or max(1, params.min_tokens))
-    if params.max_tokens is None:
-        params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
+    params, room = _within_positions(pair, len(prompt_ids), params)
     if not prefill.asks_prompt:
         # Without any proposal there is no look-ahead either.
-        most = min(room, draft_limit - num_draft_tokens, MAX_LOOK_AHEAD) if can_propose else 0
+        most = min(room, draft_room, MAX_LOOK_AHEAD) if can_propose else 0
         prefill = replace(prefill, look_ahead=min(prefill.look_ahead, most))
-    in_thought = pair.answer_format.begins_in_thought(encoded.text)
-    wanted = _wanted_format(pair, source, call)
-    grammar = None
-    if wanted is not None:
-        behind = pair.answer_format.format_start(encoded.text)
-        grammar = pair.grammars.compile(wanted, stop_tokens.all_ids, len(prompt_ids), behind)
-    own = make_processors(params, len(prompt_ids), stop_tokens.all_ids, pair.target.device)
-    clock.pause()
-    return Request(
+    is_free = call.get("response_format") is None and call.get("tool_choice") is None
+    grammar = None if is_free else _grammar(pair, source, call, end_ids | stop_ids, encoded)
+    own = make_processors(params, len(prompt_ids), end_ids | stop_ids, pair.target.device)
+    shaper = ProcessedRows([*own, *processors], grammar) if own or processors or grammar is not None else None
+    text = open_text_stream(pair.tokenizer, prompt_ids, pair.answer_format.shown if encoded.text else ())
+    request = Request(
         prompt_ids=prompt_ids,
         protected=encoded.protected,
-        params=params,
+        encoded=encoded,
+        num_cached=num_cached,
         prefill=prefill,
         scores=scores,
         reason=reason,
-        policy=policy,
-        labels=RequestLabels(call.get("request_id") or secrets.token_hex(4), pair.precision, call.get("task", "")),
-        proposer=proposer,
         can_score=not obstacle and sees_whole(prefill, num_draft_tokens, pair.scoring_limit),
         tokenization=tokenization,
-        encoded=encoded,
-        num_cached=num_cached,
-        processors=[*own, *processors],
-        grammar=grammar,
-        stop_tokens=stop_tokens,
-        stop_strings=stop_strings,
+        params=params,
+        sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
+        stopper=Stopper(params.num_tokens, end_ids, stop_strings, text, stop_ids),
+        end_ids=end_ids | stop_ids,
+        policy=policy,
+        proposer=proposer,
         decode_note="; ".join(filter(None, notes)),
-        parser=AnswerParser(pair.answer_format, tool_names(source.tools), in_thought) if encoded.text else None,
-        num_logprobs=call.get("logprobs"),
+        labels=RequestLabels(call.get("request_id") or secrets.token_hex(4), pair.precision, call.get("task", "")),
+        parser=_parser(pair, source, encoded) if encoded.text else None,
+        num_logprobs=num_logprobs,
         progress=Progress(call.get("on_progress")),
         clock=clock,
     )
+    clock.pause()
+    return request
 
 
-def _num_draft_tokens(prompt_ids: Sequence[int], tokenization: DraftTokenization | None) -> int:
-    return len(prompt_ids if tokenization is None else tokenization.token_ids)
+def _check(call: Call) -> None:
+    """Raise ValueError for a bad value of an option without a check elsewhere."""
+    sampling, request_id, task = call.get("sampling"), call.get("request_id"), call.get("task", "")
+    on_progress = call.get("on_progress")
+    is_known = sampling is None or (isinstance(sampling, str) and sampling == "model")
+    require(is_known, f'sampling must be "model" (the checkpoint\'s own) or None, got {sampling!r}')
+    require(isinstance(request_id, str | None), f"request_id must be a string, got {request_id!r}")
+    require(isinstance(task, str), f"task must be a string, got {task!r}")
+    is_callable = on_progress is None or callable(on_progress)
+    require(is_callable, f"on_progress must be a callable over (num_done, num_total, phase), got {on_progress!r}")
 
 
-def _no_room_to_score(prefill: PrefillConfig, num_draft_tokens: int, draft_limit: int) -> str:
-    """Why the draft has too few positions to score a prompt; empty where it has enough."""
-    num_behind = MOST_REPEATED if prefill.asks_prompt else 0
-    if num_draft_tokens + num_behind <= draft_limit or not needs_attention(prefill.scorer):
-        return ""
-    return f"the prompt has {num_draft_tokens} tokens, and the draft {draft_limit} positions"
+def _prompt_source(call: Call) -> PromptSource:
+    """The prompt of a call, without padding."""
+    given: dict[str, Any] = {name: value for name, value in call.items() if name in _OF_PROMPT and value is not None}
+    ids = unpadded(call.get("input_ids"), call.get("attention_mask"))
+    if ids is not None:
+        given["input_ids"] = ids
+    tool_choice = call.get("tool_choice")
+    if isinstance(tool_choice, str) and tool_choice == "none":
+        given.pop("tools", None)
+    return PromptSource(**given)
+
+
+def _sampling_params(call: Call) -> SamplingParams:
+    """The sampling options of a call. Raises ValueError where both the object and single options are given."""
+    given = {name: value for name, value in call.items() if name in _OF_SAMPLING}
+    if given.get("stop") is None:
+        given.pop("stop", None)
+    single = SamplingParams(**cast(dict[str, Any], given))
+    params = call.get("params")
+    if params is None:
+        return single
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
+    if single != SamplingParams():
+        raise ValueError("give params or single sampling options (max_tokens, temperature, …), not both")
+    return params
 
 
 def _decide(
@@ -217,7 +228,7 @@ def _decide(
     scores, reason = decide_scoring(
         prefill,
         len(encoded.token_ids) - num_cached,
-        clip_spans(encoded.protected, num_cached),
+        clip_spans(encoded.protected, num_cached) if num_cached else encoded.protected,
         num_draft_tokens,
         pair.scoring_limit,
         "new text" if num_cached else "prompt",
@@ -228,63 +239,92 @@ def _decide(
 
 
 def _who_drafts(pool: PolicyPool, config: DecodeConfig, call: Call, params: SamplingParams) -> tuple[PolicyChoice, str]:
-    """The policy and the proposer of a call."""
+    """The policy and the proposer of a call.
+
+    Look-ups are used by measured time, so they join by default where the policy uses the clock too.
+    """
     is_seeded = params.seed is not None and params.temperature > 0
-    policy = pool.choose(call.get("policy"), call.get("gamma"), is_seeded)
+    gamma: Any = plain(call.get("gamma"))
+    policy = pool.choose(call.get("policy"), gamma, is_seeded)
     # The clock decides how far a look-up goes, as it decides a clock policy's gamma.
     by_default = "model" if is_seeded and call.get("policy") is None else config.proposer
-    proposer = call.get("proposer")
-    return policy, choose_proposer(by_default if proposer is None else proposer, policy.name)
+    given = call.get("proposer")
+    proposer = by_default if given is None else given
+    check_name("proposer", proposer, ["auto", *PROPOSERS])
+    if proposer == "auto":
+        proposer = "both" if policy.name in CLOCK_POLICY_NAMES else "model"
+    return policy, proposer
 
 
 def _prefill_of(config: PrefillConfig, call: Call) -> PrefillConfig:
     """The configuration with the call's overrides."""
-    named = {name: call.get(name) for name in ("sparse_prefill", "keep_rate") if call.get(name) is not None}
-    return replace(config, **named) if named else config  # type: ignore[arg-type]
+    keep_rate, sparse_prefill = call.get("keep_rate"), call.get("sparse_prefill")
+    if keep_rate is not None:
+        config = replace(config, keep_rate=keep_rate)
+    return config if sparse_prefill is None else replace(config, sparse_prefill=sparse_prefill)
 
 
-def _wanted_format(pair: ModelPair, source: PromptSource, call: Call) -> Any:
-    """The answer's format; None for any. Raises ValueError where two formats are requested."""
+def _grammar(
+    pair: ModelPair, source: PromptSource, call: Call, end_ids: frozenset[int], encoded: EncodedPrompt
+) -> Grammar | None:
+    """The grammar of the answer's format. Raises ValueError where two formats are requested."""
+    wanted = call.get("response_format")
     forced = pair.answer_format.forced_call(call.get("tool_choice"), source.tools)
-    if forced is not None and call.get("response_format") is not None:
+    if forced is not None and wanted is not None:
         raise ValueError("give response_format or a forced tool_choice, not both")
-    return forced or call.get("response_format")
+    if forced is None and wanted is None:
+        return None
+    behind = pair.answer_format.format_start(encoded.text)
+    return pair.grammars.compile(forced or wanted, end_ids, len(encoded.token_ids), behind)
 
 
-def choose_proposer(asked: str, policy: str) -> str:
-    """The proposer of a request. Raises ValueError for an unknown name.
-
-    Look-ups are used by measured time, so they join by default where the policy uses the clock too.
-    """
-    check_name("proposer", asked, ["auto", *PROPOSERS])
-    if asked == "auto":
-        return "both" if policy in CLOCK_POLICY_NAMES else "model"
-    return asked
+def _parser(pair: ModelPair, source: PromptSource, encoded: EncodedPrompt) -> AnswerParser:
+    """The parser of a chat's answer."""
+    in_thought = pair.answer_format.begins_in_thought(encoded.text)
+    return AnswerParser(pair.answer_format, tool_names(source.tools), in_thought)
 
 
-def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[StopTokens, list[str]]:
-    """The tokens and texts that end a request; a stop string that is a special token counts as that token.
+def _sampler(params: SamplingParams, shaper: Shaper | None, device: torch.device) -> Sampler:
+    """The sampler of a sampled request's steps, for both models."""
+    warp = make_warp(params.temperature, params.top_k, params.top_p, params.min_p)
+    return Sampler(warp, torch.Generator(device).manual_seed(cast(int, params.seed)), shaper)
+
+
+def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[frozenset[int], frozenset[int], list[str]]:
+    """The end-of-sequence tokens, the call's stop tokens and its stop strings; a stop string that is a special token
+    counts as that token.
 
     Raises ValueError for stop strings without a tokenizer, and for ids outside the target's vocabulary.
     """
     if params.stop_strings and pair.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; this generator was made without one")
-    if any(token_id >= pair.vocab_size for token_id in params.token_ids_named):
+    if max(params.token_ids_named, default=0) >= pair.vocab_size:
         names = "stop_token_ids, bad_words_ids and logit_bias"
         raise ValueError(f"the token ids of {names} must lie in 0…{pair.vocab_size - 1}, the target's vocabulary")
-    special = special_tokens(pair.tokenizer)
-    stop_ids = {*map(int, params.stop_token_ids), *(special[text] for text in params.stop_strings if text in special)}
     end_ids = frozenset() if params.ignore_eos else pair.end_ids
-    texts = [text for text in params.stop_strings if text not in special]
-    return StopTokens(end_ids, frozenset(stop_ids)), texts
+    stop_ids, texts = set(map(int, params.stop_token_ids)), []
+    special = special_tokens(pair.tokenizer) if params.stop_strings else {}
+    for text in params.stop_strings:
+        if text in special:
+            stop_ids.add(special[text])
+        else:
+            texts.append(text)
+    return end_ids, frozenset(stop_ids), texts
 
 
-def _positions_left(pair: ModelPair, num_prompt_tokens: int, max_tokens: int) -> int:
-    """Positions that the target has after the prompt; raises ValueError where the request exceeds them."""
+def _within_positions(pair: ModelPair, num_prompt_tokens: int, params: SamplingParams) -> tuple[SamplingParams, int]:
+    """The options with max_tokens and a seed, and the positions that the target has after the prompt; raises
+    ValueError where the request exceeds them."""
     limit = pair.max_positions[0]
-    if num_prompt_tokens + max_tokens > limit:
+    max_tokens = params.max_tokens or max(1, params.min_tokens)
+    room = limit - num_prompt_tokens
+    if max_tokens > room:
         raise ValueError(
             f"{num_prompt_tokens} prompt tokens + max_tokens={max_tokens} exceed the target's {limit} positions; "
             "shorten the prompt or lower max_tokens"
         )
-    return limit - num_prompt_tokens
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
+    if params.temperature and params.seed is None:
+        params = replace(params, seed=secrets.randbits(63))
+    return params, room

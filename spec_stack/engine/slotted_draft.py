@@ -8,8 +8,6 @@ from copy import copy
 import numpy as np
 import torch
 
-from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.hf.wrapped import WrappedDraft
@@ -97,18 +95,3 @@ class SlottedDraft(WrappedDraft):
         other = SlottedDraft(self._draft.fork(), copy(self._budget))
         other._text = list(self._text)
         return other
-
-
-def drafts_over_slots(pair: ModelPair, request: Request, index: CachedModel) -> bool:
-    """Return whether a dense request's draft decodes over chosen slots: of a long prompt, if its cache can drop
-    slots.
-    """
-    prefill = request.prefill
-    is_short = len(request.prompt_ids) <= prefill.draft_slots
-    has_all = prefill.sparse_prefill == "off" or is_short or pair.translation is not None
-    return not has_all and index.can_restore
-
-
-def open_slotted(request: Request, index: CachedModel) -> SlottedDraft:
-    """A draft over chosen slots; slots that the index holds of the prompt are copied from it."""
-    return SlottedDraft(index.fork(), DraftKVBudget.of(request.prefill))

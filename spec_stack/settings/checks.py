@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
+from typing import Literal, get_args, get_origin, get_type_hints
 
 
 def require(condition: bool, message: str) -> None:
@@ -23,6 +24,13 @@ def require_number(name: str, value: object) -> None:
 def require_one_of(name: str, value: object, known: Sequence[object]) -> None:
     """Require a known name."""
     require(isinstance(value, str) and value in known, f"{name} must be one of {list(known)}, got {value!r}")
+
+
+def require_choices(config: object) -> None:
+    """Require known names in a configuration's fields of a Literal type."""
+    for name, kind in get_type_hints(type(config)).items():
+        if get_origin(kind) is Literal:
+            require_one_of(name, getattr(config, name), get_args(kind))
 
 
 def require_int(name: str, value: object, least: int, most: float = math.inf, hint: str = "") -> None:
@@ -86,3 +94,20 @@ def require_bias(logit_bias: object) -> None:
         require_int("a token id of logit_bias", plain(token_id), 0)
         require_number("a value of logit_bias", plain(bias))
         require(bias == bias and bias < math.inf, f"a value of logit_bias must be finite or -inf, got {bias}")
+
+
+def require_keep_rate(keep_rate: object) -> None:
+    """Require a rate in (0, 1], or a curve of rates over increasing lengths."""
+    hint = f"got {keep_rate!r}; 1.0 is dense prefill"
+    if not isinstance(keep_rate, tuple):
+        require_number("keep_rate", keep_rate)
+        require(0 < keep_rate <= 1, f"keep_rate must be in (0, 1], {hint}")  # type: ignore[operator]
+        return
+    pairs = bool(keep_rate) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in keep_rate)
+    require(pairs, f"keep_rate must be a number or (num_tokens, keep_rate) pairs, {hint}")
+    for num_tokens, rate in keep_rate:
+        require_int("a length of the keep_rate curve", num_tokens, 1)
+        require_number("a rate of the keep_rate curve", rate)
+        require(0 < rate <= 1, f"every rate of the keep_rate curve must be in (0, 1], {hint}")
+    lengths = [num_tokens for num_tokens, _ in keep_rate]
+    require(lengths == sorted(set(lengths)), f"the lengths of the keep_rate curve must increase, got {lengths}")
