@@ -10,11 +10,10 @@ import torch
 
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.decide import OUTCOMES, Dense, Plan
-from spec_stack.sglang.positions import BatchMap, PositionMap
+from spec_stack.sglang.positions import BatchMap, PlacedKey, PositionMap
 from spec_stack.sglang.prefix_reuse import TurnStore, protected_lead
-from spec_stack.sglang.protocols import RunningRequest
-from spec_stack.sglang.radix_keys import PlacedKey
 from spec_stack.sglang.request_state import PrefillReport, RequestOptions, RequestState, attach
+from spec_stack.sglang.seams import RunningRequest
 from spec_stack.sglang.server_args import ServerConfig
 
 
@@ -32,17 +31,15 @@ class Applier:
         decision: Dense | Plan,
         scoring_s: Sequence[float] = (),
     ) -> None:
-        """Give the request its whole prompt, or the planned part of it. Mutates the request. scoring_s: of every part
-        of its scoring.
+        """Give the request its whole prompt, or the planned part of it. Mutates the request, after all that may fail.
 
-        Steps that may fail come first, so that a request whose plan cannot be applied is still dense.
+        scoring_s: of every part of its scoring.
         """
         positions = None
         if isinstance(decision, Plan) and not decision.prefill.is_whole:
             positions = self._prune(request, options, decision)
         elif isinstance(decision, Plan) and decision.prefill.num_recalled:
-            # Prefilled as any dense prompt, but the recalled part was chosen: it is cached for every prompt with this
-            # prefix.
+            # Prefilled as any dense prompt, but the recalled part was chosen, and is cached for every prompt like it.
             self._remember(request, options, decision)
         report = self._report(options, decision, scoring_s)
         attach(request, RequestState(options, report, positions))
@@ -110,18 +107,16 @@ class Applier:
 def _checked_positions(plan: Plan) -> PositionMap:
     """The plan's map, tried once: a batch that cannot be mapped would give wrong tokens."""
     kept = plan.prefill.positions
-    positions = PositionMap(kept, plan.prefill.num_prompt_tokens)
-    slots = torch.arange(len(kept))
-    if not torch.equal(
-        BatchMap((positions,), is_draft=False, device=slots.device)(slots, [len(kept)]), positions.target
-    ):
+    positions, slots = PositionMap(kept, plan.prefill.num_prompt_tokens), torch.arange(len(kept))
+    mapped = BatchMap((positions,), is_draft=False, device=slots.device)(slots, [len(kept)])
+    if not torch.equal(mapped, positions.target):
         raise RuntimeError("a pruned prompt's slots are not mapped to its original positions")
     return positions
 
 
 def _shown_positions(plan: Plan) -> Sequence[int]:
-    """The kept positions that a reply may show. Earlier turns' selection is shown only under a shared salt: any client
-    can send a prompt that begins as another's conversation.
+    """The kept positions that a reply may show: earlier turns' only under a shared salt, since any client can send a
+    prompt that begins as another's conversation.
     """
     prefill = plan.prefill
     if prefill.inherits_all or any(plan.prompt.tenant):

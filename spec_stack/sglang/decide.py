@@ -1,4 +1,4 @@
-"""The decision for one prompt: dense prefill, a plan of kept tokens, or a score first. Pure: no SGLang, no device.
+"""The decision for one prompt: dense prefill, a plan of kept tokens, or a score first. No SGLang, no device.
 
 `decide` is called again while a request waits, since other requests may bring its prefix or its selection.
 """
@@ -24,16 +24,15 @@ from spec_stack.tokenizers.pieces import Pieces
 _MOST_PLANS = 16
 
 OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
-"""Outcomes of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
-by its length; covered: everything was protected or selected."""
+"""Outcomes of a prompt, for counting. not_wanted: by the request or its length; covered: everything was selected."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     """An arrived prompt with its options; equal prompts share a plan while it is remembered.
 
-    extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. follow_up: the rule for a continued
-    conversation. protected: spans that are always kept; None is not known yet. end_ids: tokens that end the look-ahead.
+    extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. protected: spans that are always kept; None is
+    not known yet. end_ids: tokens that end the look-ahead.
     """
 
     token_ids: tuple[int, ...]
@@ -64,9 +63,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Plan:
-    """The planned tokens are prefilled. num_scored_tokens: decided by importance; num_draft_tokens: prefilled by the
-    draft for it.
-    """
+    """The planned tokens are prefilled. num_draft_tokens: prefilled by the draft to score num_scored_tokens."""
 
     prompt: Prompt
     prefill: PrefillPlan
@@ -78,11 +75,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class NeedsScore:
-    """The draft's score is needed first.
-
-    prefix: the inherited prefix. prunes: the text after it is pruned; recalls: dropped text may be recalled. reason:
-    why the text may be pruned.
-    """
+    """The draft's score is needed first. prefix: is inherited. prunes: the text after it is pruned."""
 
     prompt: Prompt
     prefix: CachedPrefix
@@ -98,8 +91,7 @@ class NeedsScore:
 class KnownTexts:
     """What a server knows of its prompts: the radix cache, earlier turns, recent plans, the tokenizer.
 
-    num_cached: a prompt's prefix tokens whose KV the target has, were it prefilled densely. most_tokens: of all
-    remembered turns.
+    num_cached: a prompt's prefix tokens that the target has. most_tokens: of all remembered turns.
     """
 
     def __init__(
@@ -112,7 +104,6 @@ class KnownTexts:
         self._plans: OrderedDict[Prompt, Plan] = OrderedDict()
 
     def protected(self, prompt: Prompt) -> Protected:
-        """System messages and the chat template's tokens."""
         return self.template.protected(prompt.token_ids)
 
     def token_texts(self, prompt: Prompt) -> list[str] | None:
@@ -120,7 +111,6 @@ class KnownTexts:
         return None if self._pieces is None else self._pieces.of(prompt.token_ids)
 
     def plan_of(self, prompt: Prompt) -> Plan | None:
-        """The plan of an equal prompt."""
         return self._plans.get(prompt)
 
     def remember(self, plan: Plan) -> bool:
@@ -133,7 +123,6 @@ class KnownTexts:
         return is_new
 
     def clear(self) -> None:
-        """Forget earlier turns and plans."""
         self._plans.clear()
         self.turns.clear()
 
@@ -166,10 +155,7 @@ def decide(
 
 
 def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[CachedPrefix, bool]:
-    """The inherited prefix, and whether it is a dense one in the radix cache rather than an earlier turn's selection.
-
-    The longer one; of equal ones the dense one.
-    """
+    """The inherited prefix, and whether it is a dense one in the radix cache: the longer one, or else the dense one."""
     if prompt.follow_up == "afresh":
         return CachedPrefix(), False
     inherited = known.turns.find(prompt.tenant, prompt.token_ids)
@@ -198,15 +184,9 @@ def plan_scored(
 ) -> Plan:
     """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none."""
     prompt, prefix = needs.prompt, needs.prefix
+    recalling, texts = recall if needs.recalls else None, known.token_texts(prompt)
     prefill = plan_prefill(
-        prompt.token_ids,
-        prefix,
-        importance,
-        needs.prunes,
-        recall if needs.recalls else None,
-        prompt.config,
-        prompt.spans,
-        known.token_texts(prompt),
+        prompt.token_ids, prefix, importance, needs.prunes, recalling, prompt.config, prompt.spans, texts
     )
     num_tokens, num_scored = len(prompt.token_ids), 0
     if importance is not None:

@@ -34,7 +34,7 @@ class Queries:
 def opening_of_own_heads(
     pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, found: Queries
 ) -> torch.Tensor:
-    """Attention (num_tokens,) of the opening tokens by this rank's heads, see `opening_attention`."""
+    """Attention (num_tokens,) of the opening tokens by this rank's heads."""
     heads = {index: range(layer.queries[0].shape[0]) for index, layer in layers.items()}
     skipped = _skipped(config, layers)
     behind = {index: own if index >= skipped else [] for index, own in heads.items()}
@@ -50,10 +50,7 @@ def over_own_heads(
     found: Queries = Queries(),
 ) -> torch.Tensor:
     """This rank's scoring heads over a prompt: with head_vote "max" the largest pooled attention (n, num_tokens), with
-    "mean" the sum of their importance (num_tokens,).
-
-    pool: the draft's own, with `get_key_buffer`. slots: (num_tokens,). layers: queries (num_heads, n, head_dim) of this
-    rank's heads. config.scoring_heads count over all ranks.
+    "mean" the sum of their importance (num_tokens,). slots: (num_tokens,). config.scoring_heads count over all ranks.
     """
     skipped = 0 if config.scoring_heads is not None else _skipped(config, layers)
     voters = {index: _voters(index, layer, config, rank) if index >= skipped else [] for index, layer in layers.items()}
@@ -84,7 +81,7 @@ def _skipped(config: PrefillConfig, layers: Mapping[int, LayerQueries]) -> int:
 
 
 def _voters(index: int, found: LayerQueries, config: PrefillConfig, rank: int) -> list[int]:
-    """This rank's voting heads of a layer, by their number on it."""
+    """This rank's voting heads of a layer, by number on the rank."""
     num_heads = found.queries[0].shape[0]
     if config.scoring_heads is None:
         return list(range(num_heads))

@@ -14,9 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from spec_stack.sglang import seams
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.manager import SparsePrefillManager
-from spec_stack.sglang.positions import positions_of
-from spec_stack.sglang.protocols import RunningRequest, Scheduler
-from spec_stack.sglang.radix_keys import place_tokens
+from spec_stack.sglang.positions import place_tokens, positions_of
 from spec_stack.sglang.reports import (
     ReplyBooks,
     ReplyInfo,
@@ -26,8 +24,8 @@ from spec_stack.sglang.reports import (
     with_report,
 )
 from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions, position_maps
-from spec_stack.sglang.server_args import ENVIRONMENT, ServerConfig, add_flags
-from spec_stack.sglang.support import NAME
+from spec_stack.sglang.seams import RunningRequest, Scheduler
+from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
 logger = logging.getLogger(__name__)
 _SRT = "sglang.srt"

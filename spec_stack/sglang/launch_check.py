@@ -7,41 +7,46 @@ import importlib.util
 import io
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from spec_stack.config import how_to_install
 from spec_stack.sglang import launch_notes as notes
-from spec_stack.sglang.calibration import with_calibration
-from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.sglang.support import (
-    NAME,
-    VERSIONS,
+    MAPPED_DRAFT_BACKENDS,
     Pruning,
     architecture_refusal,
-    backend_maps_positions,
     pruning_of,
     require_slots,
     scoring_refusal,
 )
 from spec_stack.tokenizers.chat_turns import ChatTurns
 
-# Of SGLang's versions, those whose FA3 has no CUDA graph for the draft's extension after a step of gamma 0.
-_WITHOUT_FA3_GRAPH = VERSIONS[: VERSIONS.index("0.5.23")]
 _NOT_SHOWN = ("arguments", "problem", "warnings", "numbers")
 
 
 def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
     """Resolve a launch's arguments as SGLang does, and report the result as plain values.
 
-    arguments: those of `sglang serve` or `python -m sglang.launch_server`. "problem": why the launch would end, else
-    None; "warnings": what works worse than it might; "numbers": the figures of the sentences. Raises ValueError without
-    SGLang in this Python.
-
     Reads configurations and tokenizers, from the hub too. SGLang queries the device. Loads SGLang's plugins in this
     process; os.environ is restored.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        Those of `sglang serve` or `python -m sglang.launch_server`.
+
+    Returns
+    -------
+    dict
+        Sentences by topic; "problem": why the launch would end, or None; "warnings"; "numbers": the sentences' figures.
+
+    Raises
+    ------
+    ValueError
+        Without SGLang in this Python.
     """
     if importlib.util.find_spec("sglang") is None:
         raise ValueError(f"--sglang asks SGLang itself, and this Python has none: {how_to_install('sglang')}")
@@ -60,9 +65,8 @@ def as_text(report: dict[str, Any]) -> str:
     """A report of `check_launch` for people, line by line."""
     lines = [f"{name}: {text}" for name, text in report.items() if name not in _NOT_SHOWN]
     lines += [f"warning: {warning}" for warning in report["warnings"]]
-    lines.append(
-        f"problem: {report['problem']}" if report["problem"] else "the server would start with these arguments"
-    )
+    problem = report["problem"]
+    lines.append(f"problem: {problem}" if problem else "the server would start with these arguments")
     return "\n".join(lines)
 
 
@@ -70,9 +74,8 @@ def as_text(report: dict[str, Any]) -> str:
 class Launch:
     """A launch as SGLang resolves it.
 
-    algorithm: SGLang's name of it, "" for none. args: SGLang's resolved arguments. target, small: SGLang's
-    configurations of the models. config: calibrated. pruning: how prompts may be pruned. unrecognised: as in
-    `pruning_note`. sizes: batch sizes of CUDA graphs, None without. device_bytes: its memory, 0 where unknown.
+    algorithm: "" for none. args: SGLang's arguments. target, small: SGLang's configurations of the models. config:
+    calibrated. unrecognised: as in `pruning_note`. sizes: batch sizes of CUDA graphs, None without.
     """
 
     algorithm: str
@@ -84,8 +87,6 @@ class Launch:
     vocabularies: str
     unrecognised: str = ""
     sizes: Sequence[int] | None = None
-    device_bytes: float = 0
-    sglang_version: str = VERSIONS[-1]
 
     @property
     def is_own(self) -> bool:
@@ -94,12 +95,11 @@ class Launch:
 
     @property
     def refusal(self) -> str | None:
-        """Why no prompt is pruned at the server's positions, or None."""
         return self.pruning.refusal(self.pruning.default)
 
     @property
     def prunes(self) -> bool:
-        return notes.prunes(self.config, self.refusal)
+        return self.refusal is None and self.config.prunes
 
     @property
     def has_slots(self) -> bool:
@@ -118,23 +118,22 @@ def describe(launch: Launch) -> dict[str, Any]:
     report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
     if launch.prunes:
         report["positions"] = launch.pruning.note or launch.pruning.default
-        report["threshold"] = notes.threshold_note(config)
+        report["threshold"] = _threshold_note(config)
     report["drafting"] = notes.drafting_note(config) if launch.is_own else notes.others_note(launch.algorithm)
     report["attention"] = launch.backend
     by_model = {"target": numbers["target_bytes_per_token"]}
     if launch.is_own and not launch.has_slots:
         # SGLang reserves a slot of the draft's beside each of the target's.
         by_model["draft"] = numbers["draft_bytes_per_token"]
-    args = launch.args
-    report["target's pool"] = notes.target_pool_note(by_model, args.max_total_tokens, args.mem_fraction_static)
+    report["target's pool"] = _target_pool_note(by_model, launch.args)
     if launch.prunes:
-        report["draft's pool"] = notes.pool_note(config, numbers["draft_pool_bytes"] // numbers["draft_pool_tokens"])
+        report["draft's pool"] = pool_note(config, numbers["draft_pool_bytes"] // numbers["draft_pool_tokens"])
     if launch.has_slots:
         report["draft's slots"] = notes.slots_note(**numbers["draft_slots"])
     if launch.is_own:
         report["CUDA graphs"] = notes.graphs_note(config, launch.sizes)
-        if launch.sizes is not None:
-            report["memory of gammas"] = notes.states_note(config, numbers["gammas_bytes"])
+    if "gammas_bytes" in numbers:
+        report["memory of gammas"] = _states_note(config, numbers["gammas_bytes"])
     return {**report, "numbers": numbers, "warnings": _warnings(launch)}
 
 
@@ -156,10 +155,10 @@ def _numbers(launch: Launch) -> dict[str, Any]:
     if launch.has_slots:
         numbers["draft_slots"] = notes.slots_of(config, args.max_running_requests, own_bytes)
     if launch.is_own and sizes is not None:
-        context_len, page_size = launch.target.context_len, args.page_size or 1
-        numbers["graph_batch_sizes"] = {gamma: list(found) for gamma, found in notes.captured(config, sizes).items()}
+        numbers["graph_batch_sizes"] = notes.captured(config, sizes)
         numbers["num_graphs"] = notes.num_graphs(config, sizes)
-        numbers["gammas_bytes"] = notes.states_bytes(config, sizes, context_len, page_size, launch.backend)
+        pages = launch.target.context_len, args.page_size or 1
+        numbers["gammas_bytes"] = notes.states_bytes(config, sizes, *pages, launch.backend)
     return numbers
 
 
@@ -168,21 +167,11 @@ def _warnings(launch: Launch) -> list[str]:
     if args.disable_radix_cache:
         found.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
     if launch.is_own:
-        found += _drafting_warnings(launch)
+        found.append(notes.penalty_advice(launch.target.get_default_sampling_params()))
+        backend = args.speculative_draft_attention_backend or launch.backend
+        if launch.refusal is None and backend not in MAPPED_DRAFT_BACKENDS:
+            found.append(notes.DRAFT_AT_SLOTS)
     return [warning for warning in found if warning]
-
-
-def _drafting_warnings(launch: Launch) -> list[str | None]:
-    found: list[str | None] = []
-    if launch.sizes is not None:
-        found.append(notes.gammas_advice(launch.config, launch.device_bytes))
-    found.append(notes.penalty_advice(launch.target.get_default_sampling_params()))
-    backend = launch.args.speculative_draft_attention_backend or launch.backend
-    if launch.refusal is None and not backend_maps_positions(backend):
-        found.append(notes.DRAFT_AT_SLOTS)
-    if 0 in launch.config.gammas and launch.backend == "fa3" and launch.sglang_version in _WITHOUT_FA3_GRAPH:
-        found.append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
-    return found
 
 
 def _bytes_per_token(model: Any, args: Any) -> int | None:
@@ -198,6 +187,44 @@ def _num_per_token(model: Any, tp_size: int) -> int:
     return int(model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim))
 
 
+def _threshold_note(config: ServerConfig) -> str:
+    """Where the shortest pruned prompt comes from."""
+    prefill = config.prefill
+    if "min_prompt_tokens" in prefill.given:
+        return f"{prefill.min_prompt_tokens} uncached tokens, as given or calibrated"
+    return (
+        f"{prefill.min_prompt_tokens} uncached tokens, or more: the launch times both models' prefill and raises it to "
+        "where pruning pays (--spec-stack-min-prompt-tokens sets it)"
+    )
+
+
+def _target_pool_note(bytes_per_token: Mapping[str, int | None], args: Any) -> str:
+    """Memory of SGLang's own pool. bytes_per_token: by model; None where not estimated."""
+    if None in bytes_per_token.values():
+        return "not estimated for these layers"
+    each = " and ".join(f"{num_bytes} bytes of the {name}" for name, num_bytes in bytes_per_token.items())
+    if num_tokens := args.max_total_tokens:
+        total = sum(num_bytes or 0 for num_bytes in bytes_per_token.values())
+        return f"{num_tokens} tokens of {each}, {num_tokens * total / 1e9:.2f} GB on each rank"
+    given = "" if args.mem_fraction_static is None else f" of {args.mem_fraction_static} of the device"
+    return f"each token takes {each}; as many tokens as fit into what the weights leave{given}"
+
+
+def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
+    """Memory of the draft's own pool, as far as known before loading."""
+    num_tokens = config.most_pool_tokens
+    note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
+    if config.draft_pool_tokens is not None:
+        return note
+    return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
+
+
+def _states_note(config: ServerConfig, num_bytes: int) -> str:
+    if not num_bytes:
+        return "not estimated for this attention backend"
+    return f"about {num_bytes / 1e9:.2f} GB for {len(config.gammas)} gammas, beside the graphs themselves"
+
+
 # By SGLang itself
 
 
@@ -205,7 +232,6 @@ def _resolve(arguments: list[str]) -> Launch:
     """Raises whatever ends such a launch."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.utils.common import get_device_memory_capacity
 
     load_plugins()
     server_args = _parse(arguments)
@@ -239,8 +265,6 @@ def _resolve(arguments: list[str]) -> Launch:
         vocabularies=vocabularies,
         unrecognised=ChatTurns.learn(tokenizer, args.chat_template).unrecognised,
         sizes=_sizes_to_capture(args),
-        device_bytes=2**20 * (get_device_memory_capacity(args.device) or 0),
-        sglang_version=version("sglang").partition("+")[0],
     )
 
 
@@ -281,7 +305,7 @@ def _tokenizer(args: Any) -> Any:
 
 def _vocabularies(target: Any, small: Any, tokenizer: Any, source: str, trust_remote_code: bool) -> str:
     """Raises ValueError where they do not fit together."""
-    from spec_stack.sglang.padded_vocabulary import rows_differ
+    from spec_stack.sglang.scoring_model import rows_differ
 
     sizes = target.vocab_size, small.vocab_size
     if not rows_differ(*sizes, tokenizer, source, trust_remote_code):
@@ -304,6 +328,5 @@ def _environment_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
+        os.environ.clear()
         os.environ.update(before)

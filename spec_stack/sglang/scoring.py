@@ -24,8 +24,8 @@ from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.head_votes import LayerQueries, Queries, num_scoring_heads, opening_of_own_heads, over_own_heads
 from spec_stack.sglang.pooled_draft import PooledDraft
-from spec_stack.sglang.protocols import Scheduler
 from spec_stack.sglang.ranks import largest_of_all, num_ranks, own_rank, sum_of_all
+from spec_stack.sglang.seams import Scheduler
 from spec_stack.sglang.support import num_matched
 from spec_stack.sglang.tiled_attention import Window
 
@@ -35,9 +35,7 @@ _LOOK_AHEAD_PER_PART = 4
 
 @dataclass(frozen=True)
 class Score:
-    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: tokens of the prompt that the draft had to
-    prefill.
-    """
+    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: those that the draft had to prefill."""
 
     importance: torch.Tensor
     num_draft_tokens: int
@@ -51,19 +49,15 @@ class DraftScorer:
     ) -> None:
         """most_of_a_part: most tokens of the next part, given a chunk's; called before every part."""
         self._scheduler: Any = scheduler
-        self._draft = pool
+        self._draft, self._device = pool, pool.device
         self._most_of_a_part = most_of_a_part
-        self._device = pool.device
 
     def num_cached(self, prompt: Prompt) -> int:
         """Prefix tokens whose KV the target has, were the prompt prefilled densely."""
         # SGLang prefills at least one token, so the last one counts as not cached.
-        key = RadixKey(
-            array("q", prompt.token_ids),
-            prompt.extra_key,
-            limit=max(len(prompt.token_ids) - 1, 0),
-            cache_salt=prompt.cache_salt,
-        )
+        limit = max(len(prompt.token_ids) - 1, 0)
+        token_ids = array("q", prompt.token_ids)
+        key = RadixKey(token_ids, prompt.extra_key, limit=limit, cache_salt=prompt.cache_salt)
         return num_matched(self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)))
 
     def pool_state(self) -> dict[str, int]:
@@ -94,19 +88,15 @@ class DraftScorer:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
-        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token; None without a
-        tokenizer.
+        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
 
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
-        draft's forwards, and at the beginning of the last two parts. Of a scoring that ends early the pool keeps what
-        all ranks have agreed on, since their pools must stay alike.
+        draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
         """
         num_tokens, config = len(prompt.token_ids), prompt.config
         # First layers alone cannot predict the next token, so they draft no look-ahead.
         num_layers, window = config.num_asked_layers, _window(prompt)
-        found = None
-        if config.asks_prompt:
-            found = find_candidates(num_tokens, pieces, prompt.spans)
+        found = find_candidates(num_tokens, pieces, prompt.spans) if config.asks_prompt else None
         num_in_place = 1 if found is None else num_tokens - found.start
         spans = () if found is None else found.repeated
         repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]
@@ -159,10 +149,10 @@ class DraftScorer:
             lease.insert(num_agreed)
 
     def _stops(self, start: int, num_in_place: int, prompt: Prompt) -> range:
-        """The ends of the prefill parts from `start` on, without the part of the scoring queries.
+        """The ends of the prefill parts from `start` on, without the last part, of the scoring queries.
 
-        That part is a whole chunk, for an early look-ahead. Under a window it holds the queries alone: they attend to
-        everything, so their KV does not go into the pool, whose tokens attend within the window.
+        It is a whole chunk. Under a window it holds the queries alone: they attend to everything, so their KV does not
+        go into the pool, whose tokens attend within the window.
         """
         chunk, num_tokens = max(self.chunk(prompt.config), num_in_place), len(prompt.token_ids)
         if _window(prompt) is None:
@@ -182,7 +172,7 @@ class DraftScorer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Context of every part of a scoring; no state outlives the part."""
+        """Context of every part of a scoring."""
         moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
         with torch.no_grad(), self._on_forward_stream(), moe[0], moe[1]:
             yield
@@ -214,7 +204,7 @@ def _window(prompt: Prompt) -> Window | None:
 
 
 def _walls(prompt: Prompt) -> Hashable:
-    """The namespace of a prompt in the draft's pool: its tenant and its window."""
+    """A prompt's namespace in the draft's pool."""
     return prompt.tenant, _window(prompt)
 
 

@@ -16,13 +16,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.positions import PositionMap
+from spec_stack.sglang.positions import PlacedKey, PositionMap
 from spec_stack.sglang.prefix_reuse import CachedPrefix, plan_prefill
-from spec_stack.sglang.protocols import RunningRequest, Scheduler
-from spec_stack.sglang.radix_keys import PlacedKey
 from spec_stack.sglang.request_state import dense_reason
 from spec_stack.sglang.scoring import DraftScorer
-from spec_stack.sglang.support import NAME
+from spec_stack.sglang.seams import RunningRequest, Scheduler
+from spec_stack.sglang.server_args import NAME
 
 _NUM_CHUNKS = 6
 _TENANT = "spec_stack's own test"

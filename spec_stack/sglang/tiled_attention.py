@@ -14,8 +14,6 @@ from spec_stack import devices
 
 # Scores of one tile of queries over all heads: a quarter of a gigabyte in fp32, whatever the text's length.
 MOST_SCORES = 1 << 26
-
-
 # Queries in a tile under a window: fewer waste launches, more waste masked scores.
 _WINDOW_TILE = 128
 
@@ -38,9 +36,8 @@ def attend(
 ) -> torch.Tensor:
     """Attention of each query over the keys up to its own: (num_heads, n, head_dim).
 
-    queries (num_heads, n, head_dim); keys, values (num_kv_heads, num_tokens, head_dim), the last n of them the queries'
-    own, may be views of a larger buffer. most_scores: bound on the stored scores, over all heads. window: None is all
-    keys.
+    queries (num_heads, n, head_dim); keys, values (num_kv_heads, num_tokens, head_dim), the last n the queries' own.
+    most_scores: bound on the stored scores, over all heads. window: None is all keys.
     """
     num_heads, num_queries, _ = queries.shape
     num_tokens = keys.shape[1]
@@ -78,8 +75,7 @@ def _attend_in_a_window(
 ) -> torch.Tensor:
     """Tiles of queries, each over the sinks and the reach of its own window.
 
-    Query heads that share a key head are folded into the queries: CUDA has no fast kernel for grouped heads with a
-    mask.
+    Heads that share a key head are folded into the queries: CUDA has no fast kernel for grouped heads with a mask.
     """
     num_heads, num_queries, head_dim = queries.shape
     groups = num_heads // keys.shape[0]
