@@ -78,6 +78,7 @@ class Applier:
         plan = decision if isinstance(decision, Plan) else None
         prefill = None if plan is None else plan.prefill
         shown: Sequence[int] = range(num_tokens) if plan is None else _shown_positions(plan)
+        policy = "fixed" if options.gamma is not None else options.policy or self._config.policy
         return PrefillReport(
             num_prompt_tokens=num_tokens,
             num_kept_tokens=num_tokens if prefill is None else len(prefill.positions),
@@ -93,15 +94,10 @@ class Applier:
             keep_rate=1.0 if prefill is None else prefill.keep_rate,
             scoring_s=sum(scoring_s),
             longest_part_s=max(scoring_s, default=0.0),
-            policy=self._policy(options),
+            policy=policy if self._config.scoring_model is None else None,
             kept_spans=_spans_of(shown) if options.explain else None,
             positions=None if prefill is None or prefill.is_whole else prompt.config.positions,
         )
-
-    def _policy(self, options: RequestOptions) -> str | None:
-        if self._config.scoring_model is not None:
-            return None
-        return "fixed" if options.gamma is not None else options.policy or self._config.policy
 
 
 def _checked_positions(plan: Plan) -> PositionMap:

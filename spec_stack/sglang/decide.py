@@ -15,8 +15,9 @@ import torch
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
+from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, new_spans, plan_prefill
+from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, plan_prefill
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
 from spec_stack.tokenizers.pieces import Pieces
 
@@ -101,29 +102,23 @@ class KnownTexts:
         self.turns = TurnStore(most_tokens)
         self.num_cached = num_cached
         self._pieces = None if tokenizer is None else Pieces(tokenizer)
-        self._plans: OrderedDict[Prompt, Plan] = OrderedDict()
-
-    def protected(self, prompt: Prompt) -> Protected:
-        return self.template.protected(prompt.token_ids)
+        self.plans: OrderedDict[Prompt, Plan] = OrderedDict()
 
     def token_texts(self, prompt: Prompt) -> list[str] | None:
         """The text of every token; None without a tokenizer."""
         return None if self._pieces is None else self._pieces.of(prompt.token_ids)
 
-    def plan_of(self, prompt: Prompt) -> Plan | None:
-        return self._plans.get(prompt)
-
     def remember(self, plan: Plan) -> bool:
         """Remember a plan by its prompt. Returns whether it is new."""
-        is_new = plan.prompt not in self._plans
-        self._plans[plan.prompt] = replace(plan, num_scored_tokens=0, num_draft_tokens=0)
-        self._plans.move_to_end(plan.prompt)
-        if len(self._plans) > _MOST_PLANS:
-            self._plans.popitem(last=False)
+        is_new = plan.prompt not in self.plans
+        self.plans[plan.prompt] = replace(plan, num_scored_tokens=0, num_draft_tokens=0)
+        self.plans.move_to_end(plan.prompt)
+        if len(self.plans) > _MOST_PLANS:
+            self.plans.popitem(last=False)
         return is_new
 
     def clear(self) -> None:
-        self._plans.clear()
+        self.plans.clear()
         self.turns.clear()
 
 
@@ -141,13 +136,16 @@ def decide(
     if is_cached and num_tokens - prefix.num_tokens < prompt.config.min_prompt_tokens:
         return Dense(prompt, f"off: {prefix.num_tokens} of {num_tokens} tokens are cached", "cached")
     # Found after the cache has had its say: the template is searched for in all of a long history.
-    prompt = prompt if prompt.protected is not None else replace(prompt, protected=known.protected(prompt))
+    prompt = (
+        prompt
+        if prompt.protected is not None
+        else replace(prompt, protected=known.template.protected(prompt.token_ids))
+    )
     is_wanted, reason = decide_scoring(prompt.config, num_tokens, prompt.spans)
     if not is_wanted:
         return Dense(prompt, reason, "not_wanted")
-    plan = known.plan_of(prompt)
-    if plan is not None:
-        return plan
+    if prompt in known.plans:
+        return known.plans[prompt]
     needs = _needs(prompt, prefix, reason, recall)
     if (needs.prunes or needs.recalls) and needs_attention(prompt.config.scorer):
         return needs
@@ -174,7 +172,8 @@ def _needs(prompt: Prompt, prefix: CachedPrefix, reason: str, recall: SessionCon
     if not prefix.is_worth_it(len(prompt.token_ids)):
         return NeedsScore(prompt, CachedPrefix(), True, False, reason)
     num_new = len(prompt.token_ids) - prefix.num_tokens
-    prunes, reason = decide_scoring(prompt.config, num_new, new_spans(prompt.spans, prefix), text="new text")
+    new_spans = clip_spans(prompt.spans, prefix.num_tokens)
+    prunes, reason = decide_scoring(prompt.config, num_new, new_spans, text="new text")
     recalls = prompt.follow_up == "recall" and recall.restore and not prefix.is_dense
     return NeedsScore(prompt, prefix, prunes, recalls, reason)
 

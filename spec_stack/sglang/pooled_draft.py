@@ -20,8 +20,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.devices import to_device
 from spec_stack.sglang.draft_radix_cache import DraftRadixCache, Ints
-from spec_stack.sglang.head_votes import LayerQueries
-from spec_stack.sglang.tiled_attention import Window, attend
+from spec_stack.sglang.pool_attention import LayerQueries, Window, attend
 
 
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:

@@ -17,7 +17,7 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
+from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.rule import Evidence
 from spec_stack.sglang.seams import RunningRequest
 
@@ -105,11 +105,6 @@ def plan_prefill(
     positions = (*held[: turn.num_held], *turn.positions)
     token_ids = tuple(prompt_ids[position] for position in positions)
     return PrefillPlan(token_ids, positions, len(prompt_ids), start, len(recalled))
-
-
-def new_spans(protected: Sequence[Span], beginning: CachedPrefix) -> list[Span]:
-    """The spans behind a beginning, counted from there."""
-    return clip_spans(protected, beginning.num_tokens)
 
 
 def protected_lead(protected: Sequence[Span]) -> int:

@@ -22,12 +22,18 @@ from spec_stack.prefill.importance import finite, over_queries, segment_weights
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.head_votes import LayerQueries, Queries, num_scoring_heads, opening_of_own_heads, over_own_heads
+from spec_stack.sglang.pool_attention import (
+    LayerQueries,
+    Queries,
+    Window,
+    num_scoring_heads,
+    opening_of_own_heads,
+    over_own_heads,
+)
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.ranks import largest_of_all, num_ranks, own_rank, sum_of_all
 from spec_stack.sglang.seams import Scheduler
 from spec_stack.sglang.support import num_matched
-from spec_stack.sglang.tiled_attention import Window
 
 # Forwards of the look-ahead in one part of a scoring.
 _LOOK_AHEAD_PER_PART = 4
