@@ -121,7 +121,6 @@ def _shown_positions(plan: Plan) -> Sequence[int]:
 
 
 def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
-    """Positions, in write order, as half-open spans."""
     if not positions:
         return ()
     edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
@@ -129,7 +128,6 @@ def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
 
 
 def _with_note(decision: Dense | Plan) -> str:
-    """The reason, with what the chat template leaves unprotected."""
     reason, protected = decision.reason, decision.prompt.protected
     if protected is None or not protected.unrecognised or not reason.startswith("on"):
         return reason

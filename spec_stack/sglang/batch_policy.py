@@ -110,7 +110,6 @@ class BatchPolicy:
         return None if self.graph_sizes is None else graph_sizes(self._config, self.graph_sizes, step)
 
     def get_steps_for_batch(self, batch_size: int) -> int:
-        """The gamma of the step that begins now."""
         padded = self._padded(batch_size)
         gammas = self._gammas_at(padded)
         caps, knows, num_slots, options = [0] * len(self._requests), False, 0, list[RequestOptions]()
@@ -214,7 +213,6 @@ class BatchPolicy:
     # The worker's side
 
     def begin_step(self, requests: Sequence[RunningRequest]) -> None:
-        """Set the requests of the next decode step."""
         self._requests = requests
 
     @property
@@ -243,7 +241,6 @@ class BatchPolicy:
         return self._policies[name]
 
     def _padded(self, batch_size: int) -> int:
-        """The size of the captured graph for a batch, if any."""
         sizes = self.graph_sizes or ()
         at = bisect_left(sizes, batch_size)
         return sizes[at] if at < len(sizes) else batch_size

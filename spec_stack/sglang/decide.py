@@ -136,11 +136,8 @@ def decide(
     if is_cached and num_tokens - prefix.num_tokens < prompt.config.min_prompt_tokens:
         return Dense(prompt, f"off: {prefix.num_tokens} of {num_tokens} tokens are cached", "cached")
     # Found after the cache has had its say: the template is searched for in all of a long history.
-    prompt = (
-        prompt
-        if prompt.protected is not None
-        else replace(prompt, protected=known.template.protected(prompt.token_ids))
-    )
+    if prompt.protected is None:
+        prompt = replace(prompt, protected=known.template.protected(prompt.token_ids))
     is_wanted, reason = decide_scoring(prompt.config, num_tokens, prompt.spans)
     if not is_wanted:
         return Dense(prompt, reason, "not_wanted")

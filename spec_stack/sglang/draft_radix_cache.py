@@ -121,7 +121,6 @@ class DraftRadixCache:
 
     @property
     def num_held(self) -> int:
-        """Slots of the tree."""
         return int(self.tree.evictable_size()) + self.num_pinned
 
     def lease(self, namespace: Hashable, token_ids: Sequence[int], num_wanted: int | None = None) -> Lease:

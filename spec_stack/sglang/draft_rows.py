@@ -76,5 +76,4 @@ def num_row_slots(config: PrefillConfig, max_gamma: int) -> int:
 
 
 def text_of(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Ints:
-    """Prompt and output, as far as the host knows them."""
     return np.append(np.asarray(prompt_ids, dtype=np.int64), np.asarray(output_ids, dtype=np.int64))

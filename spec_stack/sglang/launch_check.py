@@ -138,7 +138,6 @@ def describe(launch: Launch) -> dict[str, Any]:
 
 
 def _numbers(launch: Launch) -> dict[str, Any]:
-    """The figures, on each rank."""
     args, config, sizes = launch.args, launch.config, launch.sizes
     own_bytes = _num_per_token(launch.small, args.tp_size) * int(launch.small.dtype.itemsize)
     numbers: dict[str, Any] = {
@@ -183,12 +182,10 @@ def _bytes_per_token(model: Any, args: Any) -> int | None:
 
 
 def _num_per_token(model: Any, tp_size: int) -> int:
-    """Numbers in one token's keys and values on one rank."""
     return int(model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim))
 
 
 def _threshold_note(config: ServerConfig) -> str:
-    """Where the shortest pruned prompt comes from."""
     prefill = config.prefill
     if "min_prompt_tokens" in prefill.given:
         return f"{prefill.min_prompt_tokens} uncached tokens, as given or calibrated"

@@ -98,7 +98,6 @@ class SparsePrefillManager:
 
     @staticmethod
     def of(scheduler: Scheduler) -> SparsePrefillManager | None:
-        """The scheduler's manager, made on first use; None where no model scores."""
         manager = getattr(scheduler, STATE, None)
         if manager is None and (model := ScoringModel.of(scheduler)) is not None:
             manager = SparsePrefillManager(scheduler, model)
@@ -106,7 +105,6 @@ class SparsePrefillManager:
         return manager
 
     def _announce(self, algorithm: str) -> None:
-        """Log once, at launch, how prompts are pruned."""
         config = self.config
         if not self._drafts:
             logger.info("%s: drafting: %s", NAME, others_note(algorithm))
@@ -253,7 +251,6 @@ class SparsePrefillManager:
             self._do_a_part(self._pending[0])
 
     def _drop_those_gone(self) -> None:
-        """Drop requests that SGLang has aborted, timed out or refused."""
         queued = {id(request) for request in self._scheduler.waiting_queue}
         for pending in self._pending:
             if id(pending.request) not in queued:
@@ -279,7 +276,6 @@ class SparsePrefillManager:
                     self._do_a_part(pending)
 
     def _is_settled(self, pending: PendingScore) -> bool:
-        """Decide again, and apply a decision that needs no score any more."""
         self._at_work = pending
         decision = self._decide(pending.needs.prompt)
         if isinstance(decision, NeedsScore):

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from spec_stack.devices import to_device
-from spec_stack.sglang.guards import note_failure
+from spec_stack.sglang.guards import harmless
 from spec_stack.sglang.seams import RunningRequest, SamplingSettings
+
+_COUNTING = "counting penalties", "they are SGLang's own"
 
 
 def is_penalised(request: RunningRequest) -> bool:
@@ -44,24 +46,20 @@ class Penalties:
     ) -> None:
         """Correct a decode step. newest: (num_requests,), the last tokens. num_held: (num_requests,), tokens before."""
         counted, self._counted = self._counted, None
-        try:
+        with harmless(*_COUNTING):
             if counted is None or not counted.is_of(requests):
                 counted = _OutputCounts.of(requests, sampling_info, num_held.device)
             if counted is not None:
                 counted.correct(sampling_info, newest, num_held + 1 - counted.num_prompt_tokens)
                 self._counted = counted
-        except Exception:
-            note_failure("counting penalties", "they are SGLang's own")
 
     def correct_prefill(self, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> None:
         """Correct a prefill, which repeats output after a retraction. device: SGLang's."""
-        try:
+        with harmless(*_COUNTING):
             repeats = any(request.output_ids and has_penalties(request) for request in requests)
             if repeats and (counted := _OutputCounts.of(requests, sampling_info, device)):
                 num_output = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)
                 counted.correct(sampling_info, torch.zeros_like(num_output), num_output)
-        except Exception:
-            note_failure("counting penalties", "they are SGLang's own")
 
     def forget(self) -> None:
         """Count the output anew in the next step: a prefill may be of a request that was retracted."""

@@ -184,13 +184,11 @@ _NOTHING_ASKED = RequestOptions()
 
 
 def options_of(request: RunningRequest) -> RequestOptions:
-    """The request's options; defaults where it has no state."""
     state = getattr(request, STATE, None)
     return state.options if isinstance(state, RequestState) else _NOTHING_ASKED
 
 
 def position_maps(requests: Sequence[RunningRequest]) -> list[PositionMap | None]:
-    """The maps of a batch; None for each dense prompt."""
     return [getattr(getattr(request, STATE, None), "positions", None) for request in requests]
 
 

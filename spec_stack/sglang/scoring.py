@@ -87,7 +87,6 @@ class DraftScorer:
         return num_tokens <= index.num_free + index.num_held - index.num_pinned
 
     def forget(self) -> None:
-        """Empty the draft's pool. Nothing may be scored meanwhile."""
         self._draft.index.clear()
 
     def score(self, prompt: Prompt, pieces: Sequence[str] | None = None) -> Generator[None, None, Score]:
@@ -171,14 +170,12 @@ class DraftScorer:
         return max(0, min(prompt.config.look_ahead, room))
 
     def chunk(self, config: PrefillConfig) -> int:
-        """Most tokens of a prompt that the draft prefills in one part."""
         server = self._scheduler.chunked_prefill_size
         chunk = min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
         return self._most_of_a_part(chunk)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Context of every part of a scoring."""
         moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
         with torch.no_grad(), self._on_forward_stream(), moe[0], moe[1]:
             yield
@@ -217,7 +214,6 @@ def _walls(prompt: Prompt) -> Hashable:
 def _over_ranks(
     own: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, queries: Queries
 ) -> torch.Tensor:
-    """Importance (num_tokens,) over the heads of all ranks."""
     if config.head_vote == "mean":
         return finite(sum_of_all(own) / num_scoring_heads(layers, config, num_ranks()))
     return finite(over_queries(largest_of_all(own), queries.segments, queries.weights))

@@ -34,7 +34,6 @@ class ScoringSchedule:
         return bool(least) and self._num_running() < least
 
     def most_of_a_part(self, chunk: int) -> int:
-        """Most tokens of the draft's next part, at most a chunk."""
         return min(chunk, _MOST_BESIDE) if self._anything_runs() else chunk
 
     def is_for_scoring(self, unscored: set[int]) -> bool:

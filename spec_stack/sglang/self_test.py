@@ -51,7 +51,9 @@ def most_tokens(config: PrefillConfig) -> int:
 
 
 def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
-    token_ids = _synthetic_ids(scheduler, config)
+    num_ids = min(int(scheduler.model_config.vocab_size), 1000)
+    room = min(int(scheduler.model_config.context_len) // 2, _NUM_CHUNKS * config.chunk_size)
+    token_ids = [at * 7 % num_ids for at in range(room)]
     request = Req("self-test", "", array("q", token_ids), SamplingParams(max_new_tokens=1))
     _check_fields(scheduler, Scheduler)
     _check_fields(request, RunningRequest)
@@ -65,12 +67,6 @@ def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
     moved = [position - slot << 32 for slot, position in enumerate(given.positions)]
     if list(placed.token_ids) != [token_id + by for token_id, by in zip(given.token_ids, moved, strict=True)]:
         raise RuntimeError("RadixKey does not hold the tokens with their positions")
-
-
-def _synthetic_ids(scheduler: Any, config: PrefillConfig) -> list[int]:
-    num_ids = min(int(scheduler.model_config.vocab_size), 1000)
-    room = min(int(scheduler.model_config.context_len) // 2, _NUM_CHUNKS * config.chunk_size)
-    return [at * 7 % num_ids for at in range(room)]
 
 
 def _importance(scorer: DraftScorer, prompt: Prompt) -> Any:

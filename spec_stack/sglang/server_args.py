@@ -266,7 +266,6 @@ _OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "draft_slots"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the --spec-stack-* flags."""
     group = parser.add_argument_group(
         "spec_stack", "with --speculative-algorithm SPEC_STACK, or with --spec-stack-scoring-model"
     )
@@ -316,7 +315,6 @@ def _refuse_unknown(prefix: str, values: Mapping[str, Any], known: list[str]) ->
 
 
 def _number(key: object) -> object:
-    """JSON has strings for numeric keys."""
     return int(str(key)) if str(key).isdigit() else key
 
 

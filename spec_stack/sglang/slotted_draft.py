@@ -5,7 +5,7 @@ Own KV pool and request table (see `draft_rows`): backends and graphs are SGLang
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -97,50 +97,36 @@ class SlottedDraft:
 
         Mutates batch.spec_info: the first token of a new request's proposal.
         """
-        unread: set[int] = set()
         try:
-            self._choose_and_read(batch, unread)
+            self._choose_and_read(batch)
         except Exception:
-            # Marked as holding what the draft has not read; they begin anew in their next step.
-            for row in unread:
+            # All begin anew in their next step, at places that exist.
+            for row in batch.req_pool_indices_cpu.tolist():
                 self._rows.pop(row, None)
-            self._forget_places(batch.req_pool_indices_cpu.tolist())
-            raise
-
-    def _forget_places(self, rows: Sequence[int]) -> None:
-        """Reset the places of rows without slots: they are of an earlier request or prefill."""
-        for row in rows:
-            if row not in self._rows:
                 self._num_prefilled.pop(row, None)
                 self._shifts[row] = self._shifts_cpu[row] = 0
+            raise
 
-    def _choose_and_read(self, batch: Any, unread: set[int]) -> None:
-        """unread: rows whose choice the draft has not read yet; filled and emptied here."""
+    def _choose_and_read(self, batch: Any) -> None:
         renewed, new = _Parts(), [_Parts()]
         for at, (row, request) in enumerate(zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True)):
             held = self._rows.get(row)
             if held is None:
                 if new[-1].num_tokens >= self._config.prefill_chunk:
                     new.append(_Parts())
-                unread.add(row)
                 self._begin_row(row, batch, at, new[-1])
             elif held.is_due(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
-                unread.add(row)
                 self._renew_row(row, held, text_of(request.origin_input_ids, request.output_ids), renewed)
         for parts in new:
             if parts.rows:
                 self._begin(batch.spec_info, parts)
-                unread.difference_update(parts.rows)
         if renewed.rows:
             self._forward(renewed)
-        unread.clear()
 
     def _begin_row(self, row: int, batch: Any, at: int, parts: _Parts) -> None:
         # Slot 0 is reserved: padding is written there.
         slots = np.arange(self.num_per_request) + 1 + row * self.num_per_request
         held = self._rows[row] = DraftRow(slots, DraftKVBudget.of(self._config))
-        # If the following fails, the row holds wrong KV, at valid places.
-        self._show(row, held)
         text = self._prefilled_of(batch, at, row)
         parts.add(row, held.begin(text), np.append(text, 0), at)
         self._show(row, held)
@@ -168,7 +154,6 @@ class SlottedDraft:
         return np.append(text[:num_tokens], np.zeros(max(0, num_tokens - len(text)), dtype=np.int64))
 
     def _show(self, row: int, held: DraftRow) -> None:
-        """Write a row's slots into the draft's table."""
         slots = torch.from_numpy(held.slots).to(self._table.dtype)
         self._table[row, : len(slots)] = to_device(slots, self._table.device)
         self._shifts[row] = self._shifts_cpu[row] = held.shift
@@ -262,7 +247,6 @@ class SlottedDraft:
         return lengths, on_host, int(on_host.sum())
 
     def _slots(self, batch: Any, lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The slots of every request's next tokens (batch * num_tokens,)."""
         places = lengths.long()[:, None] + torch.arange(num_tokens, device=lengths.device)
         slots: torch.Tensor = self._table[batch.req_pool_indices.long()[:, None], places]
         return slots.reshape(-1).long()
@@ -279,7 +263,6 @@ class _Parts:
         self.num_tokens = 0
 
     def add(self, row: int, part: Part, text_ids: Ints, at: int = 0) -> None:
-        """at: the request's place in its batch."""
         self.rows.append(row)
         self.parts.append(part)
         self.token_ids.append(text_ids[part.positions])

@@ -182,7 +182,6 @@ def scoring_refusal(args: Any, algorithm: str, target: Any, scoring: Any, asked:
 
 
 def require_slots(args: Any, draft: Any) -> None:
-    """Raise ValueError where a server's draft cannot decode over chosen slots of its own."""
     refusal = _slots_refusal(args, draft)
     if refusal is not None:
         raise ValueError(

@@ -161,8 +161,14 @@ def with_threshold(config: ServerConfig, target: Any, scoring: Any) -> ServerCon
 
 
 def _measured(target_runner: Any, scoring_runner: Any, config: PrefillConfig, drafts: bool) -> int:
+    from spec_stack.sglang.ranks import all_say_yes
+
+    def seconds(runner: Any, scores: bool = False) -> PrefillSeconds:
+        most_tokens = int(runner.model_config.context_len)
+        return PrefillSeconds.measured(_prefill_of(runner), most_tokens=most_tokens, agree=all_say_yes, scores=scores)
+
     with torch.no_grad():
-        target, draft = _seconds(target_runner), _seconds(scoring_runner, scores=True)
+        target, draft = seconds(target_runner), seconds(scoring_runner, scores=True)
     num_layers = int(scoring_runner.model_config.hf_text_config.num_hidden_layers)
     layers = min(config.num_asked_layers or num_layers, num_layers) / num_layers
     threshold, found = threshold_of(target, draft, measured_break_even(target, draft, config, drafts, layers))
@@ -172,13 +178,6 @@ def _measured(target_runner: Any, scoring_runner: Any, config: PrefillConfig, dr
         *(1e6 * (draft.per_token_s + draft.behind_s), found),
     )
     return threshold
-
-
-def _seconds(runner: Any, scores: bool = False) -> PrefillSeconds:
-    from spec_stack.sglang.ranks import all_say_yes
-
-    most_tokens = int(runner.model_config.context_len)
-    return PrefillSeconds.measured(_prefill_of(runner), most_tokens=most_tokens, agree=all_say_yes, scores=scores)
 
 
 def _prefill_of(runner: Any) -> Prefill:
