@@ -228,7 +228,11 @@ def _states_note(config: ServerConfig, num_bytes: int) -> str:
 def _resolve(arguments: list[str]) -> Launch:
     """Raises whatever ends such a launch."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    from spec_stack.sglang.scoring_model import read_config, rows_differ
 
     load_plugins()
     server_args = _parse(arguments)
@@ -243,9 +247,20 @@ def _resolve(arguments: list[str]) -> Launch:
     # Without its aliases.
     algorithm = str(args.speculative_algorithm or "")
     source = config.scoring_model or args.speculative_draft_model_path
-    target, small = _model_configs(server_args, source, is_draft=algorithm == NAME)
-    tokenizer = _tokenizer(args)
-    vocabularies = _vocabularies(target, small, tokenizer, source, args.trust_remote_code)
+    target = ModelConfig.from_server_args(server_args)
+    if algorithm == NAME:
+        small = ModelConfig.from_server_args(server_args, model_path=source, is_draft_model=True)
+    else:
+        small = read_config(source, server_args)
+    tokenizer = None
+    if not args.skip_tokenizer_init:
+        path = args.tokenizer_path or args.model_path
+        tokenizer = get_tokenizer(path, trust_remote_code=args.trust_remote_code)
+    sizes = target.vocab_size, small.vocab_size
+    vocabularies = f"{sizes[0]} embedding rows in both"
+    if rows_differ(*sizes, tokenizer, source, args.trust_remote_code):
+        rows = f"{sizes[0]} and {sizes[1]} embedding rows"
+        vocabularies = f"one tokenizer, {rows}: the draft's are fitted to the target's"
     refusal = None if algorithm == NAME else scoring_refusal(args, algorithm, target, small, config.positions)
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
@@ -279,35 +294,6 @@ def _parse(arguments: list[str]) -> Any:
         # argparse has printed a usage of hundreds of lines, and its reason in the last.
         reason = (said.getvalue().strip().splitlines() or ["it asks for help only"])[-1]
         raise ValueError(reason.partition("error: ")[2] or reason) from end
-
-
-def _model_configs(server_args: Any, source: str, is_draft: bool) -> tuple[Any, Any]:
-    from sglang.srt.configs.model_config import ModelConfig
-
-    from spec_stack.sglang.scoring_model import read_config
-
-    target = ModelConfig.from_server_args(server_args)
-    if is_draft:
-        return target, ModelConfig.from_server_args(server_args, model_path=source, is_draft_model=True)
-    return target, read_config(source, server_args)
-
-
-def _tokenizer(args: Any) -> Any:
-    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
-
-    if args.skip_tokenizer_init:
-        return None
-    return get_tokenizer(args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code)
-
-
-def _vocabularies(target: Any, small: Any, tokenizer: Any, source: str, trust_remote_code: bool) -> str:
-    """Raises ValueError where they do not fit together."""
-    from spec_stack.sglang.scoring_model import rows_differ
-
-    sizes = target.vocab_size, small.vocab_size
-    if not rows_differ(*sizes, tokenizer, source, trust_remote_code):
-        return f"{sizes[0]} embedding rows in both"
-    return f"one tokenizer, {sizes[0]} and {sizes[1]} embedding rows: the draft's are fitted to the target's"
 
 
 def _sizes_to_capture(args: Any) -> list[int] | None:

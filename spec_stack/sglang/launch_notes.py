@@ -47,10 +47,7 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
 def slots_of(config: ServerConfig, num_requests: int, bytes_per_token: int) -> dict[str, int]:
     """Slots of a draft over its own, for each request, and their bytes. One row is SGLang's padding."""
     num_per_request = num_row_slots(config.prefill, config.gammas[-1])
-    return {
-        "num_per_request": num_per_request,
-        "num_bytes": (num_requests + 1) * num_per_request * bytes_per_token,
-    }
+    return {"num_per_request": num_per_request, "num_bytes": (num_requests + 1) * num_per_request * bytes_per_token}
 
 
 def slots_note(num_per_request: int, num_bytes: int, **counters: int) -> str:

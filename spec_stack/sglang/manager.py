@@ -13,8 +13,17 @@ from time import perf_counter
 from typing import Any
 
 from spec_stack.sglang import self_test
-from spec_stack.sglang.apply import Applier
-from spec_stack.sglang.decide import Dense, KnownTexts, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
+from spec_stack.sglang.decide import (
+    Applier,
+    Dense,
+    KnownTexts,
+    NeedsScore,
+    Plan,
+    Prompt,
+    decide,
+    plan_scored,
+    plan_unscored,
+)
 from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.guards import harmless, note_failure, num_failures
 from spec_stack.sglang.launch_notes import others_note, pruning_note, slots_note
@@ -176,11 +185,7 @@ class SparsePrefillManager:
         return decide(prompt, self._known, self.config.recall, refusal)
 
     def _apply(
-        self,
-        request: RunningRequest,
-        options: RequestOptions,
-        decision: Dense | Plan,
-        scoring_s: Sequence[float] = (),
+        self, request: RunningRequest, options: RequestOptions, decision: Dense | Plan, scoring_s: Sequence[float] = ()
     ) -> None:
         self._applier.apply(request, options, decision, scoring_s)
         if not isinstance(decision, Plan) or decision.outcome not in ("pruned", "covered"):

@@ -48,7 +48,7 @@ class BatchMap:
         self._table = to_device(torch.cat(tables), device)
         self._sizes = to_device(sizes, device)
         self._starts = to_device(sizes.cumsum(0) - sizes, device)
-        self._dropped = _num_dropped(maps, device)
+        self._dropped = to_device(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
 
     def __call__(self, slots: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Original positions of a flat batch whose request i has lengths[i] of the slots; their shape and dtype."""
@@ -64,35 +64,8 @@ class BatchMap:
         return mapped.to(slots.dtype)
 
 
-class BatchOffsets:
-    """The maps of a batch that decodes, drafts or verifies: one offset per request.
-
-    Valid from the prompt's last slot on, for the draft one slot earlier.
-    """
-
-    def __init__(self, maps: Sequence[PositionMap | None], device: torch.device) -> None:
-        self._dropped = _num_dropped(maps, device)
-
-    def __call__(self, slots: torch.Tensor) -> torch.Tensor:
-        """Original positions of a flat batch with equally many slots per request; their shape and dtype."""
-        num_slots = _slots_each(slots, len(self._dropped))
-        mapped = slots.reshape(-1, num_slots) + self._dropped[:, None]
-        return mapped.reshape(slots.shape).to(slots.dtype)
-
-
-def _num_dropped(maps: Sequence[PositionMap | None], device: torch.device) -> torch.Tensor:
-    return to_device(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
-
-
-def _slots_each(slots: torch.Tensor, num_requests: int) -> int:
-    if slots.numel() % num_requests:
-        raise RuntimeError(f"{slots.numel()} positions cannot be shared evenly by {num_requests} requests")
-    return slots.numel() // num_requests
-
-
 # A batch stays the same for many steps, for the draft and for the target.
 batch_map = lru_cache(maxsize=8)(BatchMap)
-batch_offsets = lru_cache(maxsize=8)(BatchOffsets)
 
 
 def positions_of(forward_batch: Any, maps: Sequence[PositionMap | None], runner: Runner) -> torch.Tensor | None:
@@ -102,10 +75,9 @@ def positions_of(forward_batch: Any, maps: Sequence[PositionMap | None], runner:
         return None
     if runner.is_draft_worker and not draft_positions_are_mapped(runner):
         return None
-    if mode.is_decode() or mode.is_target_verify():
-        return batch_offsets(tuple(maps), slots.device)(slots)
-    if lengths is None:
-        lengths = [_slots_each(slots, len(maps))] * len(maps)
+    if mode.is_decode() or mode.is_target_verify() or lengths is None:
+        # A remainder does not add up, and is refused below.
+        lengths = [slots.numel() // len(maps)] * len(maps)
     mapped = batch_map(tuple(maps), bool(runner.is_draft_worker), slots.device)
     return mapped(slots, [int(length) for length in lengths])
 

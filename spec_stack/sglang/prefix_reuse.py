@@ -55,8 +55,8 @@ class PrefillPlan:
     num_cached: tokens that an earlier turn processed, kept or dropped. num_recalled: recalled tokens among these.
     """
 
-    token_ids: tuple[int, ...]
-    positions: tuple[int, ...]
+    token_ids: Sequence[int]
+    positions: Sequence[int]
     num_prompt_tokens: int
     num_cached: int = 0
     num_recalled: int = 0

@@ -33,7 +33,6 @@ from spec_stack.sglang.pool_attention import (
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.ranks import largest_of_all, num_ranks, own_rank, sum_of_all
 from spec_stack.sglang.seams import Scheduler
-from spec_stack.sglang.support import num_matched
 
 # Forwards of the look-ahead in one part of a scoring.
 _LOOK_AHEAD_PER_PART = 4
@@ -64,7 +63,9 @@ class DraftScorer:
         limit = max(len(prompt.token_ids) - 1, 0)
         token_ids = array("q", prompt.token_ids)
         key = RadixKey(token_ids, prompt.extra_key, limit=limit, cache_salt=prompt.cache_salt)
-        return num_matched(self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)))
+        found = self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
+        # A number since SGLang 0.5.22, slots before.
+        return int(found.device_prefix_len) if hasattr(found, "device_prefix_len") else len(found.device_indices)
 
     def pool_state(self) -> dict[str, int]:
         index = self._draft.index

@@ -56,13 +56,6 @@ def attn_dp_size(args: Any) -> int:
     return getattr(args, "attn_dp_size", None) or 1
 
 
-def num_matched(found: Any) -> int:
-    """Tokens on the device that SGLang's cache has found: a number since 0.5.22, slots before."""
-    if hasattr(found, "device_prefix_len"):
-        return int(found.device_prefix_len)
-    return len(found.device_indices)
-
-
 def require_drafting(args: Any, config: ServerConfig) -> None:
     """Raise ValueError, with the fix, where SPEC_STACK cannot draft on such a server."""
     if not args.speculative_draft_model_path:
