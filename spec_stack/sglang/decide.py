@@ -21,7 +21,7 @@ from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.positions import BatchMap, PlacedKey, PositionMap
 from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, plan_prefill, protected_lead
-from spec_stack.sglang.request_state import PrefillReport, RequestOptions, RequestState, attach
+from spec_stack.sglang.request_state import RequestOptions, RequestState, attach
 from spec_stack.sglang.seams import RunningRequest
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
@@ -248,8 +248,8 @@ class Applier:
             # Prefilled as any dense prompt, but the recalled part was chosen, and is cached for every prompt like it.
             self._remember(request, options, decision)
         report = self._report(options, decision, scoring_s)
-        attach(request, RequestState(options, report, positions))
-        self.num_by_outcome[report.outcome] += 1
+        attach(request, RequestState(options, positions), report)
+        self.num_by_outcome[decision.outcome] += 1
 
     def _prune(self, request: RunningRequest, options: RequestOptions, plan: Plan) -> PositionMap | None:
         """Give the request its kept tokens; at contiguous positions they are an ordinary, shorter prompt."""
@@ -278,28 +278,35 @@ class Applier:
             lead = max(lead, prefill.num_cached)
         self._turns.add(prompt.tenant, prompt.token_ids, tuple(prefill.positions), request, lead)
 
-    def _report(self, options: RequestOptions, decision: Dense | Plan, scoring_s: Sequence[float]) -> PrefillReport:
+    def _report(self, options: RequestOptions, decision: Dense | Plan, scoring_s: Sequence[float]) -> dict[str, Any]:
+        """How a prompt is prefilled, under the names of the library's metrics.
+
+        longest_part_s: of scoring_s, which other requests wait for. num_draft_tokens: prefilled by the draft to score.
+        """
         prompt, prefill = decision.prompt, decision.prefill
-        policy = "fixed" if options.gamma is not None else options.policy or self._config.policy
-        return PrefillReport(
-            num_prompt_tokens=len(prompt.token_ids),
-            num_kept_tokens=len(prefill.positions),
-            num_scored_tokens=decision.num_scored_tokens,
-            num_draft_tokens=decision.num_draft_tokens,
-            num_protected_tokens=0 if prompt.protected is None else prompt.protected.num_tokens,
-            num_cached_tokens=prefill.num_cached,
-            num_recalled_tokens=prefill.num_recalled,
-            follow_up=prompt.follow_up,
-            sparse_prefill=not prefill.is_whole,
-            sparse_prefill_reason=_with_note(decision),
-            outcome=decision.outcome,
-            keep_rate=prefill.keep_rate,
-            scoring_s=sum(scoring_s),
-            longest_part_s=max(scoring_s, default=0.0),
-            policy=policy if self._config.scoring_model is None else None,
-            kept_spans=_spans_of(_shown_positions(decision)) if options.explain else None,
-            positions=None if prefill.is_whole else prompt.config.positions,
-        )
+        report = {
+            "num_prompt_tokens": len(prompt.token_ids),
+            "num_kept_tokens": len(prefill.positions),
+            "num_scored_tokens": decision.num_scored_tokens,
+            "num_draft_tokens": decision.num_draft_tokens,
+            "num_protected_tokens": 0 if prompt.protected is None else prompt.protected.num_tokens,
+            "num_cached_tokens": prefill.num_cached,
+            "num_recalled_tokens": prefill.num_recalled,
+            "follow_up": prompt.follow_up,
+            "sparse_prefill": not prefill.is_whole,
+            "sparse_prefill_reason": _with_note(decision),
+            "outcome": decision.outcome,
+            "keep_rate": prefill.keep_rate,
+            "scoring_s": sum(scoring_s),
+            "longest_part_s": max(scoring_s, default=0.0),
+        }
+        if self._config.scoring_model is None:
+            report["policy"] = "fixed" if options.gamma is not None else options.policy or self._config.policy
+        if options.explain:
+            report["kept_spans"] = _spans_of(_shown_positions(decision))
+        if not prefill.is_whole:
+            report["positions"] = prompt.config.positions
+        return report
 
 
 def _checked_positions(plan: Plan) -> PositionMap:

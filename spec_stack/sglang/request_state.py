@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spec_stack.config import OLD_SWITCHES, PrefillConfig, SparsePrefill
@@ -25,8 +25,6 @@ NESTED = "spec_stack"
 _GONE = {name: f"it is now sparse_prefill, {values}" for name, values in OLD_SWITCHES.items()} | {
     "signals": "a server does not measure its draft's; Python's return_records=True has them"
 }
-# Without effect where only the draft goes without a part of a prompt.
-_OF_SPARSE_PREFILL = ("keep_rate", "follow_up", "positions")
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
 
@@ -60,6 +58,9 @@ class RequestOptions:
         return options
 
     def _check(self, config: ServerConfig) -> None:
+        def given(*names: str) -> str:
+            return ", ".join(name for name in names if getattr(self, name) is not None)
+
         if not isinstance(self.explain, bool | None):
             raise ValueError(f"explain must be true or false, got {self.explain!r}")
         # The configuration checks it.
@@ -70,20 +71,14 @@ class RequestOptions:
                 f"sparse_prefill={switch!r} cannot be had on this server, whose draft's slots are settled at launch: "
                 f"it was launched with --spec-stack-sparse-prefill {launched}"
             )
-        if is_draft_only:
-            idle = [name for name in _OF_SPARSE_PREFILL if getattr(self, name) is not None]
-            if idle:
-                raise ValueError(
-                    f"{', '.join(idle)} set how prompts are pruned, and this server prunes its draft alone"
-                )
+        if is_draft_only and (idle := given("keep_rate", "follow_up", "positions")):
+            raise ValueError(f"{idle} set how prompts are pruned, and this server prunes its draft alone")
         if self.follow_up is not None:
             check_choice("follow_up", self.follow_up, FOLLOW_UPS)
         if self.positions is not None:
             check_choice("positions", self.positions, POSITIONS)
-        if config.scoring_model is not None:
-            asked = [name for name in ("gamma", "policy") if getattr(self, name) is not None]
-            if asked:
-                raise ValueError(f"{', '.join(asked)} set how SPEC_STACK drafts, and on this server it does not")
+        if config.scoring_model is not None and (asked := given("gamma", "policy")):
+            raise ValueError(f"{asked} set how SPEC_STACK drafts, and on this server it does not")
         if self.gamma is not None:
             if type(self.gamma) is not int or self.gamma not in config.gammas:
                 raise ValueError(f"gamma must be one of the server's, {list(config.gammas)}, got {self.gamma!r}")
@@ -139,44 +134,10 @@ def _is_span(span: object) -> bool:
 
 
 @dataclass(frozen=True)
-class PrefillReport:
-    """How a prompt was prefilled, under the names of the library's metrics.
-
-    outcome: one of `decide.OUTCOMES`. longest_part_s: of scoring_s, which other requests wait for. num_draft_tokens:
-    those that the draft had to prefill to score. num_cached_tokens: inherited from an earlier turn, kept or dropped.
-    policy: None where SGLang's own algorithm, or none, decodes.
-    """
-
-    num_prompt_tokens: int
-    num_kept_tokens: int
-    num_scored_tokens: int
-    num_draft_tokens: int
-    num_protected_tokens: int
-    num_cached_tokens: int
-    num_recalled_tokens: int
-    follow_up: str
-    sparse_prefill: bool
-    sparse_prefill_reason: str
-    outcome: str
-    keep_rate: float
-    scoring_s: float
-    policy: str | None
-    kept_spans: tuple[Span, ...] | None = None
-    longest_part_s: float = 0.0
-    positions: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The reply's report: kept_spans only where requested, no policy or positions where there are none."""
-        optional = ("kept_spans", "policy", "positions")
-        return {name: value for name, value in asdict(self).items() if name not in optional or value is not None}
-
-
-@dataclass(frozen=True)
 class RequestState:
     """Attached to a request inside the scheduler. positions: of a pruned prompt at its original ones."""
 
     options: RequestOptions
-    report: PrefillReport
     positions: PositionMap | None = None
 
 
@@ -192,8 +153,8 @@ def position_maps(requests: Sequence[RunningRequest]) -> list[PositionMap | None
     return [getattr(getattr(request, STATE, None), "positions", None) for request in requests]
 
 
-def attach(request: RunningRequest, state: RequestState) -> None:
-    """Attach the state to SGLang's request, and its report to the reply. Mutates the request.
+def attach(request: RunningRequest, state: RequestState, report: Mapping[str, Any]) -> None:
+    """Attach the state to SGLang's request, and the report to its reply. Mutates the request.
 
     Notes
     -----
@@ -206,7 +167,7 @@ def attach(request: RunningRequest, state: RequestState) -> None:
     `reports.ReplyInfo` reassembles them.
     """
     setattr(request, STATE, state)
-    request.customized_info = {**(request.customized_info or {}), META_INFO: [state.report.as_dict()]}
+    request.customized_info = {**(request.customized_info or {}), META_INFO: [dict(report)]}
 
 
 def note_step(request: RunningRequest, record: StepRecord) -> None:
