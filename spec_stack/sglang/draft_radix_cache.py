@@ -123,6 +123,15 @@ class DraftRadixCache:
     def num_held(self) -> int:
         return int(self.tree.evictable_size()) + self.num_pinned
 
+    @property
+    def num_available(self) -> int:
+        """Slots that are free or can be evicted."""
+        return self.num_free + int(self.tree.evictable_size())
+
+    def state(self) -> dict[str, int]:
+        held = {"num_held": self.num_held, "num_free": self.num_free, "num_pinned": self.num_pinned}
+        return {"num_tokens": self.num_slots, **held}
+
     def lease(self, namespace: Hashable, token_ids: Sequence[int], num_wanted: int | None = None) -> Lease:
         """Begin to work on a text. Texts are shared inside a namespace alone. num_wanted: most slots to share."""
         return Lease(self, namespace, token_ids, len(token_ids) if num_wanted is None else num_wanted)
@@ -141,12 +150,11 @@ class DraftRadixCache:
 
     def make_room(self, num_slots: int) -> None:
         """Evict the least recently used texts where fewer slots are free."""
-        missing, evictable = num_slots - self.num_free, int(self.tree.evictable_size())
-        if missing > evictable:
-            room = self.num_free + evictable
+        room = self.num_available
+        if num_slots > room:
             raise PoolFullError(f"the draft pool has room for {room} tokens, and scoring needs {num_slots}")
-        if missing > 0:
-            self.tree.evict(EvictParams(num_tokens=missing))
+        if num_slots > self.num_free:
+            self.tree.evict(EvictParams(num_tokens=num_slots - self.num_free))
 
 
 def _key(namespace: Hashable, token_ids: Sequence[int]) -> RadixKey:

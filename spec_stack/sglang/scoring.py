@@ -68,14 +68,7 @@ class DraftScorer:
         return int(found.device_prefix_len) if hasattr(found, "device_prefix_len") else len(found.device_indices)
 
     def pool_state(self) -> dict[str, int]:
-        index = self._draft.index
-        return {
-            "num_tokens": index.num_slots,
-            "num_held": index.num_held,
-            "num_free": index.num_free,
-            "num_pinned": index.num_pinned,
-            "num_bytes": self._draft.num_bytes,
-        }
+        return {**self._draft.index.state(), "num_bytes": self._draft.num_bytes}
 
     def num_to_prefill(self, prompt: Prompt) -> int:
         """Tokens that the draft's pool lacks; the last one always runs."""
@@ -84,8 +77,7 @@ class DraftScorer:
 
     def has_room(self, num_tokens: int) -> bool:
         """Return whether the draft's pool can take so many tokens beside the current leases."""
-        index = self._draft.index
-        return num_tokens <= index.num_free + index.num_held - index.num_pinned
+        return num_tokens <= self._draft.index.num_available
 
     def forget(self) -> None:
         self._draft.index.clear()
@@ -106,7 +98,8 @@ class DraftScorer:
         num_in_place = 1 if found is None else num_tokens - found.start
         spans = () if found is None else found.repeated
         repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]
-        look_ahead = self._look_ahead(prompt) if found is None else 0
+        room = int(self._scheduler.model_config.context_len) - num_tokens
+        look_ahead = max(0, min(config.look_ahead, room)) if found is None else 0
         # The scoring queries run again whatever the pool has.
         lease = self._draft.index.lease(_walls(prompt), prompt.token_ids, num_tokens - num_in_place)
         num_shared = num_agreed = lease.num_shared
@@ -165,10 +158,6 @@ class DraftScorer:
             return range(num_tokens - (num_tokens - start - 1) // chunk * chunk, num_tokens, chunk)
         end = num_tokens - num_in_place
         return range(end - (end - start - 1) // chunk * chunk, end + 1, chunk) if end > start else range(0)
-
-    def _look_ahead(self, prompt: Prompt) -> int:
-        room = int(self._scheduler.model_config.context_len) - len(prompt.token_ids)
-        return max(0, min(prompt.config.look_ahead, room))
 
     def chunk(self, config: PrefillConfig) -> int:
         server = self._scheduler.chunked_prefill_size

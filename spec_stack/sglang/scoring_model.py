@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,25 +37,11 @@ _OTHER_TOKENIZER = (
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The part of SGLang's ModelRunner that `PooledDraft` needs: SGLang's model, loaded, without pools."""
-
-    model: torch.nn.Module
-    model_config: Any
-    device: str
-    gpu_id: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model_config.dtype  # type: ignore[no-any-return]
-
-
 class ScoringModel:
     """A scoring model with its KV pool, made before SGLang divides the memory that the weights leave.
 
-    source: folder or hub id. runner: SGLang's ModelRunner of it, or its `Weights`. algorithm: the name of what decodes.
-    pruning: how its scores may prune prompts; refusal: why they may prune none by default, or None.
+    source: folder or hub id. runner: SGLang's ModelRunner of it, or its model and configuration alone. algorithm: the
+    name of what decodes. pruning: how its scores may prune prompts; refusal: why they prune none by default, or None.
     """
 
     def __init__(
@@ -137,8 +123,10 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
         )
     if must_fit:
         fit_draft(model, *sizes)
-    weights = Weights(model, model_config, target.device, target.gpu_id)
-    found = ScoringModel(config.scoring_model, weights, target.model_config, args, config, algorithm)
+    # What `PooledDraft` needs of SGLang's ModelRunner.
+    of_runner = {"model_config": model_config, "dtype": model_config.dtype, "gpu_id": target.gpu_id}
+    runner = SimpleNamespace(model=model, device=target.device, **of_runner)
+    found = ScoringModel(config.scoring_model, runner, target.model_config, args, config, algorithm)
     setattr(scheduler, _PLACE, found)
     logger.info("%s: %s scores prompts, and %s decodes", NAME, config.scoring_model, algorithm or "plain decoding")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -252,15 +252,15 @@ class SlottedDraft:
         return slots.reshape(-1).long()
 
 
+@dataclass
 class _Parts:
-    """The parts of one forward of the draft."""
+    """The parts of one forward of the draft; at: each one's place in its batch."""
 
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.parts: list[Part] = []
-        self.token_ids: list[Ints] = []
-        self.at: list[int] = []
-        self.num_tokens = 0
+    rows: list[int] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    token_ids: list[Ints] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    num_tokens: int = 0
 
     def add(self, row: int, part: Part, text_ids: Ints, at: int = 0) -> None:
         self.rows.append(row)
