@@ -105,12 +105,12 @@ class PooledDraft:
         input_ids = to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), device)
         # Only the attention knows whose slots these are.
         batch = extend_batch(input_ids, [0], [first], [num_new], positions, positions)
-        context = forward_context(ForwardContext(attn_backend=self._attention))
-        with self._attention.reading(slots, num_new, window, num_layers), context:
-            try:
+        self._attention.begin(slots, num_new, window, num_layers)
+        try:
+            with forward_context(ForwardContext(attn_backend=self._attention)):
                 logits = self._runner.model.forward(input_ids, positions, batch).next_token_logits
-            except _LayersDoneError:
-                return None
+        except _LayersDoneError:
+            return None
         return logits[-1].argmax()  # type: ignore[no-any-return]
 
     @contextmanager
@@ -170,15 +170,11 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
             return slice(int(slots[0]), int(slots[-1]) + 1)
         return to_device(torch.from_numpy(slots), self.device)
 
-    @contextmanager
-    def reading(self, slots: Ints, num_new: int, window: Window | None, num_layers: int | None) -> Iterator[None]:
+    def begin(self, slots: Ints, num_new: int, window: Window | None, num_layers: int | None) -> None:
+        """The next forward is of the last num_new tokens of the text in these slots."""
         self.allocate()
         self._read, self._written = self._where(slots), self._where(slots[len(slots) - num_new :])
         self._window, self._num_layers = window, num_layers
-        try:
-            yield
-        finally:
-            self._read = self._written = slice(0, 0)
 
     def forward(
         self,

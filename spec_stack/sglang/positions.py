@@ -8,8 +8,7 @@ mean equal KV.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -119,23 +118,11 @@ def place_tokens(
     init(key, token_ids, extra_key, *args, **kwargs)
 
 
-@contextmanager
-def slots_for_kv_lengths(forward_batch: Any, topk: int) -> Iterator[None]:
-    """Replace positions by seq_lens, which are the slots then, while the draft's attention builds its index arrays.
+def protect_kv_lengths(backend: Any, must: bool = False) -> Any:
+    """Make a multi-step draft backend build its indices from lengths, which are the slots then. Mutates and returns it.
 
     SGLang's Triton and FlashInfer draft backends build kv_indptr from forward_batch.positions: with original positions
     they would read KV out of range, without an error.
-    """
-    positions = forward_batch.positions
-    forward_batch.positions = forward_batch.seq_lens.repeat_interleave(topk).to(positions.dtype)
-    try:
-        yield
-    finally:
-        forward_batch.positions = positions
-
-
-def protect_kv_lengths(backend: Any, must: bool = False) -> Any:
-    """Make a multi-step draft backend build its indices from lengths. Mutates and returns it.
 
     backend: None where no step drafts more than one token. must: it is one that takes positions for lengths.
     """
@@ -149,8 +136,12 @@ def protect_kv_lengths(backend: Any, must: bool = False) -> Any:
         return backend
 
     def common_template(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with slots_for_kv_lengths(forward_batch, backend.topk):
+        positions = forward_batch.positions
+        forward_batch.positions = forward_batch.seq_lens.repeat_interleave(backend.topk).to(positions.dtype)
+        try:
             return build(forward_batch, *args, **kwargs)
+        finally:
+            forward_batch.positions = positions
 
     backend.common_template = common_template
     return backend
