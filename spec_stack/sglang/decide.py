@@ -60,22 +60,6 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Dense:
-    """The whole prompt is prefilled."""
-
-    prompt: Prompt
-    reason: str
-    outcome: str
-    num_scored_tokens: int = 0
-    num_draft_tokens: int = 0
-
-    @property
-    def prefill(self) -> PrefillPlan:
-        token_ids = self.prompt.token_ids
-        return PrefillPlan(token_ids, range(len(token_ids)), len(token_ids))
-
-
-@dataclass(frozen=True)
 class Plan:
     """The planned tokens are prefilled. num_draft_tokens: prefilled by the draft to score num_scored_tokens."""
 
@@ -85,6 +69,11 @@ class Plan:
     outcome: str
     num_scored_tokens: int = 0
     num_draft_tokens: int = 0
+
+    @classmethod
+    def dense(cls, prompt: Prompt, reason: str, outcome: str) -> Plan:
+        token_ids = prompt.token_ids
+        return cls(prompt, PrefillPlan(token_ids, range(len(token_ids)), len(token_ids)), reason, outcome)
 
 
 @dataclass(frozen=True)
@@ -135,25 +124,23 @@ class KnownTexts:
         self.turns.clear()
 
 
-def decide(
-    prompt: Prompt, known: KnownTexts, recall: SessionConfig, refusal: str | None = None
-) -> Dense | Plan | NeedsScore:
+def decide(prompt: Prompt, known: KnownTexts, recall: SessionConfig, refusal: str | None = None) -> Plan | NeedsScore:
     """Decide how a prompt is prefilled. refusal: why it cannot be pruned, or None."""
     num_tokens = len(prompt.token_ids)
     is_wanted, reason = decide_scoring(prompt.config, num_tokens, ())
     if not is_wanted:
-        return Dense(prompt, reason, "not_wanted")
+        return Plan.dense(prompt, reason, "not_wanted")
     if refusal is not None:
-        return Dense(prompt, f"off: {refusal}", "not_possible")
+        return Plan.dense(prompt, f"off: {refusal}", "not_possible")
     prefix, is_cached = _reused_prefix(prompt, known)
     if is_cached and num_tokens - prefix.num_tokens < prompt.config.min_prompt_tokens:
-        return Dense(prompt, f"off: {prefix.num_tokens} of {num_tokens} tokens are cached", "cached")
+        return Plan.dense(prompt, f"off: {prefix.num_tokens} of {num_tokens} tokens are cached", "cached")
     # Found after the cache has had its say: the template is searched for in all of a long history.
     if prompt.protected is None:
         prompt = replace(prompt, protected=known.template.protected(prompt.token_ids))
     is_wanted, reason = decide_scoring(prompt.config, num_tokens, prompt.spans)
     if not is_wanted:
-        return Dense(prompt, reason, "not_wanted")
+        return Plan.dense(prompt, reason, "not_wanted")
     if prompt in known.plans:
         return known.plans[prompt]
     needs = _needs(prompt, prefix, reason, recall)
@@ -210,11 +197,11 @@ def plan_scored(
     return Plan(prompt, prefill, reason, "pruned", num_scored, num_draft_tokens)
 
 
-def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Dense | Plan:
+def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Plan:
     """The decision where scoring failed: an earlier turn's selection, and all of the new text."""
     prompt, prefix = needs.prompt, needs.prefix
     if prefix.is_dense:
-        return Dense(prompt, f"off: {why}", outcome)
+        return Plan.dense(prompt, f"off: {why}", outcome)
     prefill = plan_prefill(prompt.token_ids, prefix, None, False, None, prompt.config, prompt.spans)
     reason = f"on for earlier turns, without recall; new text is kept whole: {why}"
     return Plan(prompt, prefill, reason, outcome)
@@ -234,7 +221,7 @@ class Applier:
         self,
         request: RunningRequest,
         options: RequestOptions,
-        decision: Dense | Plan,
+        plan: Plan,
         scoring_s: Sequence[float] = (),
     ) -> None:
         """Give the request its whole prompt, or the planned part of it. Mutates the request, after all that may fail.
@@ -242,14 +229,14 @@ class Applier:
         scoring_s: of every part of its scoring.
         """
         positions = None
-        if isinstance(decision, Plan) and not decision.prefill.is_whole:
-            positions = self._prune(request, options, decision)
-        elif isinstance(decision, Plan) and decision.prefill.num_recalled:
+        if not plan.prefill.is_whole:
+            positions = self._prune(request, options, plan)
+        elif plan.prefill.num_recalled:
             # Prefilled as any dense prompt, but the recalled part was chosen, and is cached for every prompt like it.
-            self._remember(request, options, decision)
-        report = self._report(options, decision, scoring_s)
+            self._remember(request, options, plan)
+        report = self._report(options, plan, scoring_s)
         attach(request, RequestState(options, positions), report)
-        self.num_by_outcome[decision.outcome] += 1
+        self.num_by_outcome[plan.outcome] += 1
 
     def _prune(self, request: RunningRequest, options: RequestOptions, plan: Plan) -> PositionMap | None:
         """Give the request its kept tokens; at contiguous positions they are an ordinary, shorter prompt."""
@@ -278,24 +265,24 @@ class Applier:
             lead = max(lead, prefill.num_cached)
         self._turns.add(prompt.tenant, prompt.token_ids, tuple(prefill.positions), request, lead)
 
-    def _report(self, options: RequestOptions, decision: Dense | Plan, scoring_s: Sequence[float]) -> dict[str, Any]:
+    def _report(self, options: RequestOptions, plan: Plan, scoring_s: Sequence[float]) -> dict[str, Any]:
         """How a prompt is prefilled, under the names of the library's metrics.
 
         longest_part_s: of scoring_s, which other requests wait for. num_draft_tokens: prefilled by the draft to score.
         """
-        prompt, prefill = decision.prompt, decision.prefill
+        prompt, prefill = plan.prompt, plan.prefill
         report = {
             "num_prompt_tokens": len(prompt.token_ids),
             "num_kept_tokens": len(prefill.positions),
-            "num_scored_tokens": decision.num_scored_tokens,
-            "num_draft_tokens": decision.num_draft_tokens,
+            "num_scored_tokens": plan.num_scored_tokens,
+            "num_draft_tokens": plan.num_draft_tokens,
             "num_protected_tokens": 0 if prompt.protected is None else prompt.protected.num_tokens,
             "num_cached_tokens": prefill.num_cached,
             "num_recalled_tokens": prefill.num_recalled,
             "follow_up": prompt.follow_up,
             "sparse_prefill": not prefill.is_whole,
-            "sparse_prefill_reason": _with_note(decision),
-            "outcome": decision.outcome,
+            "sparse_prefill_reason": _with_note(plan),
+            "outcome": plan.outcome,
             "keep_rate": prefill.keep_rate,
             "scoring_s": sum(scoring_s),
             "longest_part_s": max(scoring_s, default=0.0),
@@ -303,7 +290,7 @@ class Applier:
         if self._config.scoring_model is None:
             report["policy"] = "fixed" if options.gamma is not None else options.policy or self._config.policy
         if options.explain:
-            report["kept_spans"] = _spans_of(_shown_positions(decision))
+            report["kept_spans"] = _spans_of(_shown_positions(plan))
         if not prefill.is_whole:
             report["positions"] = prompt.config.positions
         return report
@@ -319,12 +306,12 @@ def _checked_positions(plan: Plan) -> PositionMap:
     return positions
 
 
-def _shown_positions(decision: Dense | Plan) -> Sequence[int]:
+def _shown_positions(plan: Plan) -> Sequence[int]:
     """The kept positions that a reply may show: earlier turns' only under a shared salt, since any client can send a
     prompt that begins as another's conversation.
     """
-    prefill = decision.prefill
-    if prefill.inherits_all or any(decision.prompt.tenant):
+    prefill = plan.prefill
+    if prefill.inherits_all or any(plan.prompt.tenant):
         return prefill.positions
     return [position for position in prefill.positions if position >= prefill.num_cached]
 
@@ -336,8 +323,8 @@ def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
     return tuple((positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *edges, len(positions)]))
 
 
-def _with_note(decision: Dense | Plan) -> str:
-    reason, protected = decision.reason, decision.prompt.protected
+def _with_note(plan: Plan) -> str:
+    reason, protected = plan.reason, plan.prompt.protected
     if protected is None or not protected.unrecognised or not reason.startswith("on"):
         return reason
     return f"{reason}; {protected.unrecognised}"

@@ -28,25 +28,11 @@ _NOT_SHOWN = ("arguments", "problem", "warnings", "numbers")
 
 
 def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
-    """Resolve a launch's arguments as SGLang does, and report the result as plain values.
+    """Resolve the arguments of an SGLang launch as SGLang does, and report the result as plain values.
 
-    Reads configurations and tokenizers, from the hub too. SGLang queries the device. Loads SGLang's plugins in this
-    process; os.environ is restored.
-
-    Parameters
-    ----------
-    arguments : sequence of str
-        Those of `sglang serve` or `python -m sglang.launch_server`.
-
-    Returns
-    -------
-    dict
-        Sentences by topic; "problem": why the launch would end, or None; "warnings"; "numbers": the sentences' figures.
-
-    Raises
-    ------
-    ValueError
-        Without SGLang in this Python.
+    Sentences by topic; "problem": why the launch would end, or None; "warnings"; "numbers": the sentences' figures.
+    Reads configurations and tokenizers, from the hub too. Loads SGLang's plugins in this process. Raises ValueError
+    without SGLang in this Python.
     """
     if importlib.util.find_spec("sglang") is None:
         raise ValueError(f"--sglang asks SGLang itself, and this Python has none: {how_to_install('sglang')}")

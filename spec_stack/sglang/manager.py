@@ -15,7 +15,6 @@ from typing import Any
 from spec_stack.sglang import self_test
 from spec_stack.sglang.decide import (
     Applier,
-    Dense,
     KnownTexts,
     NeedsScore,
     Plan,
@@ -181,14 +180,14 @@ class SparsePrefillManager:
             frozenset(() if request.sampling_params.ignore_eos else end_ids),
         )
 
-    def _decide(self, prompt: Prompt, refusal: str | None = None) -> Dense | Plan | NeedsScore:
+    def _decide(self, prompt: Prompt, refusal: str | None = None) -> Plan | NeedsScore:
         return decide(prompt, self._known, self.config.recall, refusal)
 
     def _apply(
-        self, request: RunningRequest, options: RequestOptions, decision: Dense | Plan, scoring_s: Sequence[float] = ()
+        self, request: RunningRequest, options: RequestOptions, decision: Plan, scoring_s: Sequence[float] = ()
     ) -> None:
         self._applier.apply(request, options, decision, scoring_s)
-        if not isinstance(decision, Plan) or decision.outcome not in ("pruned", "covered"):
+        if decision.outcome not in ("pruned", "covered"):
             return
         # Tenants are separated for drafts too, since lookup drafts reach every request.
         prompt, prefill = decision.prompt, decision.prefill
@@ -203,7 +202,7 @@ class SparsePrefillManager:
             if getattr(request, STATE, None) is None:
                 reason = f"off: deciding failed: {type(error).__name__}: {error}"
                 options = RequestOptions()
-                self._applier.apply(request, options, Dense(self._prompt(request, options), reason, "failed"))
+                self._applier.apply(request, options, Plan.dense(self._prompt(request, options), reason, "failed"))
 
     def after_queueing(self, request: RunningRequest) -> None:
         """Keep a request that must be scored out of the prefill batch that is being made."""
@@ -289,7 +288,7 @@ class SparsePrefillManager:
         self._settle(pending, decision)
         return True
 
-    def _settle(self, pending: PendingScore, decision: Dense | Plan) -> None:
+    def _settle(self, pending: PendingScore, decision: Plan) -> None:
         self._apply(pending.request, pending.options, decision, pending.scoring_s)
         self._pending.remove(pending)
 

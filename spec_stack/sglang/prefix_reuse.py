@@ -63,7 +63,7 @@ class PrefillPlan:
 
     @property
     def keep_rate(self) -> float:
-        return len(self.positions) / self.num_prompt_tokens
+        return len(self.positions) / self.num_prompt_tokens if self.num_prompt_tokens else 1.0
 
     @property
     def inherits_all(self) -> bool:
