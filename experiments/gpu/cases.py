@@ -35,8 +35,8 @@ from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.selection import select
-from spec_stack.sglang.tiled_attention import Window
-from spec_stack.sglang.tiled_attention import attend as attend_to_pool
+from spec_stack.sglang.pool_attention import Window
+from spec_stack.sglang.pool_attention import attend as attend_to_pool
 
 BLOCKS = range(1, 10)
 DRAFTED = 8

@@ -8,8 +8,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from spec_stack.sglang import hooks
-from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.support import NAME, check_version, require_drafting
+from spec_stack.sglang.server_args import NAME, ServerConfig
+from spec_stack.sglang.support import check_version, require_drafting
 
 _DEFAULT_RUNNING_REQUESTS = 48
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 
@@ -18,20 +19,20 @@ from spec_stack.controller.batch import BatchThroughput
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import graph_sizes
 from spec_stack.sglang.penalties import is_penalised
-from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import RequestOptions, note_step, options_of
+from spec_stack.sglang.seams import RunningRequest
 from spec_stack.sglang.server_args import ServerConfig
 
 # Without captured graphs.
 _SHOWN_SIZES = (1, 2, 4, 8, 16, 32)
+_NO_SIGNALS = DraftSignals()
 
 
 @dataclass
 class Pending:
     """A running decode step without a result.
 
-    follows_a_step: only decode steps ran since the previous step began, so its end is the start of this step's seconds.
-    caps: most accepted tokens per request. lag: as in StepContext.
+    follows_a_step: only decode steps ran since the step before began. caps: most accepted tokens per request.
     """
 
     number: int
@@ -43,9 +44,7 @@ class Pending:
     lag: int
 
     def share_s(self, now: float, previous_end: float | None) -> float:
-        """Each request's share of the step's seconds, now that its result is here; NaN where other work may be in
-        them.
-        """
+        """Each request's share of the step's seconds, at its end; NaN where other work may be in them."""
         if not self.follows_a_step or previous_end is None:
             return math.nan
         return (now - previous_end) / len(self.requests)
@@ -54,24 +53,21 @@ class Pending:
 class BatchPolicy:
     """Chooses one gamma for each step of a batch, and learns from the results.
 
-    A request's own gamma is a cap: the batch drafts as far as the others want, and no more of that request's tokens are
-    accepted. Where all requests have a gamma, the largest holds. The policy is the requested one where all requests
-    that name one agree, else the server's.
+    A request's own gamma is a cap on its accepted tokens. Where all requests have a gamma, the largest holds. The
+    policy is the requested one where all requests that name one agree, else the server's.
 
     Notes
     -----
-    A step's seconds run from the end of the step before to its own end, so they hold everything that a step costs.
-    Under overlap scheduling the next step begins before the result of this one is known::
+    A step's seconds run from the end of the step before to its own end. Under overlap scheduling the next step begins
+    before the result of this one is known::
 
         begins       1    2    3    prefill    4    5    6
         result            1    2    3               4    5
         has seconds       no   yes  no              no   yes
 
-    Step 1 has no step before it. Step 3 may overlap the prefill, and step 4 follows it, so both update acceptance
-    alone. A policy observes one record per request with an equal share of the seconds; a record whose cap cut it has no
-    seconds.
-
-    When step 3 is chosen, the newest result is that of step 1: a lag of 2. Without overlap it is 1.
+    Step 3 may overlap the prefill, and step 4 follows it, so both update acceptance alone. A policy observes one record
+    per request with an equal share of the seconds; a record whose cap cut it has no seconds. When step 3 is chosen, the
+    newest result is that of step 1: a lag of 2. Without overlap it is 1.
     """
 
     def __init__(
@@ -81,8 +77,8 @@ class BatchPolicy:
         agree: Callable[[int, bool], tuple[int, bool]] = lambda gamma, knows: (gamma, knows),
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """agree: called exactly once per step, whatever has failed. It returns the first rank's gamma to all ranks, and
-        whether all of them know their requests' caps.
+        """agree: called once per step, whatever has failed. It returns the first rank's gamma to all ranks, and whether
+        all of them know their requests' caps.
         """
         self._config, self._gammas_at = config, lru_cache(config.gammas_at)
         self._precision = precision
@@ -110,13 +106,10 @@ class BatchPolicy:
         self.graph_sizes = None if cuda_graph_bs is None else sorted(cuda_graph_bs)
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
-        """Batch sizes that may use this gamma, for which alone its graphs are captured; None without graphs."""
-        if self.graph_sizes is None:
-            return None
-        return graph_sizes(self._config, self.graph_sizes, step)
+        """The batch sizes for which this gamma's graphs are captured; None without graphs."""
+        return None if self.graph_sizes is None else graph_sizes(self._config, self.graph_sizes, step)
 
     def get_steps_for_batch(self, batch_size: int) -> int:
-        """The gamma of the step that begins now."""
         padded = self._padded(batch_size)
         gammas = self._gammas_at(padded)
         caps, knows, num_slots, options = [0] * len(self._requests), False, 0, list[RequestOptions]()
@@ -153,20 +146,15 @@ class BatchPolicy:
             num_target_slots=num_slots,
         )
 
-    def on_state_activated(self, steps: int) -> None:
-        """Called by later versions of SGLang with the active gamma, which is the chosen one."""
-
-    def on_verify_complete(
-        self, num_correct_drafts_per_req: list[int], batch_size: int, num_steps: int | None = None
-    ) -> None:
-        """Learn from the oldest pending step. num_steps: its gamma, from later versions of SGLang only."""
+    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
+        """Learn from the oldest pending step."""
         now = self._clock()
         while self._pending and len(self._pending[0].requests) != batch_size:
             self._pending.popleft()
         if not self._pending:
             return
         step = self._pending.popleft()
-        share_s, no_signals = step.share_s(now, self._previous_end), DraftSignals()
+        share_s = step.share_s(now, self._previous_end)
         self._previous_end = now
         self.num_steps += 1
         for request, num_correct, cap in zip(step.requests, num_correct_drafts_per_req, step.caps, strict=True):
@@ -175,7 +163,7 @@ class BatchPolicy:
                 if request.is_retracted or request.finished():
                     # It ended, or was retracted, while this step ran: its tokens are discarded.
                     continue
-                record = self._record(step, request, min(step.gamma, cap), num_correct, share_s, no_signals)
+                record = self._record(step, request, min(step.gamma, cap), num_correct, share_s)
                 note_step(request, record)
                 self.num_proposed += record.gamma
                 self.num_accepted += record.num_accepted
@@ -185,13 +173,7 @@ class BatchPolicy:
                 note_failure("learning from a step", "nothing is learned from it")
 
     def _record(
-        self,
-        step: Pending,
-        request: RunningRequest,
-        gamma: int,
-        num_correct: int,
-        share_s: float,
-        signals: DraftSignals,
+        self, step: Pending, request: RunningRequest, gamma: int, num_correct: int, share_s: float
     ) -> StepRecord:
         num_accepted = min(num_correct, gamma)
         return StepRecord(
@@ -205,7 +187,7 @@ class BatchPolicy:
             gamma=gamma,
             num_accepted=num_accepted,
             num_tokens=num_accepted + 1,
-            signals=signals,
+            signals=_NO_SIGNALS,
             draft_s=0.0,
             # Not finite marks unknown seconds in a record.
             verify_s=share_s if gamma == step.gamma else math.nan,
@@ -213,16 +195,19 @@ class BatchPolicy:
             lag=step.lag,
         )
 
-    def step_seconds(self) -> dict[int, dict[int, float]]:
-        """Seconds of a step by batch size, by gamma, as the server's policy knows them; empty where it has none."""
-        policy = self._policies.get(self._config.policy)
-        sizes = self.graph_sizes or _SHOWN_SIZES
-        return policy.step_seconds(sizes) if isinstance(policy, BatchThroughput) else {}
+    def state(self) -> dict[str, Any]:
+        """Counters, and the server's policy's seconds of a step by batch size and gamma, where it has them."""
+        policy, sizes = self._policies.get(self._config.policy), self.graph_sizes or _SHOWN_SIZES
+        return {
+            "num_steps": self.num_steps,
+            "num_proposed": self.num_proposed,
+            "num_accepted": self.num_accepted,
+            "step_seconds": policy.step_seconds(sizes) if isinstance(policy, BatchThroughput) else {},
+        }
 
     # The worker's side
 
     def begin_step(self, requests: Sequence[RunningRequest]) -> None:
-        """Set the requests of the next decode step."""
         self._requests = requests
 
     @property
@@ -251,7 +236,6 @@ class BatchPolicy:
         return self._policies[name]
 
     def _padded(self, batch_size: int) -> int:
-        """The size of the captured graph for a batch, if any."""
         sizes = self.graph_sizes or ()
         at = bisect_left(sizes, batch_size)
         return sizes[at] if at < len(sizes) else batch_size
@@ -265,8 +249,7 @@ def step_clock(device: str) -> Callable[[], float]:
 def end_chains(next_tokens: torch.Tensor, caps: Sequence[int]) -> None:
     """Let no request's proposal be accepted beyond its own cap. Mutates next_tokens (n, gamma + 1).
 
-    SGLang's verification follows these pointers, -1 for the end, greedy or sampling: a shortened chain is a shorter
-    proposal, followed by a token of the target's own. Decoding stays lossless.
+    SGLang's verification follows these pointers, -1 for the end: a shortened chain is a shorter, lossless proposal.
     """
     for row, cap in enumerate(caps):
         if cap < next_tokens.shape[1] - 1:

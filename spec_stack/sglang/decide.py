@@ -1,13 +1,15 @@
-"""The decision for one prompt: dense prefill, a plan of kept tokens, or a score first. Pure: no SGLang, no device.
+"""The decision for one prompt: dense prefill, a plan of kept tokens, or a score first; and its application. No SGLang.
 
 `decide` is called again while a request waits, since other requests may bring its prefix or its selection.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +17,13 @@ import torch
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
+from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, new_spans, plan_prefill
+from spec_stack.sglang.positions import BatchMap, PlacedKey, PositionMap
+from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, plan_prefill, protected_lead
+from spec_stack.sglang.request_state import RequestOptions, RequestState, attach
+from spec_stack.sglang.seams import RunningRequest
+from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
 from spec_stack.tokenizers.pieces import Pieces
 
@@ -24,16 +31,15 @@ from spec_stack.tokenizers.pieces import Pieces
 _MOST_PLANS = 16
 
 OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
-"""Outcomes of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
-by its length; covered: everything was protected or selected."""
+"""Outcomes of a prompt, for counting. not_wanted: by the request or its length; covered: everything was selected."""
 
 
 @dataclass(frozen=True)
 class Prompt:
     """An arrived prompt with its options; equal prompts share a plan while it is remembered.
 
-    extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. follow_up: the rule for a continued
-    conversation. protected: spans that are always kept; None is not known yet. end_ids: tokens that end the look-ahead.
+    extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. protected: spans that are always kept; None is
+    not known yet. end_ids: tokens that end the look-ahead.
     """
 
     token_ids: tuple[int, ...]
@@ -54,19 +60,8 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Dense:
-    """The whole prompt is prefilled."""
-
-    prompt: Prompt
-    reason: str
-    outcome: str
-
-
-@dataclass(frozen=True)
 class Plan:
-    """The planned tokens are prefilled. num_scored_tokens: decided by importance; num_draft_tokens: prefilled by the
-    draft for it.
-    """
+    """The planned tokens are prefilled. num_draft_tokens: prefilled by the draft to score num_scored_tokens."""
 
     prompt: Prompt
     prefill: PrefillPlan
@@ -75,14 +70,15 @@ class Plan:
     num_scored_tokens: int = 0
     num_draft_tokens: int = 0
 
+    @classmethod
+    def dense(cls, prompt: Prompt, reason: str, outcome: str) -> Plan:
+        token_ids = prompt.token_ids
+        return cls(prompt, PrefillPlan(token_ids, range(len(token_ids)), len(token_ids)), reason, outcome)
+
 
 @dataclass(frozen=True)
 class NeedsScore:
-    """The draft's score is needed first.
-
-    prefix: the inherited prefix. prunes: the text after it is pruned; recalls: dropped text may be recalled. reason:
-    why the text may be pruned.
-    """
+    """The draft's score is needed first. prefix: is inherited. prunes: the text after it is pruned."""
 
     prompt: Prompt
     prefix: CachedPrefix
@@ -98,8 +94,7 @@ class NeedsScore:
 class KnownTexts:
     """What a server knows of its prompts: the radix cache, earlier turns, recent plans, the tokenizer.
 
-    num_cached: a prompt's prefix tokens whose KV the target has, were it prefilled densely. most_tokens: of all
-    remembered turns.
+    num_cached: a prompt's prefix tokens that the target has. most_tokens: of all remembered turns.
     """
 
     def __init__(
@@ -109,56 +104,45 @@ class KnownTexts:
         self.turns = TurnStore(most_tokens)
         self.num_cached = num_cached
         self._pieces = None if tokenizer is None else Pieces(tokenizer)
-        self._plans: OrderedDict[Prompt, Plan] = OrderedDict()
-
-    def protected(self, prompt: Prompt) -> Protected:
-        """System messages and the chat template's tokens."""
-        return self.template.protected(prompt.token_ids)
+        self.plans: OrderedDict[Prompt, Plan] = OrderedDict()
 
     def token_texts(self, prompt: Prompt) -> list[str] | None:
         """The text of every token; None without a tokenizer."""
         return None if self._pieces is None else self._pieces.of(prompt.token_ids)
 
-    def plan_of(self, prompt: Prompt) -> Plan | None:
-        """The plan of an equal prompt."""
-        return self._plans.get(prompt)
-
     def remember(self, plan: Plan) -> bool:
         """Remember a plan by its prompt. Returns whether it is new."""
-        is_new = plan.prompt not in self._plans
-        self._plans[plan.prompt] = replace(plan, num_scored_tokens=0, num_draft_tokens=0)
-        self._plans.move_to_end(plan.prompt)
-        if len(self._plans) > _MOST_PLANS:
-            self._plans.popitem(last=False)
+        is_new = plan.prompt not in self.plans
+        self.plans[plan.prompt] = replace(plan, num_scored_tokens=0, num_draft_tokens=0)
+        self.plans.move_to_end(plan.prompt)
+        if len(self.plans) > _MOST_PLANS:
+            self.plans.popitem(last=False)
         return is_new
 
     def clear(self) -> None:
-        """Forget earlier turns and plans."""
-        self._plans.clear()
+        self.plans.clear()
         self.turns.clear()
 
 
-def decide(
-    prompt: Prompt, known: KnownTexts, recall: SessionConfig, refusal: str | None = None
-) -> Dense | Plan | NeedsScore:
+def decide(prompt: Prompt, known: KnownTexts, recall: SessionConfig, refusal: str | None = None) -> Plan | NeedsScore:
     """Decide how a prompt is prefilled. refusal: why it cannot be pruned, or None."""
     num_tokens = len(prompt.token_ids)
     is_wanted, reason = decide_scoring(prompt.config, num_tokens, ())
     if not is_wanted:
-        return Dense(prompt, reason, "not_wanted")
+        return Plan.dense(prompt, reason, "not_wanted")
     if refusal is not None:
-        return Dense(prompt, f"off: {refusal}", "not_possible")
+        return Plan.dense(prompt, f"off: {refusal}", "not_possible")
     prefix, is_cached = _reused_prefix(prompt, known)
     if is_cached and num_tokens - prefix.num_tokens < prompt.config.min_prompt_tokens:
-        return Dense(prompt, f"off: {prefix.num_tokens} of {num_tokens} tokens are cached", "cached")
+        return Plan.dense(prompt, f"off: {prefix.num_tokens} of {num_tokens} tokens are cached", "cached")
     # Found after the cache has had its say: the template is searched for in all of a long history.
-    prompt = prompt if prompt.protected is not None else replace(prompt, protected=known.protected(prompt))
+    if prompt.protected is None:
+        prompt = replace(prompt, protected=known.template.protected(prompt.token_ids))
     is_wanted, reason = decide_scoring(prompt.config, num_tokens, prompt.spans)
     if not is_wanted:
-        return Dense(prompt, reason, "not_wanted")
-    plan = known.plan_of(prompt)
-    if plan is not None:
-        return plan
+        return Plan.dense(prompt, reason, "not_wanted")
+    if prompt in known.plans:
+        return known.plans[prompt]
     needs = _needs(prompt, prefix, reason, recall)
     if (needs.prunes or needs.recalls) and needs_attention(prompt.config.scorer):
         return needs
@@ -166,10 +150,7 @@ def decide(
 
 
 def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[CachedPrefix, bool]:
-    """The inherited prefix, and whether it is a dense one in the radix cache rather than an earlier turn's selection.
-
-    The longer one; of equal ones the dense one.
-    """
+    """The inherited prefix, and whether it is a dense one in the radix cache: the longer one, or else the dense one."""
     if prompt.follow_up == "afresh":
         return CachedPrefix(), False
     inherited = known.turns.find(prompt.tenant, prompt.token_ids)
@@ -188,7 +169,8 @@ def _needs(prompt: Prompt, prefix: CachedPrefix, reason: str, recall: SessionCon
     if not prefix.is_worth_it(len(prompt.token_ids)):
         return NeedsScore(prompt, CachedPrefix(), True, False, reason)
     num_new = len(prompt.token_ids) - prefix.num_tokens
-    prunes, reason = decide_scoring(prompt.config, num_new, new_spans(prompt.spans, prefix), text="new text")
+    new_spans = clip_spans(prompt.spans, prefix.num_tokens)
+    prunes, reason = decide_scoring(prompt.config, num_new, new_spans, text="new text")
     recalls = prompt.follow_up == "recall" and recall.restore and not prefix.is_dense
     return NeedsScore(prompt, prefix, prunes, recalls, reason)
 
@@ -198,15 +180,9 @@ def plan_scored(
 ) -> Plan:
     """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none."""
     prompt, prefix = needs.prompt, needs.prefix
+    recalling, texts = recall if needs.recalls else None, known.token_texts(prompt)
     prefill = plan_prefill(
-        prompt.token_ids,
-        prefix,
-        importance,
-        needs.prunes,
-        recall if needs.recalls else None,
-        prompt.config,
-        prompt.spans,
-        known.token_texts(prompt),
+        prompt.token_ids, prefix, importance, needs.prunes, recalling, prompt.config, prompt.spans, texts
     )
     num_tokens, num_scored = len(prompt.token_ids), 0
     if importance is not None:
@@ -221,11 +197,134 @@ def plan_scored(
     return Plan(prompt, prefill, reason, "pruned", num_scored, num_draft_tokens)
 
 
-def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Dense | Plan:
+def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Plan:
     """The decision where scoring failed: an earlier turn's selection, and all of the new text."""
     prompt, prefix = needs.prompt, needs.prefix
     if prefix.is_dense:
-        return Dense(prompt, f"off: {why}", outcome)
+        return Plan.dense(prompt, f"off: {why}", outcome)
     prefill = plan_prefill(prompt.token_ids, prefix, None, False, None, prompt.config, prompt.spans)
     reason = f"on for earlier turns, without recall; new text is kept whole: {why}"
     return Plan(prompt, prefill, reason, outcome)
+
+
+# Its application
+
+
+class Applier:
+    """Changes requests in place. turns: records each pruned prompt, for follow-ups."""
+
+    def __init__(self, config: ServerConfig, turns: TurnStore) -> None:
+        self._config, self._turns = config, turns
+        self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
+
+    def apply(
+        self,
+        request: RunningRequest,
+        options: RequestOptions,
+        plan: Plan,
+        scoring_s: Sequence[float] = (),
+    ) -> None:
+        """Give the request its whole prompt, or the planned part of it. Mutates the request, after all that may fail.
+
+        scoring_s: of every part of its scoring.
+        """
+        positions = None
+        if not plan.prefill.is_whole:
+            positions = self._prune(request, options, plan)
+        elif plan.prefill.num_recalled:
+            # Prefilled as any dense prompt, but the recalled part was chosen, and is cached for every prompt like it.
+            self._remember(request, options, plan)
+        report = self._report(options, plan, scoring_s)
+        attach(request, RequestState(options, positions), report)
+        self.num_by_outcome[plan.outcome] += 1
+
+    def _prune(self, request: RunningRequest, options: RequestOptions, plan: Plan) -> PositionMap | None:
+        """Give the request its kept tokens; at contiguous positions they are an ordinary, shorter prompt."""
+        positions, key = None, request.extra_key
+        token_ids = array("q", plan.prefill.token_ids)
+        if plan.prompt.config.positions == "original":
+            positions = _checked_positions(plan)
+            placed = PlacedKey.of(positions, request.extra_key)
+            placed.place(token_ids)
+            key = placed
+        self._remember(request, options, plan)
+        # The unpadded ones stay whole: SGLang uses them for detokenization and NGRAM.
+        request.origin_input_ids = token_ids
+        request.full_untruncated_fill_ids = array("q")
+        request.extra_key = key
+        if request.logprob_start_len > 0:
+            # SGLang's value for: none of the prompt's tokens.
+            request.logprob_start_len = len(token_ids)
+        return positions
+
+    def _remember(self, request: RunningRequest, options: RequestOptions, plan: Plan) -> None:
+        prompt, prefill = plan.prompt, plan.prefill
+        # Explicit spans are kept for that request alone.
+        lead = protected_lead(prompt.spans) if options.protect is None else 0
+        if prefill.inherits_all and not prefill.num_recalled:
+            lead = max(lead, prefill.num_cached)
+        self._turns.add(prompt.tenant, prompt.token_ids, tuple(prefill.positions), request, lead)
+
+    def _report(self, options: RequestOptions, plan: Plan, scoring_s: Sequence[float]) -> dict[str, Any]:
+        """How a prompt is prefilled, under the names of the library's metrics.
+
+        longest_part_s: of scoring_s, which other requests wait for. num_draft_tokens: prefilled by the draft to score.
+        """
+        prompt, prefill = plan.prompt, plan.prefill
+        report = {
+            "num_prompt_tokens": len(prompt.token_ids),
+            "num_kept_tokens": len(prefill.positions),
+            "num_scored_tokens": plan.num_scored_tokens,
+            "num_draft_tokens": plan.num_draft_tokens,
+            "num_protected_tokens": 0 if prompt.protected is None else prompt.protected.num_tokens,
+            "num_cached_tokens": prefill.num_cached,
+            "num_recalled_tokens": prefill.num_recalled,
+            "follow_up": prompt.follow_up,
+            "sparse_prefill": not prefill.is_whole,
+            "sparse_prefill_reason": _with_note(plan),
+            "outcome": plan.outcome,
+            "keep_rate": prefill.keep_rate,
+            "scoring_s": sum(scoring_s),
+            "longest_part_s": max(scoring_s, default=0.0),
+        }
+        if self._config.scoring_model is None:
+            report["policy"] = "fixed" if options.gamma is not None else options.policy or self._config.policy
+        if options.explain:
+            report["kept_spans"] = _spans_of(_shown_positions(plan))
+        if not prefill.is_whole:
+            report["positions"] = prompt.config.positions
+        return report
+
+
+def _checked_positions(plan: Plan) -> PositionMap:
+    """The plan's map, tried once: a batch that cannot be mapped would give wrong tokens."""
+    kept = plan.prefill.positions
+    positions, slots = PositionMap(kept, plan.prefill.num_prompt_tokens), torch.arange(len(kept))
+    mapped = BatchMap((positions,), is_draft=False, device=slots.device)(slots, [len(kept)])
+    if not torch.equal(mapped, positions.target):
+        raise RuntimeError("a pruned prompt's slots are not mapped to its original positions")
+    return positions
+
+
+def _shown_positions(plan: Plan) -> Sequence[int]:
+    """The kept positions that a reply may show: earlier turns' only under a shared salt, since any client can send a
+    prompt that begins as another's conversation.
+    """
+    prefill = plan.prefill
+    if prefill.inherits_all or any(plan.prompt.tenant):
+        return prefill.positions
+    return [position for position in prefill.positions if position >= prefill.num_cached]
+
+
+def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
+    if not positions:
+        return ()
+    edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
+    return tuple((positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *edges, len(positions)]))
+
+
+def _with_note(plan: Plan) -> str:
+    reason, protected = plan.reason, plan.prompt.protected
+    if protected is None or not protected.unrecognised or not reason.startswith("on"):
+        return reason
+    return f"{reason}; {protected.unrecognised}"

@@ -59,30 +59,38 @@ class _FreeSlots:
         self.num_free += len(slots)
 
     def free_segment(self, slots: torch.Tensor, start_pos: int) -> None:
-        """The name by which SGLang's tree gives evicted slots back."""
+        """Called by SGLang's tree with evicted slots."""
         self.give_back(slots.numpy())
 
 
 class Lease:
-    """The slots of one text during its scoring: `slots` has one for every token from the first one on.
+    """The slots of one text during its scoring, the first num_shared of them read-only. End it with `insert`."""
 
-    num_shared: the first slots, which the pool had already; read-only. End it with `insert`; then it is empty.
-    """
-
-    def __init__(self, cache: DraftRadixCache, namespace: Hashable, token_ids: Sequence[int], found: Any) -> None:
+    def __init__(self, cache: DraftRadixCache, namespace: Hashable, token_ids: Sequence[int], num_wanted: int) -> None:
         self._cache, self._namespace, self._token_ids = cache, namespace, token_ids
-        self.node, self.slots = found
+        self._node, self.slots = cache.match(namespace, token_ids[:num_wanted])
         self.num_shared = len(self.slots)
+        cache.tree.inc_lock_ref(self._node)
+        cache.num_leases += 1
 
     def extend(self, num_slots: int) -> None:
         """Take so many more slots. Raises PoolFullError, with nothing taken, where there is no room."""
         last = int(self.slots[-1]) if len(self.slots) else None
-        self.slots = np.concatenate([self.slots, self._cache.take(num_slots, last)])
+        self._cache.make_room(num_slots)
+        self.slots = np.concatenate([self.slots, self._cache.free.take(num_slots, last)])
 
     def insert(self, num_tokens: int) -> None:
         """End, and leave the first num_tokens, which have been written, in the pool; at least what was shared."""
-        num_kept = max(num_tokens, self.num_shared)
-        self._cache.insert(self, self._namespace, self._token_ids[:num_kept])
+        cache, num_kept = self._cache, max(num_tokens, self.num_shared)
+        # Another lease may have written the same text meanwhile.
+        num_known = 0
+        if num_kept:
+            key, value = _key(self._namespace, self._token_ids[:num_kept]), torch.from_numpy(self.slots[:num_kept])
+            num_known = cache.tree.insert(InsertParams(key=key, value=value)).prefix_len
+        cache.free.give_back(self.slots[self.num_shared : max(num_known, self.num_shared)])
+        cache.free.give_back(self.slots[num_kept:])
+        cache.tree.dec_lock_ref(self._node)
+        cache.num_leases -= 1
         self.slots, self.num_shared = self.slots[:0], 0
 
 
@@ -92,74 +100,61 @@ class DraftRadixCache:
     def __init__(self, num_slots: int) -> None:
         if num_slots < 1:
             raise ValueError(f"a draft pool needs 1 slot or more, got {num_slots}")
-        self.num_slots = num_slots
-        self._num_leases = 0
+        self.num_slots, self.num_leases = num_slots, 0
         self.clear()
 
     def clear(self) -> None:
         """Forget all texts. Raises RuntimeError while one is leased."""
-        if self._num_leases:
-            raise RuntimeError(f"the draft pool cannot be cleared while {self._num_leases} texts are worked on")
-        self._free = _FreeSlots(self.num_slots)
-        self._tree = RadixCache.create_simulated(mock_allocator=self._free)
+        if self.num_leases:
+            raise RuntimeError(f"the draft pool cannot be cleared while {self.num_leases} texts are worked on")
+        self.free = _FreeSlots(self.num_slots)
+        self.tree = RadixCache.create_simulated(mock_allocator=self.free)
 
     @property
     def num_free(self) -> int:
-        return self._free.num_free
+        return self.free.num_free
 
     @property
     def num_pinned(self) -> int:
         """Slots of the tree that leases share."""
-        return int(self._tree.protected_size())
+        return int(self.tree.protected_size())
 
     @property
     def num_held(self) -> int:
-        """Slots of the tree."""
-        return int(self._tree.evictable_size()) + self.num_pinned
+        return int(self.tree.evictable_size()) + self.num_pinned
+
+    @property
+    def num_available(self) -> int:
+        """Slots that are free or can be evicted."""
+        return self.num_free + int(self.tree.evictable_size())
+
+    def state(self) -> dict[str, int]:
+        held = {"num_held": self.num_held, "num_free": self.num_free, "num_pinned": self.num_pinned}
+        return {"num_tokens": self.num_slots, **held}
 
     def lease(self, namespace: Hashable, token_ids: Sequence[int], num_wanted: int | None = None) -> Lease:
-        """Begin to work on a text. Texts are shared inside a namespace alone; num_wanted: most slots to share, None for
-        all.
-        """
-        found = self._match(namespace, token_ids[:num_wanted])
-        self._tree.inc_lock_ref(found[0])
-        self._num_leases += 1
-        return Lease(self, namespace, token_ids, found)
+        """Begin to work on a text. Texts are shared inside a namespace alone. num_wanted: most slots to share."""
+        return Lease(self, namespace, token_ids, len(token_ids) if num_wanted is None else num_wanted)
 
     def num_shared(self, namespace: Hashable, token_ids: Sequence[int]) -> int:
         """Length of the text's prefix in the pool."""
-        return len(self._match(namespace, token_ids)[1])
+        return len(self.match(namespace, token_ids)[1])
 
-    def _match(self, namespace: Hashable, token_ids: Sequence[int]) -> tuple[Any, Ints]:
-        found = self._tree.match_prefix(MatchPrefixParams(key=_key(namespace, token_ids)))
+    def match(self, namespace: Hashable, token_ids: Sequence[int]) -> tuple[Any, Ints]:
+        """The tree's node of a text's longest prefix, and its slots."""
+        found = self.tree.match_prefix(MatchPrefixParams(key=_key(namespace, token_ids)))
         node = found.last_device_node
         # SGLang 0.5.22 leaves the slots with the nodes.
-        slots = found.device_indices if hasattr(found, "device_indices") else self._tree.path_device_indices(node)
+        slots = found.device_indices if hasattr(found, "device_indices") else self.tree.path_device_indices(node)
         return node, slots.numpy()
 
-    def take(self, num_slots: int, after: int | None) -> Ints:
-        """Take free slots, after evicting as many as are missing; see `Lease.extend`."""
-        missing = num_slots - self.num_free
-        if missing > 0:
-            evictable = int(self._tree.evictable_size())
-            if missing > evictable:
-                room = self.num_free + evictable
-                raise PoolFullError(f"the draft pool has room for {room} tokens, and scoring needs {num_slots}")
-            self._tree.evict(EvictParams(num_tokens=missing))
-        return self._free.take(num_slots, after)
-
-    def insert(self, lease: Lease, namespace: Hashable, token_ids: Sequence[int]) -> None:
-        """Insert a lease's text, and release the lease; see `Lease.insert`."""
-        slots, num_kept = lease.slots, len(token_ids)
-        # Another lease may have written the same text meanwhile.
-        num_known = 0
-        if num_kept:
-            value = torch.from_numpy(slots[:num_kept])
-            num_known = self._tree.insert(InsertParams(key=_key(namespace, token_ids), value=value)).prefix_len
-        self._free.give_back(slots[lease.num_shared : max(num_known, lease.num_shared)])
-        self._free.give_back(slots[num_kept:])
-        self._tree.dec_lock_ref(lease.node)
-        self._num_leases -= 1
+    def make_room(self, num_slots: int) -> None:
+        """Evict the least recently used texts where fewer slots are free."""
+        room = self.num_available
+        if num_slots > room:
+            raise PoolFullError(f"the draft pool has room for {room} tokens, and scoring needs {num_slots}")
+        if num_slots > self.num_free:
+            self.tree.evict(EvictParams(num_tokens=num_slots - self.num_free))
 
 
 def _key(namespace: Hashable, token_ids: Sequence[int]) -> RadixKey:

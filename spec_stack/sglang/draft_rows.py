@@ -27,10 +27,9 @@ class Part:
 
 
 class DraftRow:
-    """The slots of one request.
+    """The slots of one request, in the order in which the draft reads them, free ones last.
 
-    slots: all `num_row_slots` slots of the row, in the order in which the draft reads them, free ones last. shift: text
-    position of a token of the newest part, less its place in the row.
+    shift: text position of a token of the newest part, less its place in the row.
     """
 
     def __init__(self, slots: Ints, budget: DraftKVBudget) -> None:
@@ -48,13 +47,12 @@ class DraftRow:
         return self._budget.num_known - len(self._held)
 
     def begin(self, text_ids: Ints) -> Part:
-        """Hold chosen positions of a prompt, and the token after it, whose id the host need not know."""
+        """Hold chosen positions of a prompt, and the token after it."""
         self._held = np.append(self._budget.choose(text_ids), len(text_ids))
         self._budget.num_known += 1
         return Part(self._held, 0)
 
     def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
-        """Return whether slots are to be chosen anew at this known text length; sooner after wrong proposals."""
         return bool(len(self._held)) and self._budget.is_due(num_tokens, is_wrong)
 
     def renew(self, text_ids: Ints) -> Part:
@@ -78,5 +76,4 @@ def num_row_slots(config: PrefillConfig, max_gamma: int) -> int:
 
 
 def text_of(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Ints:
-    """Prompt and output, as far as the host knows them."""
     return np.append(np.asarray(prompt_ids, dtype=np.int64), np.asarray(output_ids, dtype=np.int64))

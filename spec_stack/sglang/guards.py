@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spec_stack.sglang.support import NAME
+from spec_stack.sglang.server_args import NAME
 
 logger = logging.getLogger(__name__)
 # Logged occurrences per failure: one at each step would fill the disk. Messages that differ in numbers are one failure;

@@ -14,20 +14,17 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from spec_stack.sglang import seams
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.manager import SparsePrefillManager
-from spec_stack.sglang.positions import positions_of
-from spec_stack.sglang.protocols import RunningRequest, Scheduler
-from spec_stack.sglang.radix_keys import place_tokens
+from spec_stack.sglang.positions import place_tokens, positions_of
 from spec_stack.sglang.reports import (
     ReplyBooks,
     ReplyInfo,
     correct_acceptance,
     reported_completion,
-    vllm_metrics,
     with_report,
 )
 from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions, position_maps
-from spec_stack.sglang.server_args import ENVIRONMENT, ServerConfig, add_flags
-from spec_stack.sglang.support import NAME
+from spec_stack.sglang.seams import RunningRequest, Scheduler
+from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
 logger = logging.getLogger(__name__)
 _SRT = "sglang.srt"
@@ -100,8 +97,6 @@ def _report(
         meta_info[META_INFO] = said
         meta_info["prompt_tokens"] = said["num_prompt_tokens"]
         if is_finished:
-            if metrics := vllm_metrics(said):
-                meta_info["metrics"] = metrics
             _books(manager).close(meta_info, said, is_counted=bool(state.obj.log_metrics))
 
 
@@ -117,9 +112,7 @@ def _correct_acceptance(
 
 
 async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: Any, **kwargs: Any) -> Any:
-    """OpenAI responses have no meta info: the report goes into a stream's usage chunk, and beside a completion's
-    text.
-    """
+    """The report goes into an OpenAI stream's usage chunk, and beside a completion's text."""
     response = await handle(serving, *args, **kwargs)
     with harmless("writing a report", "the reply has none"):
         books = getattr(serving.tokenizer_manager, STATE, None)
@@ -219,8 +212,7 @@ def register() -> None:
 
 
 def check() -> None:
-    """Raise RuntimeError, naming them, where hooks are not in place in this process, or SGLang lacks what is used of
-    it.
+    """Raise RuntimeError where hooks are not in place in this process, or SGLang lacks a seam.
 
     A missing statistics hook is only a warning.
     """

@@ -7,41 +7,32 @@ import importlib.util
 import io
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 from spec_stack.config import how_to_install
 from spec_stack.sglang import launch_notes as notes
-from spec_stack.sglang.calibration import with_calibration
-from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.sglang.support import (
-    NAME,
-    VERSIONS,
+    MAPPED_DRAFT_BACKENDS,
     Pruning,
     architecture_refusal,
-    backend_maps_positions,
     pruning_of,
     require_slots,
     scoring_refusal,
 )
 from spec_stack.tokenizers.chat_turns import ChatTurns
 
-# Of SGLang's versions, those whose FA3 has no CUDA graph for the draft's extension after a step of gamma 0.
-_WITHOUT_FA3_GRAPH = VERSIONS[: VERSIONS.index("0.5.23")]
 _NOT_SHOWN = ("arguments", "problem", "warnings", "numbers")
 
 
 def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
-    """Resolve a launch's arguments as SGLang does, and report the result as plain values.
+    """Resolve the arguments of an SGLang launch as SGLang does, and report the result as plain values.
 
-    arguments: those of `sglang serve` or `python -m sglang.launch_server`. "problem": why the launch would end, else
-    None; "warnings": what works worse than it might; "numbers": the figures of the sentences. Raises ValueError without
-    SGLang in this Python.
-
-    Reads configurations and tokenizers, from the hub too. SGLang queries the device. Loads SGLang's plugins in this
-    process; os.environ is restored.
+    Sentences by topic; "problem": why the launch would end, or None; "warnings"; "numbers": the sentences' figures.
+    Reads configurations and tokenizers, from the hub too. Loads SGLang's plugins in this process. Raises ValueError
+    without SGLang in this Python.
     """
     if importlib.util.find_spec("sglang") is None:
         raise ValueError(f"--sglang asks SGLang itself, and this Python has none: {how_to_install('sglang')}")
@@ -60,9 +51,8 @@ def as_text(report: dict[str, Any]) -> str:
     """A report of `check_launch` for people, line by line."""
     lines = [f"{name}: {text}" for name, text in report.items() if name not in _NOT_SHOWN]
     lines += [f"warning: {warning}" for warning in report["warnings"]]
-    lines.append(
-        f"problem: {report['problem']}" if report["problem"] else "the server would start with these arguments"
-    )
+    problem = report["problem"]
+    lines.append(f"problem: {problem}" if problem else "the server would start with these arguments")
     return "\n".join(lines)
 
 
@@ -70,9 +60,8 @@ def as_text(report: dict[str, Any]) -> str:
 class Launch:
     """A launch as SGLang resolves it.
 
-    algorithm: SGLang's name of it, "" for none. args: SGLang's resolved arguments. target, small: SGLang's
-    configurations of the models. config: calibrated. pruning: how prompts may be pruned. unrecognised: as in
-    `pruning_note`. sizes: batch sizes of CUDA graphs, None without. device_bytes: its memory, 0 where unknown.
+    algorithm: "" for none. args: SGLang's arguments. target, small: SGLang's configurations of the models. config:
+    calibrated. unrecognised: as in `pruning_note`. sizes: batch sizes of CUDA graphs, None without.
     """
 
     algorithm: str
@@ -84,8 +73,6 @@ class Launch:
     vocabularies: str
     unrecognised: str = ""
     sizes: Sequence[int] | None = None
-    device_bytes: float = 0
-    sglang_version: str = VERSIONS[-1]
 
     @property
     def is_own(self) -> bool:
@@ -94,12 +81,11 @@ class Launch:
 
     @property
     def refusal(self) -> str | None:
-        """Why no prompt is pruned at the server's positions, or None."""
         return self.pruning.refusal(self.pruning.default)
 
     @property
     def prunes(self) -> bool:
-        return notes.prunes(self.config, self.refusal)
+        return self.refusal is None and self.config.prunes
 
     @property
     def has_slots(self) -> bool:
@@ -118,28 +104,26 @@ def describe(launch: Launch) -> dict[str, Any]:
     report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
     if launch.prunes:
         report["positions"] = launch.pruning.note or launch.pruning.default
-        report["threshold"] = notes.threshold_note(config)
+        report["threshold"] = _threshold_note(config)
     report["drafting"] = notes.drafting_note(config) if launch.is_own else notes.others_note(launch.algorithm)
     report["attention"] = launch.backend
     by_model = {"target": numbers["target_bytes_per_token"]}
     if launch.is_own and not launch.has_slots:
         # SGLang reserves a slot of the draft's beside each of the target's.
         by_model["draft"] = numbers["draft_bytes_per_token"]
-    args = launch.args
-    report["target's pool"] = notes.target_pool_note(by_model, args.max_total_tokens, args.mem_fraction_static)
+    report["target's pool"] = _target_pool_note(by_model, launch.args)
     if launch.prunes:
-        report["draft's pool"] = notes.pool_note(config, numbers["draft_pool_bytes"] // numbers["draft_pool_tokens"])
+        report["draft's pool"] = pool_note(config, numbers["draft_pool_bytes"] // numbers["draft_pool_tokens"])
     if launch.has_slots:
         report["draft's slots"] = notes.slots_note(**numbers["draft_slots"])
     if launch.is_own:
         report["CUDA graphs"] = notes.graphs_note(config, launch.sizes)
-        if launch.sizes is not None:
-            report["memory of gammas"] = notes.states_note(config, numbers["gammas_bytes"])
+    if "gammas_bytes" in numbers:
+        report["memory of gammas"] = _states_note(config, numbers["gammas_bytes"])
     return {**report, "numbers": numbers, "warnings": _warnings(launch)}
 
 
 def _numbers(launch: Launch) -> dict[str, Any]:
-    """The figures, on each rank."""
     args, config, sizes = launch.args, launch.config, launch.sizes
     own_bytes = _num_per_token(launch.small, args.tp_size) * int(launch.small.dtype.itemsize)
     numbers: dict[str, Any] = {
@@ -156,10 +140,10 @@ def _numbers(launch: Launch) -> dict[str, Any]:
     if launch.has_slots:
         numbers["draft_slots"] = notes.slots_of(config, args.max_running_requests, own_bytes)
     if launch.is_own and sizes is not None:
-        context_len, page_size = launch.target.context_len, args.page_size or 1
-        numbers["graph_batch_sizes"] = {gamma: list(found) for gamma, found in notes.captured(config, sizes).items()}
+        numbers["graph_batch_sizes"] = notes.captured(config, sizes)
         numbers["num_graphs"] = notes.num_graphs(config, sizes)
-        numbers["gammas_bytes"] = notes.states_bytes(config, sizes, context_len, page_size, launch.backend)
+        pages = launch.target.context_len, args.page_size or 1
+        numbers["gammas_bytes"] = notes.states_bytes(config, sizes, *pages, launch.backend)
     return numbers
 
 
@@ -168,21 +152,11 @@ def _warnings(launch: Launch) -> list[str]:
     if args.disable_radix_cache:
         found.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
     if launch.is_own:
-        found += _drafting_warnings(launch)
+        found.append(notes.penalty_advice(launch.target.get_default_sampling_params()))
+        backend = args.speculative_draft_attention_backend or launch.backend
+        if launch.refusal is None and backend not in MAPPED_DRAFT_BACKENDS:
+            found.append(notes.DRAFT_AT_SLOTS)
     return [warning for warning in found if warning]
-
-
-def _drafting_warnings(launch: Launch) -> list[str | None]:
-    found: list[str | None] = []
-    if launch.sizes is not None:
-        found.append(notes.gammas_advice(launch.config, launch.device_bytes))
-    found.append(notes.penalty_advice(launch.target.get_default_sampling_params()))
-    backend = launch.args.speculative_draft_attention_backend or launch.backend
-    if launch.refusal is None and not backend_maps_positions(backend):
-        found.append(notes.DRAFT_AT_SLOTS)
-    if 0 in launch.config.gammas and launch.backend == "fa3" and launch.sglang_version in _WITHOUT_FA3_GRAPH:
-        found.append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
-    return found
 
 
 def _bytes_per_token(model: Any, args: Any) -> int | None:
@@ -194,8 +168,44 @@ def _bytes_per_token(model: Any, args: Any) -> int | None:
 
 
 def _num_per_token(model: Any, tp_size: int) -> int:
-    """Numbers in one token's keys and values on one rank."""
     return int(model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim))
+
+
+def _threshold_note(config: ServerConfig) -> str:
+    prefill = config.prefill
+    if "min_prompt_tokens" in prefill.given:
+        return f"{prefill.min_prompt_tokens} uncached tokens, as given or calibrated"
+    return (
+        f"{prefill.min_prompt_tokens} uncached tokens, or more: the launch times both models' prefill and raises it to "
+        "where pruning pays (--spec-stack-min-prompt-tokens sets it)"
+    )
+
+
+def _target_pool_note(bytes_per_token: Mapping[str, int | None], args: Any) -> str:
+    """Memory of SGLang's own pool. bytes_per_token: by model; None where not estimated."""
+    if None in bytes_per_token.values():
+        return "not estimated for these layers"
+    each = " and ".join(f"{num_bytes} bytes of the {name}" for name, num_bytes in bytes_per_token.items())
+    if num_tokens := args.max_total_tokens:
+        total = sum(num_bytes or 0 for num_bytes in bytes_per_token.values())
+        return f"{num_tokens} tokens of {each}, {num_tokens * total / 1e9:.2f} GB on each rank"
+    given = "" if args.mem_fraction_static is None else f" of {args.mem_fraction_static} of the device"
+    return f"each token takes {each}; as many tokens as fit into what the weights leave{given}"
+
+
+def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
+    """Memory of the draft's own pool, as far as known before loading."""
+    num_tokens = config.most_pool_tokens
+    note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
+    if config.draft_pool_tokens is not None:
+        return note
+    return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
+
+
+def _states_note(config: ServerConfig, num_bytes: int) -> str:
+    if not num_bytes:
+        return "not estimated for this attention backend"
+    return f"about {num_bytes / 1e9:.2f} GB for {len(config.gammas)} gammas, beside the graphs themselves"
 
 
 # By SGLang itself
@@ -204,8 +214,11 @@ def _num_per_token(model: Any, tp_size: int) -> int:
 def _resolve(arguments: list[str]) -> Launch:
     """Raises whatever ends such a launch."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.utils.common import get_device_memory_capacity
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    from spec_stack.sglang.scoring_model import read_config, rows_differ
 
     load_plugins()
     server_args = _parse(arguments)
@@ -220,9 +233,20 @@ def _resolve(arguments: list[str]) -> Launch:
     # Without its aliases.
     algorithm = str(args.speculative_algorithm or "")
     source = config.scoring_model or args.speculative_draft_model_path
-    target, small = _model_configs(server_args, source, is_draft=algorithm == NAME)
-    tokenizer = _tokenizer(args)
-    vocabularies = _vocabularies(target, small, tokenizer, source, args.trust_remote_code)
+    target = ModelConfig.from_server_args(server_args)
+    if algorithm == NAME:
+        small = ModelConfig.from_server_args(server_args, model_path=source, is_draft_model=True)
+    else:
+        small = read_config(source, server_args)
+    tokenizer = None
+    if not args.skip_tokenizer_init:
+        path = args.tokenizer_path or args.model_path
+        tokenizer = get_tokenizer(path, trust_remote_code=args.trust_remote_code)
+    sizes = target.vocab_size, small.vocab_size
+    vocabularies = f"{sizes[0]} embedding rows in both"
+    if rows_differ(*sizes, tokenizer, source, args.trust_remote_code):
+        rows = f"{sizes[0]} and {sizes[1]} embedding rows"
+        vocabularies = f"one tokenizer, {rows}: the draft's are fitted to the target's"
     refusal = None if algorithm == NAME else scoring_refusal(args, algorithm, target, small, config.positions)
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
@@ -239,8 +263,6 @@ def _resolve(arguments: list[str]) -> Launch:
         vocabularies=vocabularies,
         unrecognised=ChatTurns.learn(tokenizer, args.chat_template).unrecognised,
         sizes=_sizes_to_capture(args),
-        device_bytes=2**20 * (get_device_memory_capacity(args.device) or 0),
-        sglang_version=version("sglang").partition("+")[0],
     )
 
 
@@ -260,35 +282,6 @@ def _parse(arguments: list[str]) -> Any:
         raise ValueError(reason.partition("error: ")[2] or reason) from end
 
 
-def _model_configs(server_args: Any, source: str, is_draft: bool) -> tuple[Any, Any]:
-    from sglang.srt.configs.model_config import ModelConfig
-
-    from spec_stack.sglang.scoring_model import read_config
-
-    target = ModelConfig.from_server_args(server_args)
-    if is_draft:
-        return target, ModelConfig.from_server_args(server_args, model_path=source, is_draft_model=True)
-    return target, read_config(source, server_args)
-
-
-def _tokenizer(args: Any) -> Any:
-    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
-
-    if args.skip_tokenizer_init:
-        return None
-    return get_tokenizer(args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code)
-
-
-def _vocabularies(target: Any, small: Any, tokenizer: Any, source: str, trust_remote_code: bool) -> str:
-    """Raises ValueError where they do not fit together."""
-    from spec_stack.sglang.padded_vocabulary import rows_differ
-
-    sizes = target.vocab_size, small.vocab_size
-    if not rows_differ(*sizes, tokenizer, source, trust_remote_code):
-        return f"{sizes[0]} embedding rows in both"
-    return f"one tokenizer, {sizes[0]} and {sizes[1]} embedding rows: the draft's are fitted to the target's"
-
-
 def _sizes_to_capture(args: Any) -> list[int] | None:
     """As SGLang's `get_batch_sizes_to_capture`, which needs a model: up to the most running requests."""
     decode, most = args.cuda_graph_config.decode, args.max_running_requests
@@ -304,6 +297,5 @@ def _environment_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
+        os.environ.clear()
         os.environ.update(before)

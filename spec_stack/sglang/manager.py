@@ -13,22 +13,28 @@ from time import perf_counter
 from typing import Any
 
 from spec_stack.sglang import self_test
-from spec_stack.sglang.apply import Applier
-from spec_stack.sglang.calibration import with_calibration
-from spec_stack.sglang.decide import Dense, KnownTexts, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
+from spec_stack.sglang.decide import (
+    Applier,
+    KnownTexts,
+    NeedsScore,
+    Plan,
+    Prompt,
+    decide,
+    plan_scored,
+    plan_unscored,
+)
 from spec_stack.sglang.draft_radix_cache import PoolFullError
-from spec_stack.sglang.drafting import drafting_of
 from spec_stack.sglang.guards import harmless, note_failure, num_failures
-from spec_stack.sglang.launch_notes import follow_up_note, prunes, pruning_note, slots_note
+from spec_stack.sglang.launch_notes import others_note, pruning_note, slots_note
+from spec_stack.sglang.ngram_reader import NgramReader
 from spec_stack.sglang.pooled_draft import PooledDraft
-from spec_stack.sglang.protocols import RunningRequest, Scheduler
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, dense_reason
 from spec_stack.sglang.scoring import DraftScorer, Score
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.scoring_schedule import ScoringSchedule
-from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.support import NAME
+from spec_stack.sglang.seams import RunningRequest, Scheduler
+from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.sglang.threshold import with_threshold
 from spec_stack.tokenizers.chat_turns import Protected
 
@@ -44,8 +50,7 @@ _MOST_QUICK_TOKENS = 512
 class PendingScore:
     """A request in SGLang's waiting queue whose prompt is to be scored first.
 
-    scoring_s: of every part so far. is_long: the draft lacks too many of its tokens to score it in the same round as a
-    prefill batch.
+    scoring_s: of every part so far. is_long: too many of its tokens are missing in the draft's pool for one round.
     """
 
     request: RunningRequest
@@ -65,67 +70,65 @@ class SparsePrefillManager:
 
     def __init__(self, scheduler: Scheduler, model: ScoringModel) -> None:
         self._scheduler: Any = scheduler
-        self._drafting = drafting_of(scheduler)
-        config = ServerConfig.from_environment()
-        self.config = with_calibration(
-            config,
-            model.source,
-            scheduler.model_config.hf_text_config,
-            model.runner.model_config.hf_text_config,
-        )
+        # SPEC_STACK's own worker, or SGLang's.
+        self._worker: Any = scheduler.draft_worker
+        self._drafts = model.algorithm == NAME
+        self._ngram = NgramReader(self._worker) if hasattr(self._worker, "ngram_corpus") else None
+        configs = scheduler.model_config.hf_text_config, model.runner.model_config.hf_text_config
+        self.config = with_calibration(ServerConfig.from_environment(), model.source, *configs)
         self._pruning, self._refusal = model.pruning, model.refusal
         # A draft with slots of its own cannot score.
-        self.prunes = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
-        decode_interval = self.config.prefill_decode_interval if prunes(self.config, self._refusal) else 0
-        self._schedule = ScoringSchedule(scheduler, decode_interval)
+        self._can_prune = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
+        self._prunes = self._refusal is None and self.config.prunes
+        self._schedule = ScoringSchedule(scheduler, self.config.prefill_decode_interval if self._prunes else 0)
         self._scorer = DraftScorer(scheduler, model.pool, self._schedule.most_of_a_part)
-        self._known = KnownTexts(
-            self._scheduler.tokenizer,
-            scheduler.server_args.chat_template,
-            self._scorer.num_cached,
-            _TURNS_PER_POOL * model.pool.index.num_slots,
-        )
+        most_tokens = _TURNS_PER_POOL * model.pool.index.num_slots
+        template = scheduler.server_args.chat_template
+        self._known = KnownTexts(self._scheduler.tokenizer, template, self._scorer.num_cached, most_tokens)
         self._pending: list[PendingScore] = []
         self._at_work: PendingScore | None = None
         self._set_aside: list[RunningRequest] | None = None
         forget_with(scheduler.tree_cache, self.forget)
-        if self.prunes:
-            seconds = self_test.run(scheduler, self._testing_scorer(model), self.config.prefill)
-            logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
+        if self._can_prune:
+            self._test(model)
             if self._pruning.untested is None:
                 self.config = with_threshold(self.config, scheduler.tp_worker.model_runner, model.runner)
         self._applier = Applier(self.config, self._known.turns)
-        self._announce()
+        self._announce(model.algorithm)
 
-    def _testing_scorer(self, model: ScoringModel) -> DraftScorer:
-        """The self-test's scorer; on a small pool where prompts are pruned on request alone."""
-        if prunes(self.config, self._refusal):
-            return self._scorer
-        return DraftScorer(self._scheduler, PooledDraft(model.runner, self_test.most_tokens(self.config.prefill)))
+    def _test(self, model: ScoringModel) -> None:
+        """Run the self-test, in a small pool where prompts are pruned on request alone."""
+        prefill, scorer = self.config.prefill, self._scorer
+        if not self._prunes:
+            scorer = DraftScorer(self._scheduler, PooledDraft(model.runner, self_test.most_tokens(prefill)))
+        seconds = self_test.run(self._scheduler, scorer, prefill)
+        logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
 
     @staticmethod
     def of(scheduler: Scheduler) -> SparsePrefillManager | None:
-        """The scheduler's manager, made on first use; None where no model scores."""
         manager = getattr(scheduler, STATE, None)
         if manager is None and (model := ScoringModel.of(scheduler)) is not None:
             manager = SparsePrefillManager(scheduler, model)
             setattr(scheduler, STATE, manager)
         return manager
 
-    def _announce(self) -> None:
-        """Log once, at launch, how prompts are pruned and how far the server drafts."""
+    def _announce(self, algorithm: str) -> None:
         config = self.config
-        self._drafting.announce(config, self._refusal)
-        level = logging.WARNING if self._refusal or prunes(config, self._refusal) else logging.INFO
+        if not self._drafts:
+            logger.info("%s: drafting: %s", NAME, others_note(algorithm))
+        level = logging.WARNING if self._refusal or self._prunes else logging.INFO
         logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._known.template.unrecognised))
         if self._pruning.note:
             logger.info("%s: %s", NAME, self._pruning.note)
-        if prunes(config, self._refusal):
+        if self._prunes:
             pool, num_tokens = self._scorer.pool_state(), self._scheduler.token_to_kv_pool_allocator.size
-            logger.info("%s: %s", NAME, follow_up_note(config, pool, num_tokens))
-        slots = getattr(self._scheduler.draft_worker, "slots", None)
-        if slots is not None:
-            logger.info("%s: %s", NAME, slots_note(**slots.state()))
+            note = "%s: follow-ups: %s; the draft's own KV pool holds %d tokens in %.2f GB, the target's %d tokens"
+            logger.info(note, NAME, config.follow_up, pool["num_tokens"], pool["num_bytes"] / 1e9, num_tokens)
+        if slots := self._draft_slots():
+            logger.info("%s: %s", NAME, slots_note(**slots))
+
+    def _draft_slots(self) -> dict[str, int]:
+        return self._worker.slots.state() if self._drafts and self._worker.slots is not None else {}
 
     # Arrival
 
@@ -145,8 +148,7 @@ class SparsePrefillManager:
         if not all_say_yes(failure is None) and not all_say_yes(failure is not None):
             raise RuntimeError("deciding for a prompt failed on a part of the ranks, which would go apart") from failure
         if failure is not None:
-            with harmless("reporting on a prompt", "its reply has no report"):
-                self._give_up(request, failure)
+            self._give_up(request, failure)
 
     def _on_request(self, request: RunningRequest) -> None:
         options = self._options(request)
@@ -158,72 +160,61 @@ class SparsePrefillManager:
         else:
             self._apply(request, options, decision)
 
-    def _prompt(self, request: RunningRequest, options: RequestOptions) -> Prompt:
-        positions = self._pruning.positions(options.positions)
-        return Prompt(
-            tuple(request.origin_input_ids),
-            request.extra_key,
-            request.cache_salt,
-            replace(options.prefill(self.config), positions=positions),
-            options.follow_up or self.config.follow_up,
-            None if options.protect is None else Protected(options.protect),
-            frozenset(self._end_ids(request)),
-        )
-
     def _options(self, request: RunningRequest) -> RequestOptions:
         try:
             return RequestOptions.parse(request.sampling_params.custom_params, self.config)
         except ValueError as error:
-            # The server has refused bad options already, except on other entry points; the scheduler loop must survive
-            # them.
+            # The server has refused bad options already, except on other entry points; the scheduler must survive them.
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
             return RequestOptions(sparse_prefill="off")
 
-    def _end_ids(self, request: RunningRequest) -> Collection[int]:
-        if request.sampling_params.ignore_eos:
-            return ()
-        return self._scheduler.model_config.hf_eos_token_id or ()
+    def _prompt(self, request: RunningRequest, options: RequestOptions) -> Prompt:
+        end_ids: Collection[int] = self._scheduler.model_config.hf_eos_token_id or ()
+        return Prompt(
+            tuple(request.origin_input_ids),
+            request.extra_key,
+            request.cache_salt,
+            replace(options.prefill(self.config), positions=self._pruning.positions(options.positions)),
+            options.follow_up or self.config.follow_up,
+            None if options.protect is None else Protected(options.protect),
+            frozenset(() if request.sampling_params.ignore_eos else end_ids),
+        )
 
-    def _decide(self, prompt: Prompt, refusal: str | None = None) -> Dense | Plan | NeedsScore:
+    def _decide(self, prompt: Prompt, refusal: str | None = None) -> Plan | NeedsScore:
         return decide(prompt, self._known, self.config.recall, refusal)
 
     def _apply(
-        self,
-        request: RunningRequest,
-        options: RequestOptions,
-        decision: Dense | Plan,
-        scoring_s: Sequence[float] = (),
+        self, request: RunningRequest, options: RequestOptions, decision: Plan, scoring_s: Sequence[float] = ()
     ) -> None:
         self._applier.apply(request, options, decision, scoring_s)
-        if not isinstance(decision, Plan) or decision.outcome not in ("pruned", "covered"):
+        if decision.outcome not in ("pruned", "covered"):
             return
         # Tenants are separated for drafts too, since lookup drafts reach every request.
         prompt, prefill = decision.prompt, decision.prefill
-        if self._known.remember(decision) and not prefill.is_whole and not any(prompt.tenant):
-            self._drafting.read(prompt.token_ids, prefill.num_cached)
+        is_new = self._known.remember(decision)
+        if self._ngram is not None and is_new and not prefill.is_whole and not any(prompt.tenant):
+            self._ngram.read(prompt.token_ids, prefill.num_cached)
 
     def _give_up(self, request: RunningRequest, error: Exception) -> None:
-        """Prefill the unchanged prompt densely."""
+        """Prefill the unchanged prompt of a request without a decision densely."""
         self._pending = [pending for pending in self._pending if pending.request is not request]
-        if getattr(request, STATE, None) is None:
-            reason = f"off: deciding failed: {type(error).__name__}: {error}"
-            options = RequestOptions()
-            self._applier.apply(request, options, Dense(self._prompt(request, options), reason, "failed"))
+        with harmless("reporting on a prompt", "its reply has no report"):
+            if getattr(request, STATE, None) is None:
+                reason = f"off: deciding failed: {type(error).__name__}: {error}"
+                options = RequestOptions()
+                self._applier.apply(request, options, Plan.dense(self._prompt(request, options), reason, "failed"))
 
     def after_queueing(self, request: RunningRequest) -> None:
         """Keep a request that must be scored out of the prefill batch that is being made."""
         with self._guarded("setting a request aside", "its prompt is prefilled densely"):
             queue = self._scheduler.waiting_queue
-            is_unscored = any(pending.request is request for pending in self._pending)
-            if self._set_aside is not None and is_unscored and queue and queue[-1] is request:
+            if self._set_aside is not None and id(request) in self._unscored() and queue and queue[-1] is request:
                 self._set_aside.append(queue.pop())
 
     # The scheduler's loop
 
     def step(self) -> None:
-        """Do one part of the oldest scoring, if this round allows it. Called once per round, before SGLang's next
-        batch.
-        """
+        """Do one part of the oldest scoring, if this round allows it. Called before SGLang's next batch."""
         self._at_work = None
         try:
             self._step()
@@ -232,33 +223,26 @@ class SparsePrefillManager:
             if self._failures_end_it or num_ranks() > 1:
                 raise
             note_failure("scoring", "the prompt is prefilled densely")
-            self._release(error)
-
-    def _release(self, error: Exception) -> None:
-        """Release the current request without a score; all waiting ones where the failure may be any's."""
-        failed = [self._at_work] if self._at_work in self._pending else list(self._pending)
-        for pending in failed:
-            if pending is None:
-                continue
-            with harmless("giving a scoring up", "what it held of the draft's pool may stay held"):
-                self._restart(pending)
-            if getattr(pending.request, STATE, None) is None:
-                with harmless("reporting on a prompt", "its reply has no report"):
-                    self._give_up(pending.request, error)
-            self._pending = [other for other in self._pending if other is not pending]
+            # All waiting ones, where the failure may be any's.
+            for pending in [it for it in self._pending if it is self._at_work] or list(self._pending):
+                with harmless("giving a scoring up", "what it held of the draft's pool may stay held"):
+                    self._restart(pending)
+                self._give_up(pending.request, error)
 
     def _guarded(self, what: str, instead: str) -> AbstractContextManager[None]:
-        """Contain a failure on one rank; with several, end the server: a rank with another queue makes other batches,
-        and the others hang.
-        """
+        """Contain a failure on one rank. With several it ends the server: with other batches the others would hang."""
         return harmless(what, instead) if num_ranks() == 1 else nullcontext()
 
     @property
     def _failures_end_it(self) -> bool:
         return self.config.prefill.on_scoring_error == "raise"
 
+    def _unscored(self) -> set[int]:
+        return {id(pending.request) for pending in self._pending}
+
     def _step(self) -> None:
-        self._drafting.next_round()
+        if self._ngram is not None:
+            self._ngram.next_round()
         self._known.turns.take_in_replies()
         if not self._pending:
             return
@@ -267,9 +251,15 @@ class SparsePrefillManager:
         # Earlier requests may have brought this prefix, or this very selection, into the cache.
         while self._pending and self._pending[0].work is None and self._is_settled(self._pending[0]):
             pass
-        unscored = {id(pending.request) for pending in self._pending}
-        if self._pending and self._schedule.is_for_scoring(unscored):
+        if self._pending and self._schedule.is_for_scoring(self._unscored()):
             self._do_a_part(self._pending[0])
+
+    def _drop_those_gone(self) -> None:
+        queued = {id(request) for request in self._scheduler.waiting_queue}
+        for pending in self._pending:
+            if id(pending.request) not in queued:
+                self._restart(pending)
+        self._pending = [pending for pending in self._pending if id(pending.request) in queued]
 
     def _score_the_quick(self) -> None:
         """Score follow-ups with little draft prefill in the round of their prefill batch."""
@@ -290,7 +280,6 @@ class SparsePrefillManager:
                     self._do_a_part(pending)
 
     def _is_settled(self, pending: PendingScore) -> bool:
-        """Decide again, and apply a decision that needs no score any more."""
         self._at_work = pending
         decision = self._decide(pending.needs.prompt)
         if isinstance(decision, NeedsScore):
@@ -299,14 +288,15 @@ class SparsePrefillManager:
         self._settle(pending, decision)
         return True
 
-    def _settle(self, pending: PendingScore, decision: Dense | Plan) -> None:
+    def _settle(self, pending: PendingScore, decision: Plan) -> None:
         self._apply(pending.request, pending.options, decision, pending.scoring_s)
         self._pending.remove(pending)
 
     def _do_a_part(self, pending: PendingScore) -> None:
         """Run the next part of the scoring; settle the request at its end or failure."""
         self._at_work = pending
-        self._drafting.something_else_runs()
+        if self._drafts:
+            self._worker.batch_policy.something_else_runs()
         needs, started = pending.needs, perf_counter()
         score, failure = None, None
         try:
@@ -318,7 +308,6 @@ class SparsePrefillManager:
             score = end.value
         except PoolFullError as error:
             # Pools are the same on all ranks, so all of them come here.
-            pending.work = None
             why = f"{error}; see --spec-stack-draft-pool-tokens"
             self._settle(pending, plan_unscored(needs, why, "no_room"))
             return
@@ -328,14 +317,13 @@ class SparsePrefillManager:
         if not all_say_yes(failure is None):
             self._on_scoring_failure(pending, failure)
         elif score is not None:
-            pending.work = None
             plan = plan_scored(needs, score.importance, score.num_draft_tokens, self._known, self.config.recall)
             self._settle(pending, plan)
 
     def _on_scoring_failure(self, pending: PendingScore, failure: Exception | None) -> None:
+        """Keep all of the new text. failure: None for another rank's."""
         if failure is not None and self._failures_end_it:
             raise failure
-        # The engine has not started the request, so it can go on without a score after any failure.
         num_tokens = len(pending.needs.prompt.token_ids)
         logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
         what = f"{type(failure).__name__}: {failure}" if failure is not None else "on another rank"
@@ -347,14 +335,6 @@ class SparsePrefillManager:
             with self._scorer.working():
                 pending.work.close()
             pending.work = None
-
-    def _drop_those_gone(self) -> None:
-        """Drop requests that SGLang has aborted, timed out or refused."""
-        queued = {id(request) for request in self._scheduler.waiting_queue}
-        for pending in self._pending:
-            if id(pending.request) not in queued:
-                self._restart(pending)
-        self._pending = [pending for pending in self._pending if id(pending.request) in queued]
 
     @contextmanager
     def unscored_set_aside(self) -> Iterator[None]:
@@ -373,7 +353,7 @@ class SparsePrefillManager:
                 self._scheduler.waiting_queue = together
 
     def _set_unscored_aside(self, queue: Sequence[RunningRequest]) -> None:
-        unscored = {id(pending.request) for pending in self._pending}
+        unscored = self._unscored()
         aside = [request for request in queue if id(request) in unscored]
         if aside:
             self._scheduler.waiting_queue = [request for request in queue if id(request) not in unscored]
@@ -381,19 +361,18 @@ class SparsePrefillManager:
 
     def state(self) -> dict[str, Any]:
         """Settings and counters, as /server_info shows them."""
-        slots = getattr(self._scheduler.draft_worker, "slots", None)
         return {
             "settings": asdict(self.config),
-            "prompts_are_pruned": self.prunes,
+            "prompts_are_pruned": self._can_prune,
             "why_not": self._refusal or "",
             "positions": self._pruning.default,
             "unrecognised": self._known.template.unrecognised,
             "num_requests": dict(self._applier.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),
             "num_turns_remembered": len(self._known.turns),
-            "draft_pool": self._scorer.pool_state() if self.prunes else {},
-            "draft_slots": slots.state() if slots is not None else {},
-            **self._drafting.state(),
+            "draft_pool": self._scorer.pool_state() if self._can_prune else {},
+            "draft_slots": self._draft_slots(),
+            **(self._worker.state() if self._drafts else {}),
             "num_failures": num_failures(),
         }
 
@@ -403,7 +382,8 @@ class SparsePrefillManager:
             self._restart(pending)
         self._known.clear()
         self._scorer.forget()
-        self._drafting.forget()
+        if self._ngram is not None:
+            self._ngram.forget()
 
 
 def forget_with(tree_cache: Any, forget: Callable[[], None]) -> None:

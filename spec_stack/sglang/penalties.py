@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from spec_stack.devices import to_device
-from spec_stack.sglang.guards import note_failure
-from spec_stack.sglang.protocols import RunningRequest, SamplingSettings
+from spec_stack.sglang.guards import harmless
+from spec_stack.sglang.seams import RunningRequest, SamplingSettings
+
+_COUNTING = "counting penalties", "they are SGLang's own"
 
 
 def is_penalised(request: RunningRequest) -> bool:
@@ -25,18 +27,15 @@ def is_penalised(request: RunningRequest) -> bool:
 
 
 def has_penalties(request: RunningRequest) -> bool:
-    """Return whether SGLang keeps penalties for a request, expired ones included: its min_tokens count may lag
-    behind.
-    """
+    """Return whether SGLang keeps penalties for a request, expired ones included."""
     return _counts(request.sampling_params) or request.sampling_params.min_new_tokens > 0
 
 
 class Penalties:
     """Makes SGLang's penalties exact, step by step.
 
-    sampling_info, in all methods: SGLang's SamplingBatchInfo, with acc_additive_penalties, added to logits, and
-    acc_scaling_penalties, which divide positive logits and multiply negative ones, each (num_requests, vocab) or None.
-    Its tensors are mutated. Where counting fails they are left as SGLang's.
+    sampling_info: SGLang's SamplingBatchInfo, with acc_additive_penalties, added to logits, and acc_scaling_penalties,
+    which divide positive logits and multiply negative ones, each (num_requests, vocab) or None. They are mutated.
     """
 
     def __init__(self) -> None:
@@ -45,29 +44,22 @@ class Penalties:
     def correct_step(
         self, requests: Sequence[RunningRequest], sampling_info: Any, newest: torch.Tensor, num_held: torch.Tensor
     ) -> None:
-        """Correct the penalties of a decode step.
-
-        newest: (num_requests,), the last tokens. num_held: (num_requests,), tokens before them, prompt included.
-        """
+        """Correct a decode step. newest: (num_requests,), the last tokens. num_held: (num_requests,), tokens before."""
         counted, self._counted = self._counted, None
-        try:
+        with harmless(*_COUNTING):
             if counted is None or not counted.is_of(requests):
                 counted = _OutputCounts.of(requests, sampling_info, num_held.device)
             if counted is not None:
                 counted.correct(sampling_info, newest, num_held + 1 - counted.num_prompt_tokens)
                 self._counted = counted
-        except Exception:
-            note_failure("counting penalties", "they are SGLang's own")
 
     def correct_prefill(self, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> None:
-        """Correct the penalties of a prefill, which repeats output after a retraction. device: SGLang's."""
-        try:
+        """Correct a prefill, which repeats output after a retraction. device: SGLang's."""
+        with harmless(*_COUNTING):
             repeats = any(request.output_ids and has_penalties(request) for request in requests)
             if repeats and (counted := _OutputCounts.of(requests, sampling_info, device)):
                 num_output = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)
                 counted.correct(sampling_info, torch.zeros_like(num_output), num_output)
-        except Exception:
-            note_failure("counting penalties", "they are SGLang's own")
 
     def forget(self) -> None:
         """Count the output anew in the next step: a prefill may be of a request that was retracted."""
@@ -75,10 +67,9 @@ class Penalties:
 
 
 class _OutputCounts:
-    """Output tokens of a batch's penalised requests, counted on their device.
+    """Output tokens of a batch's penalised requests, counted on their device; each step adds the newest.
 
-    requests: the batch, in row order. Output that the host knows is counted at once; each later step adds the newest
-    token. num_tokens: of the vocabulary. num_prompt_tokens: (num_requests,).
+    num_tokens: of the vocabulary. num_prompt_tokens: (num_requests,).
     """
 
     def __init__(self, requests: Sequence[RunningRequest], num_tokens: int, device: torch.device) -> None:
@@ -110,8 +101,7 @@ class _OutputCounts:
     def correct(self, sampling_info: Any, newest: torch.Tensor, num_output: torch.Tensor) -> None:
         """Count each request's newest token, and write the penalties of its next one.
 
-        num_output: (num_requests,), output lengths. Where as many are counted, `newest` is ignored: under overlap
-        scheduling, and after a prefill with a pending result, the host does not know.
+        num_output: (num_requests,), output lengths. Where as many are counted already, `newest` is ignored.
         """
         rows, num_output = self._rows, num_output[self._rows]
         is_new = (num_output - self._num_counted).clamp(0, 1)

@@ -9,8 +9,8 @@ import os
 import sys
 
 from spec_stack.settings.plugins import import_plugins
-from spec_stack.sglang.server_args import ENVIRONMENT
-from spec_stack.sglang.support import NAME, check_version
+from spec_stack.sglang.server_args import ENVIRONMENT, NAME
+from spec_stack.sglang.support import check_version
 
 
 def register() -> None:

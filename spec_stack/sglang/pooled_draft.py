@@ -20,31 +20,67 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.devices import to_device
 from spec_stack.sglang.draft_radix_cache import DraftRadixCache, Ints
-from spec_stack.sglang.head_votes import LayerQueries
-from spec_stack.sglang.tiled_attention import Window, attend
+from spec_stack.sglang.pool_attention import LayerQueries, Window, attend
+
+
+def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+
+
+def bytes_per_token(runner: Any) -> int:
+    """Bytes of one token's keys and values on this rank, in the model's own precision."""
+    layers = attention_layers(runner.model)
+    numbers = sum(layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim) for layer in layers)
+    return int(numbers * runner.dtype.itemsize)
+
+
+def extend_batch(
+    input_ids: torch.Tensor,
+    rows: Sequence[int],
+    before: Sequence[int],
+    lengths: Sequence[int],
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+) -> ForwardBatch:
+    """SGLang's batch of prefills outside its scheduler: of each row lengths[i] tokens behind before[i] others.
+
+    input_ids, slots, positions: (sum(lengths),), on the device.
+    """
+    ends = [num_before + num_new for num_before, num_new in zip(before, lengths, strict=True)]
+    numbers = torch.tensor([list(rows), ends, list(before), list(lengths)])
+    on_device, seq_lens, starts, num_new = to_device(numbers, input_ids.device)
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=len(lengths),
+        input_ids=input_ids,
+        req_pool_indices=on_device,
+        seq_lens=seq_lens,
+        out_cache_loc=slots,
+        seq_lens_sum=sum(ends),
+        seq_lens_cpu=torch.tensor(ends),
+        positions=positions,
+        extend_num_tokens=sum(lengths),
+        extend_seq_lens=num_new.int(),
+        extend_prefix_lens=starts.int(),
+        extend_start_loc=(num_new.cumsum(0) - num_new).int(),
+        extend_seq_lens_cpu=list(lengths),
+        extend_prefix_lens_cpu=list(before),
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
 
 
 class PooledDraft:
-    """The draft with the KV of whole texts.
-
-    runner: SGLang's ModelRunner of the draft, weights loaded. num_tokens: size of the pool on every rank, each with its
-    own heads. index: which slots hold which text.
-    """
+    """The draft with the KV of whole texts in num_tokens slots; index says which slots hold which text."""
 
     def __init__(self, runner: Any, num_tokens: int) -> None:
         self._runner = runner
         self.index = DraftRadixCache(num_tokens)
-        self._attention = _PoolAttention(
-            [module for module in runner.model.modules() if isinstance(module, RadixAttention)],
-            num_tokens,
-            runner.dtype,
-            torch.device(runner.device),
-        )
+        layers, device = attention_layers(runner.model), torch.device(runner.device)
+        self._attention = _PoolAttention(layers, num_tokens, runner.dtype, device)
 
     def allocate(self) -> None:
-        """Allocate the pool once. Do it before SGLang sizes its own pools, which accounts for it; the first forward is
-        too late.
-        """
+        """Allocate the pool once, before SGLang sizes its own pools; the first forward is too late."""
         self._attention.allocate()
 
     @property
@@ -53,7 +89,6 @@ class PooledDraft:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the buffers, on this rank; 0 before they are allocated."""
         return self._attention.num_bytes
 
     def forward(
@@ -61,41 +96,21 @@ class PooledDraft:
     ) -> torch.Tensor | None:
         """Run the last n tokens of a text through the draft; its most likely next token (), without a synchronisation.
 
-        slots: (num_tokens,), of the whole text so far; the last n are written, all are read. window: what each of the n
-        attends to; None is everything. num_layers: runs the first layers only, of the last one queries, keys and
-        values, without a next token; None is all.
+        slots: (num_tokens,), of the whole text so far; the last n are written, all are read. window: None attends to
+        everything. num_layers: runs the first layers only, without a next token; None is all.
         """
-        runner, device = self._runner, self._attention.device
-        num_tokens, num_new = len(slots), len(token_ids)
-        first = num_tokens - num_new
-        positions = torch.arange(first, num_tokens, device=device)
-        lengths = to_device(torch.tensor([num_tokens, num_new, first], dtype=torch.int32), device)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=1,
-            input_ids=to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), device),
-            req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
-            seq_lens=lengths[:1].long(),
-            # Only the attention knows whose slots these are.
-            out_cache_loc=positions,
-            seq_lens_sum=num_tokens,
-            seq_lens_cpu=torch.tensor([num_tokens]),
-            positions=positions,
-            extend_num_tokens=num_new,
-            extend_seq_lens=lengths[1:2],
-            extend_prefix_lens=lengths[2:],
-            extend_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
-            extend_seq_lens_cpu=[num_new],
-            extend_prefix_lens_cpu=[first],
-            spec_algorithm=SpeculativeAlgorithm.NONE,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
-        context = forward_context(ForwardContext(attn_backend=self._attention))
-        with self._attention.reading(slots, num_new, window, num_layers), context:
-            try:
-                logits = runner.model.forward(batch.input_ids, positions, batch).next_token_logits
-            except _LayersDoneError:
-                return None
+        device, num_new = self._attention.device, len(token_ids)
+        first = len(slots) - num_new
+        positions = torch.arange(first, len(slots), device=device)
+        input_ids = to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), device)
+        # Only the attention knows whose slots these are.
+        batch = extend_batch(input_ids, [0], [first], [num_new], positions, positions)
+        self._attention.begin(slots, num_new, window, num_layers)
+        try:
+            with forward_context(ForwardContext(attn_backend=self._attention)):
+                logits = self._runner.model.forward(input_ids, positions, batch).next_token_logits
+        except _LayersDoneError:
+            return None
         return logits[-1].argmax()  # type: ignore[no-any-return]
 
     @contextmanager
@@ -108,7 +123,7 @@ class PooledDraft:
             self._attention.captured = None
 
     def get_key_buffer(self, layer: int) -> torch.Tensor:
-        """All slots' keys of a layer (num_slots, num_kv_heads, head_dim) on this rank, as in SGLang's own pools."""
+        """All slots' keys of a layer (num_slots, num_kv_heads, head_dim), as SGLang's own pools have them."""
         return self._attention.keys(layer)
 
 
@@ -150,21 +165,16 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         return self._keys[self._at[layer]]
 
     def _where(self, slots: Ints) -> slice | torch.Tensor:
-        """Contiguous slots as a slice, which copies nothing."""
+        # A slice copies nothing.
         if len(slots) and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((slots[1:] > slots[:-1]).all()):
             return slice(int(slots[0]), int(slots[-1]) + 1)
         return to_device(torch.from_numpy(slots), self.device)
 
-    @contextmanager
-    def reading(self, slots: Ints, num_new: int, window: Window | None, num_layers: int | None) -> Iterator[None]:
-        """In the block, forwards are of the last num_new tokens of the text in these slots."""
+    def begin(self, slots: Ints, num_new: int, window: Window | None, num_layers: int | None) -> None:
+        """The next forward is of the last num_new tokens of the text in these slots."""
         self.allocate()
         self._read, self._written = self._where(slots), self._where(slots[len(slots) - num_new :])
         self._window, self._num_layers = window, num_layers
-        try:
-            yield
-        finally:
-            self._read = self._written = slice(0, 0)
 
     def forward(
         self,

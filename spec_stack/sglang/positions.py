@@ -1,26 +1,31 @@
-"""Original positions of a pruned prompt's KV slots; draft KV lengths stay slot counts.
+"""Original positions of a pruned prompt's KV slots, in every kind of batch and in radix keys.
 
-Slot j of K kept of N tokens is at kept[j] while j < K, else at j + (N - K), in every kind of batch.
+Slot j of K kept of N tokens is at kept[j] while j < K, else at j + (N - K). Draft KV lengths stay slot counts. The
+radix key of the token in slot j is id + (position - j) * 2**32, the plain id until something was dropped: equal keys
+mean equal KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from array import array
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from spec_stack.devices import to_device
-from spec_stack.sglang.protocols import Runner
+from spec_stack.sglang.seams import Runner
 from spec_stack.sglang.support import draft_positions_are_mapped
+
+_KEY_SHIFT = 32
 
 
 class PositionMap:
     """One pruned prompt's map from slots to original positions, for the target and for the draft.
 
-    kept: original positions (K of num_prompt_tokens) in the order of the slots; the last one is the prompt's last.
+    kept: (K,) in the order of the slots; the last one is the prompt's last.
     """
 
     def __init__(self, kept: Sequence[int], num_prompt_tokens: int) -> None:
@@ -31,10 +36,7 @@ class PositionMap:
 
 
 class BatchMap:
-    """The maps of a batch as four tensors, so that a step costs a few kernels at any batch size.
-
-    maps[i] is None where request i was prefilled densely.
-    """
+    """The maps of a batch as four tensors; None for a dense request. A step costs a few kernels at any batch size."""
 
     def __init__(self, maps: Sequence[PositionMap | None], is_draft: bool, device: torch.device) -> None:
         tables = [
@@ -48,10 +50,7 @@ class BatchMap:
         self._dropped = to_device(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
 
     def __call__(self, slots: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Original positions of a flat batch whose request i has lengths[i] of the slots; their shape and dtype.
-
-        Raises RuntimeError where the lengths do not add up, since all later positions would be wrong.
-        """
+        """Original positions of a flat batch whose request i has lengths[i] of the slots; their shape and dtype."""
         if sum(lengths) != slots.numel() or len(lengths) != len(self._rows):
             raise RuntimeError(f"{slots.numel()} positions for requests of {list(lengths)} tokens; nothing is mapped")
         if len(set(lengths)) == 1:
@@ -64,73 +63,68 @@ class BatchMap:
         return mapped.to(slots.dtype)
 
 
-class BatchOffsets:
-    """The maps of a batch that decodes, drafts or verifies: one offset per request, valid from the prompt's last slot
-    on (for the draft one slot earlier).
-    """
-
-    def __init__(self, maps: Sequence[PositionMap | None], device: torch.device) -> None:
-        self._dropped = to_device(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
-
-    def __call__(self, slots: torch.Tensor) -> torch.Tensor:
-        """Original positions of a flat batch with equally many slots per request; their shape and dtype.
-
-        Raises RuntimeError where the slots do not divide evenly, since all later positions would be wrong.
-        """
-        num_requests = len(self._dropped)
-        if slots.numel() % num_requests:
-            raise RuntimeError(f"{slots.numel()} positions cannot be shared evenly by {num_requests} requests")
-        mapped = slots.reshape(num_requests, -1) + self._dropped[:, None]
-        return mapped.reshape(slots.shape).to(slots.dtype)
-
-
 # A batch stays the same for many steps, for the draft and for the target.
 batch_map = lru_cache(maxsize=8)(BatchMap)
-batch_offsets = lru_cache(maxsize=8)(BatchOffsets)
 
 
 def positions_of(forward_batch: Any, maps: Sequence[PositionMap | None], runner: Runner) -> torch.Tensor | None:
-    """Original positions for a batch whose positions are slots; None to leave it unchanged.
-
-    maps: as in `BatchMap`. Covers prefill, chunked prefill, prefill after a retraction, mixed batches, decoding,
-    drafting and verification. Computed from host data, without a device synchronisation.
-    """
+    """Original positions for a batch whose positions are slots, without a synchronisation; None changes nothing."""
     slots, mode, lengths = forward_batch.positions, forward_batch.forward_mode, forward_batch.extend_seq_lens_cpu
     if not any(maps) or slots is None or mode.is_idle():
         return None
     if runner.is_draft_worker and not draft_positions_are_mapped(runner):
         return None
-    if mode.is_decode() or mode.is_target_verify():
-        return batch_offsets(tuple(maps), slots.device)(slots)
-    if lengths is None:
-        if slots.numel() % len(maps):
-            raise RuntimeError(f"{slots.numel()} positions cannot be shared evenly by {len(maps)} requests")
+    if mode.is_decode() or mode.is_target_verify() or lengths is None:
+        # A remainder does not add up, and is refused below.
         lengths = [slots.numel() // len(maps)] * len(maps)
-    return batch_map(tuple(maps), bool(runner.is_draft_worker), slots.device)(
-        slots, [int(length) for length in lengths]
-    )
+    mapped = batch_map(tuple(maps), bool(runner.is_draft_worker), slots.device)
+    return mapped(slots, [int(length) for length in lengths])
 
 
-@contextmanager
-def slots_for_kv_lengths(forward_batch: Any, topk: int) -> Iterator[None]:
-    """Replace positions by seq_lens while the draft's attention builds its index arrays.
+class PlacedKey(str):
+    """A pruned request's extra_key, which carries the position map to wherever SGLang makes a key of the request.
 
-    SGLang's Triton and FlashInfer draft backends build kv_indptr from forward_batch.positions: with original positions
-    they would read KV out of range, without an error. At that moment slots and seq_lens are equal.
+    namespace is the client's own extra_key, unchanged in the key, so tenants stay separated.
     """
-    positions = forward_batch.positions
-    forward_batch.positions = forward_batch.seq_lens.repeat_interleave(topk).to(positions.dtype)
-    try:
-        yield
-    finally:
-        forward_batch.positions = positions
+
+    namespace: str | None
+    _moved: np.ndarray[Any, np.dtype[np.int64]]
+    _moved_after: int
+
+    @classmethod
+    def of(cls, positions: PositionMap, namespace: str | None) -> PlacedKey:
+        key = cls("placed by spec_stack")
+        key.namespace = namespace
+        kept = positions.target.numpy()
+        key._moved = (kept - np.arange(len(kept))) << _KEY_SHIFT
+        key._moved_after = positions.num_dropped << _KEY_SHIFT
+        return key
+
+    def place(self, token_ids: Sequence[int]) -> array[int]:
+        """The request's tokens from the first one on, as the key holds them."""
+        ids = np.array(token_ids, dtype=np.int64)
+        num_kept = min(len(ids), len(self._moved))
+        ids[:num_kept] += self._moved[:num_kept]
+        ids[num_kept:] += self._moved_after
+        return array("q", ids.tobytes())
+
+
+def place_tokens(
+    init: Callable[..., None], key: Any, token_ids: Any, extra_key: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Wraps `RadixKey.__init__`. Slices of a key have the plain namespace, so nothing is placed twice."""
+    if isinstance(extra_key, PlacedKey):
+        token_ids, extra_key = extra_key.place(token_ids), extra_key.namespace
+    init(key, token_ids, extra_key, *args, **kwargs)
 
 
 def protect_kv_lengths(backend: Any, must: bool = False) -> Any:
-    """Make a multi-step draft backend build its indices from lengths. Changes this object alone, and returns it.
+    """Make a multi-step draft backend build its indices from lengths, which are the slots then. Mutates and returns it.
 
-    backend: None where no step drafts more than one token. must: it is one that takes positions for lengths; raises
-    RuntimeError where SGLang has renamed its method.
+    SGLang's Triton and FlashInfer draft backends build kv_indptr from forward_batch.positions: with original positions
+    they would read KV out of range, without an error.
+
+    backend: None where no step drafts more than one token. must: it is one that takes positions for lengths.
     """
     build: Callable[..., Any] | None = getattr(backend, "common_template", None)
     if build is None:
@@ -142,8 +136,12 @@ def protect_kv_lengths(backend: Any, must: bool = False) -> Any:
         return backend
 
     def common_template(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with slots_for_kv_lengths(forward_batch, backend.topk):
+        positions = forward_batch.positions
+        forward_batch.positions = forward_batch.seq_lens.repeat_interleave(backend.topk).to(positions.dtype)
+        try:
             return build(forward_batch, *args, **kwargs)
+        finally:
+            forward_batch.positions = positions
 
     backend.common_template = common_template
     return backend

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -17,12 +17,9 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.queries import find_candidates
-from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, select_turn
+from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.units import make_units
-from spec_stack.prefill.words import shared_words
-from spec_stack.sglang.protocols import RunningRequest
+from spec_stack.sglang.seams import RunningRequest
 
 Ints = npt.NDArray[np.int64]
 # Forgotten turns whose kept prefix is still known: a cache may hold it for longer than the turn is remembered.
@@ -33,9 +30,7 @@ _LEAST_SHARE = 4
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The prefix that a prompt continues: its first num_tokens tokens, of which the target has those at `positions`, in
-    write order.
-    """
+    """The first num_tokens tokens of a prompt, of which the target has those at `positions`, in write order."""
 
     num_tokens: int = 0
     positions: tuple[int, ...] = ()
@@ -49,9 +44,7 @@ class CachedPrefix:
         return len(self.positions) == self.num_tokens
 
     def is_worth_it(self, num_prompt_tokens: int) -> bool:
-        """Return whether the prefix is long enough. A short one is worth less than a selection of the prompt's own,
-        which is the same on every server.
-        """
+        """Return whether the prefix is long enough; else a selection of the whole prompt is worth more."""
         return _LEAST_SHARE * self.num_tokens >= num_prompt_tokens
 
 
@@ -59,19 +52,18 @@ class CachedPrefix:
 class PrefillPlan:
     """The target's part of a prompt: token_ids at `positions`, in write order.
 
-    num_cached: tokens of the prompt that an earlier turn processed, kept or dropped. num_recalled: recalled tokens
-    among the given ones.
+    num_cached: tokens that an earlier turn processed, kept or dropped. num_recalled: recalled tokens among these.
     """
 
-    token_ids: tuple[int, ...]
-    positions: tuple[int, ...]
+    token_ids: Sequence[int]
+    positions: Sequence[int]
     num_prompt_tokens: int
     num_cached: int = 0
     num_recalled: int = 0
 
     @property
     def keep_rate(self) -> float:
-        return len(self.positions) / self.num_prompt_tokens
+        return len(self.positions) / self.num_prompt_tokens if self.num_prompt_tokens else 1.0
 
     @property
     def inherits_all(self) -> bool:
@@ -93,27 +85,18 @@ def plan_prefill(
     protected: Sequence[Span],
     pieces: Sequence[str] | None = None,
 ) -> PrefillPlan:
-    """The target's part of a prompt.
+    """The target's part of a prompt, behind the unchanged beginning.
 
-    beginning: stays as it was. importance: (num_prompt_tokens,), for pruning and recall; None for a scorer without it.
-    prunes: the text after the beginning is pruned; else all of it is kept. recalling: how much is recalled; None is
-    nothing. protected: half-open spans that are never dropped. pieces: the text of every token; None where unknown, and
-    chunks replace lines.
+    importance: (num_prompt_tokens,), for pruning and recall; None for a scorer without it. prunes: the text after the
+    beginning is pruned. recalling: None recalls nothing. protected: half-open spans that are never dropped. pieces: the
+    text of every token; None has chunks in place of lines.
     """
     start = beginning.num_tokens
+    evidence = Evidence(prompt_ids, None, protected, pieces, importance)
     recalled: list[int] = []
     if recalling is not None:
         dropped = dropped_positions(beginning.positions, start)
-        wanted = importance
-        if wanted is None:
-            # Without attention all chunks score alike.
-            wanted, recalling = torch.ones(start), replace(recalling, restore_threshold=2.0)
-        units = make_units(start, pieces and pieces[:start], config)
-        words = None
-        if recalling.anchor_threshold is not None:
-            words = shared_words(prompt_ids, units, find_candidates(len(prompt_ids), pieces, protected))
-        recalled = recall(wanted, dropped, units, config, recalling, words)
-    evidence = Evidence(prompt_ids, None, protected, pieces, importance)
+        recalled = recall_dropped(evidence, dropped, start, config, recalling)
     # At contiguous positions recalled text goes back to its place, and what is behind it is prefilled again.
     in_place = config.positions == "contiguous"
     held = sorted(beginning.positions) if in_place else beginning.positions
@@ -122,11 +105,6 @@ def plan_prefill(
     positions = (*held[: turn.num_held], *turn.positions)
     token_ids = tuple(prompt_ids[position] for position in positions)
     return PrefillPlan(token_ids, positions, len(prompt_ids), start, len(recalled))
-
-
-def new_spans(protected: Sequence[Span], beginning: CachedPrefix) -> list[Span]:
-    """The spans behind a beginning, counted from there."""
-    return clip_spans(protected, beginning.num_tokens)
 
 
 def protected_lead(protected: Sequence[Span]) -> int:
@@ -140,9 +118,8 @@ def protected_lead(protected: Sequence[Span]) -> int:
 
 
 class _Turn:
-    """One placed prompt, and its reply once that has ended.
-
-    num_unchosen: prefix tokens that any question keeps. num_chosen: prefix tokens that are kept without a gap.
+    """One placed prompt, and its reply once that has ended. num_unchosen: prefix tokens that any question keeps;
+    num_chosen: those kept without a gap.
     """
 
     def __init__(
@@ -157,9 +134,7 @@ class _Turn:
         self.num_unchosen = min(num_unchosen, self.num_chosen)
 
     def take_in_reply(self) -> None:
-        """Add the reply of an ended request; of a released one there is none. The last token may have no KV, so it
-        counts as new.
-        """
+        """Add the reply of an ended request; of a released one there is none."""
         request = self._replying
         if request is None and self._waiting is not None:
             request = self._waiting()
@@ -169,7 +144,7 @@ class _Turn:
         if not request.finished():
             self._replying = request if request.output_ids else None
             return
-        # A step may have gone on past the end.
+        # A step may have gone on past the end, and the last token may have no KV.
         start, reply = len(self.token_ids), request.output_ids[: request.finished_len][:-1]
         self.token_ids = np.concatenate([self.token_ids, np.asarray(reply, dtype=np.int64)])
         self.positions = (*self.positions, *range(start, start + len(reply)))
@@ -185,10 +160,7 @@ class _Turn:
 
 
 class TurnStore:
-    """Turns with dropped or recalled text, by tenant; the oldest are forgotten first.
-
-    most_tokens: of all remembered turns together. The newest turn stays whatever its length.
-    """
+    """Turns with dropped or recalled text, of most_tokens in all, by tenant; the oldest are forgotten first."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
@@ -208,9 +180,7 @@ class TurnStore:
         request: RunningRequest,
         num_unchosen: int = 0,
     ) -> None:
-        """Remember a turn; its reply is added when the request has ended. num_unchosen: prefix tokens that any question
-        keeps.
-        """
+        """Remember a turn; its reply is added when the request has ended."""
         turn = _Turn(np.asarray(prompt_ids, dtype=np.int64), positions, request, num_unchosen)
         self._turns[self._next] = namespace, turn
         self._answering.append(turn)
@@ -242,12 +212,10 @@ class TurnStore:
         self._leads.clear()
 
     def find(self, namespace: Hashable, prompt_ids: Sequence[int]) -> CachedPrefix:
-        """The longest common prefix with a turn whose whole prompt it covers; of equal ones the newest. The last token
-        is new.
+        """The longest common prefix with a turn whose whole prompt it covers; of equal ones the newest.
 
-        A turn's selection depends on its whole prompt, question included. So only a continuation of that question
-        inherits it: a prompt that shares the document alone gets its own selection. Slots written after the first token
-        that differs have attended to it, so they do not belong to the prefix at any position.
+        A turn's selection depends on its whole prompt, question included, so only a continuation inherits it. Slots
+        written after the first token that differs have attended to it, so they do not belong to the prefix.
         """
         best: tuple[int, int, _Turn] | None = None
         for number, turn, length in self._in_common(namespace, prompt_ids):
@@ -260,10 +228,7 @@ class TurnStore:
         return CachedPrefix(length, tuple(takewhile(lambda position: position < length, turn.positions)))
 
     def num_unchosen(self, namespace: Hashable, prompt_ids: Sequence[int], num_cached: int) -> int:
-        """Of num_cached gaplessly cached prefix tokens, the number that no turn's selection put there.
-
-        A turn that kept as many may have brought them, and then only those that any question keeps count.
-        """
+        """Of num_cached gaplessly cached prefix tokens, the number that no turn's selection put there."""
         least = num_cached
         for _, turn, length in self._in_common(namespace, prompt_ids):
             if length < turn.num_prompt_tokens and min(length, turn.num_chosen) >= num_cached:
@@ -276,7 +241,7 @@ class TurnStore:
         return least
 
     def _in_common(self, namespace: Hashable, prompt_ids: Sequence[int]) -> Iterator[tuple[int, _Turn, int]]:
-        """A tenant's turns by number, each with the length of its common prefix with a prompt."""
+        """A tenant's turns by number, each with its common prefix's length. A prompt's last token is new."""
         ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
         for number, (owner, turn) in self._turns.items():
             if owner == namespace:

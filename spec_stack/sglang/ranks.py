@@ -8,7 +8,7 @@ from sglang.srt.utils.common import get_available_gpu_memory
 
 
 def own_rank() -> int:
-    """This rank's number in the group; the heads are sharded in this order."""
+    """This rank's number; the heads are sharded in this order."""
     return int(get_tp_group().rank_in_group)
 
 
@@ -18,23 +18,24 @@ def num_ranks() -> int:
 
 def first_ranks_choice(gamma: int, knows: bool) -> tuple[int, bool]:
     """The first rank's gamma, since policies read clocks, and whether all ranks know their requests' caps."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return gamma, knows
     others = torch.iinfo(torch.int64).max
-    chosen = torch.tensor([gamma if group.rank_in_group == 0 else others, int(knows)])
-    torch.distributed.all_reduce(chosen, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return int(chosen[0]), bool(chosen[1])
+    chosen, all_know = _least(gamma if own_rank() == 0 else others, int(knows))
+    return chosen, bool(all_know)
 
 
 def all_say_yes(answer: bool) -> bool:
     """Return whether all ranks say so: one that failed by itself would prune, or draft, alone."""
+    return bool(_least(int(answer))[0])
+
+
+def _least(*numbers: int) -> list[int]:
+    """The least of every number over the ranks, on the host."""
     group = get_tp_group()
     if group.world_size == 1:
-        return answer
-    answers = torch.tensor([int(answer)])
-    torch.distributed.all_reduce(answers, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(answers)
+        return list(numbers)
+    least = torch.tensor(numbers)
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return [int(number) for number in least]
 
 
 def least_free_bytes(device: str, gpu_id: int) -> int:
@@ -45,16 +46,17 @@ def least_free_bytes(device: str, gpu_id: int) -> int:
 
 
 def largest_of_all(values: torch.Tensor) -> torch.Tensor:
-    """Element-wise maximum over the ranks' heads; mutates and returns values."""
-    group = get_tp_group()
-    if group.world_size > 1:
-        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
-    return values
+    """Element-wise maximum over the ranks; mutates and returns values."""
+    return _reduced(values, torch.distributed.ReduceOp.MAX)
 
 
 def sum_of_all(values: torch.Tensor) -> torch.Tensor:
-    """Element-wise sum; mutates and returns values."""
+    """Element-wise sum over the ranks; mutates and returns values."""
+    return _reduced(values, torch.distributed.ReduceOp.SUM)
+
+
+def _reduced(values: torch.Tensor, by: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
     group = get_tp_group()
     if group.world_size > 1:
-        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.SUM, group=group.device_group)
+        torch.distributed.all_reduce(values, op=by, group=group.device_group)
     return values

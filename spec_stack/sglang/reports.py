@@ -8,11 +8,23 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from spec_stack.sglang.guards import harmless
+from spec_stack.sglang.request_state import META_INFO
 
 # Responses are built right after their reply has ended.
 _MOST_REPORTS = 4096
 _GAMMA_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 _SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+_COUNTED = {
+    "num_prompt_tokens": ("prompt_tokens_total", "prompt tokens, whole prompts"),
+    "num_kept_tokens": ("kept_tokens_total", "prompt tokens that the target prefilled or had cached"),
+    "num_scored_tokens": ("scored_tokens_total", "prompt tokens that the draft scored"),
+    "num_draft_tokens": ("draft_prefilled_tokens_total", "prompt tokens that the draft prefilled for it"),
+    "num_recalled_tokens": ("recalled_tokens_total", "recalled tokens of earlier turns"),
+    "num_protected_tokens": ("protected_tokens_total", "prompt tokens of system messages and templates"),
+    "cached_tokens": ("cached_tokens_total", "prompt tokens that were in the radix cache"),
+    "num_proposed": ("proposed_tokens_total", "tokens that the draft proposed"),
+    "num_accepted": ("accepted_tokens_total", "proposed tokens that the target accepted"),
+}
 
 
 class ReplyInfo:
@@ -22,11 +34,6 @@ class ReplyInfo:
         self._report: dict[str, Any] | None = None
         self._gammas: list[int] = []
         self._accepted: list[int] = []
-
-    @property
-    def num_prompt_tokens(self) -> int | None:
-        """The prompt's true length; None without a report."""
-        return None if self._report is None else int(self._report["num_prompt_tokens"])
 
     def add(self, carried: Sequence[Any]) -> None:
         """Add what came with the next tokens."""
@@ -39,56 +46,29 @@ class ReplyInfo:
                 self._accepted.append(num_accepted)
 
     def meta_info(self, is_finished: bool) -> dict[str, Any] | None:
-        """The report with the steps so far; None without one, and no steps without a policy (SGLang's own then).
-
-        At the end it has every step's gamma and accepted tokens.
-        """
-        if self._report is None:
-            return None
-        if "policy" not in self._report:
-            return dict(self._report)
-        steps: dict[str, Any] = (
-            {"gamma_trace": list(self._gammas), "accepted_trace": list(self._accepted)} if is_finished else {}
-        )
-        return {**self._report, "num_proposed": sum(self._gammas), "num_accepted": sum(self._accepted), **steps}
+        """The report with the steps so far, at the end one by one; None without one, no steps without a policy."""
+        if self._report is None or "policy" not in self._report:
+            return None if self._report is None else dict(self._report)
+        counts = {"num_proposed": sum(self._gammas), "num_accepted": sum(self._accepted)}
+        steps = {"gamma_trace": list(self._gammas), "accepted_trace": list(self._accepted)} if is_finished else {}
+        return {**self._report, **counts, **steps}
 
 
 def correct_acceptance(meta_info: dict[str, Any], report: Mapping[str, Any]) -> None:
-    """Correct what SGLang computes from the widest gamma alone. Mutates meta_info."""
+    """Correct what SGLang computes from the widest gamma alone. Mutates meta_info. report: a finished reply's."""
     if "num_proposed" not in report:
         return
     num_proposed, num_accepted = report["num_proposed"], report["num_accepted"]
+    num_steps = len(report["gamma_trace"])
     meta_info["spec_num_proposed_drafts"] = num_proposed
     meta_info["spec_num_correct_drafts"] = num_accepted
     meta_info["spec_accept_rate"] = num_accepted / num_proposed if num_proposed else 0.0
     # SGLang divides the output tokens, of which a stop or a limit may have cut some off.
-    meta_info["spec_accept_length"] = vllm_metrics(report)["speculative_decoding"]["mean_acceptance_length"]
-
-
-def vllm_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The final report, with gamma_trace and accepted_trace, as vLLM's per-request metrics; empty without steps.
-
-    acceptance_histogram[n] counts the steps with n accepted tokens; mean_acceptance_length includes the target's token.
-    """
-    if "gamma_trace" not in report:
-        return {}
-    accepted, num_steps = report["accepted_trace"], len(report["gamma_trace"])
-    num_proposed, num_accepted = report["num_proposed"], report["num_accepted"]
-    return {
-        "speculative_decoding": {
-            "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
-            "draft_acceptance_rate": num_accepted / num_proposed if num_proposed else 0.0,
-            "acceptance_histogram": [accepted.count(n) for n in range(max(accepted, default=-1) + 1)],
-            "num_spec_steps": num_steps,
-            "num_draft_tokens": num_proposed,
-            "num_accepted_draft_tokens": num_accepted,
-            "num_spec_tokens": max(report["gamma_trace"], default=0),
-        }
-    }
+    meta_info["spec_accept_length"] = 1 + num_accepted / num_steps if num_steps else 1.0
 
 
 class ReplyBooks:
-    """Finished replies: the sums of all, and the newest reports by request id.
+    """Finished replies: the newest reports by request id, and the sums of all.
 
     model_name: the label of the metrics; None keeps no sums.
     """
@@ -132,20 +112,15 @@ async def with_report(stream: AsyncIterator[Any], books: Callable[[], ReplyBooks
 def reported_completion(response: Any, books: ReplyBooks) -> Any:
     """A completion as plain values with the report beside its text; unchanged without one."""
     report = books.report_of(response.id)
-    if report is None:
-        return response
-    return response.model_dump(mode="json") | _shown(report)
+    return response if report is None else response.model_dump(mode="json") | _shown(report)
 
 
 def _shown(report: Mapping[str, Any]) -> dict[str, Any]:
-    metrics = vllm_metrics(report)
-    return {"spec_stack": dict(report), **({"metrics": metrics} if metrics else {})}
+    return {META_INFO: dict(report)}
 
 
 class ReplyMetrics:
-    """This project's Prometheus metrics, summed over all finished replies' reports. One per process, beside SGLang's
-    own.
-    """
+    """Prometheus metrics, summed over all finished replies' reports. One per process, beside SGLang's own."""
 
     def __init__(self, model_name: str) -> None:
         # SGLang must set the shared directory before prometheus_client is imported.
@@ -154,24 +129,14 @@ class ReplyMetrics:
         def counter(name: str, text: str, *labels: str) -> Any:
             return Counter(f"spec_stack:{name}", text, ["model_name", *labels])
 
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Any:
+            return Histogram(f"spec_stack:{name}", text, ["model_name"], buckets=buckets)
+
         self._model_name = model_name
         self._requests = counter("requests_total", "finished requests, by the outcome of the prompt", "outcome")
-        self._tokens = {
-            "num_prompt_tokens": counter("prompt_tokens_total", "prompt tokens, whole prompts"),
-            "num_kept_tokens": counter("kept_tokens_total", "prompt tokens that the target prefilled or had cached"),
-            "num_scored_tokens": counter("scored_tokens_total", "prompt tokens that the draft scored"),
-            "num_draft_tokens": counter(
-                "draft_prefilled_tokens_total", "prompt tokens that the draft prefilled for it"
-            ),
-            "num_recalled_tokens": counter("recalled_tokens_total", "recalled tokens of earlier turns"),
-            "num_protected_tokens": counter("protected_tokens_total", "prompt tokens of system messages and templates"),
-            "cached_tokens": counter("cached_tokens_total", "prompt tokens that were in the radix cache"),
-            "num_proposed": counter("proposed_tokens_total", "tokens that the draft proposed"),
-            "num_accepted": counter("accepted_tokens_total", "proposed tokens that the target accepted"),
-        }
-        labels = ["model_name"]
-        self._gamma = Histogram("spec_stack:gamma", "tokens drafted per step", labels, buckets=_GAMMA_BUCKETS)
-        self._scoring = Histogram("spec_stack:scoring_seconds", "scoring of a prompt", labels, buckets=_SECONDS_BUCKETS)
+        self._tokens = {name: counter(*described) for name, described in _COUNTED.items()}
+        self._gamma = histogram("gamma", "tokens drafted per step", _GAMMA_BUCKETS)
+        self._scoring = histogram("scoring_seconds", "scoring of a prompt", _SECONDS_BUCKETS)
 
     def observe(self, report: Mapping[str, Any], num_cached: int) -> None:
         """Count a finished reply; report is its final one."""

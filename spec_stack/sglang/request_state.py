@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spec_stack.config import OLD_SWITCHES, PrefillConfig, SparsePrefill
@@ -11,8 +11,8 @@ from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import check_batch_policy
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.positions import PositionMap
-from spec_stack.sglang.protocols import RunningRequest
-from spec_stack.sglang.server_args import FOLLOW_UPS, POSITIONS, ServerConfig
+from spec_stack.sglang.seams import RunningRequest
+from spec_stack.sglang.server_args import FOLLOW_UPS, POSITIONS, ServerConfig, check_choice
 
 META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
@@ -22,22 +22,16 @@ OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "positions", "protect", "
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
-_NO_SIGNALS = "a server does not measure its draft's; Python's return_records=True has them"
-# Without effect where only the draft goes without a part of a prompt.
-_OF_SPARSE_PREFILL = ("keep_rate", "follow_up", "positions")
+_GONE = {name: f"it is now sparse_prefill, {values}" for name, values in OLD_SWITCHES.items()} | {
+    "signals": "a server does not measure its draft's; Python's return_records=True has them"
+}
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """A request's options; None is the server's default.
-
-    sparse_prefill: "on" prunes at any length, whatever is cached. keep_rate: share of the prompt that the target
-    prefills. follow_up: the rule for earlier turns' text. positions: those of the kept tokens. protect: half-open token
-    spans kept whole, in place of the recognised system messages and template. explain: report the kept spans. gamma,
-    policy: how far to draft, see `BatchPolicy`.
-    """
+    """A request's options (docs/serving.md); None is the server's default. protect: half-open token spans."""
 
     sparse_prefill: SparsePrefill | None = None
     keep_rate: float | None = None
@@ -64,6 +58,9 @@ class RequestOptions:
         return options
 
     def _check(self, config: ServerConfig) -> None:
+        def given(*names: str) -> str:
+            return ", ".join(name for name in names if getattr(self, name) is not None)
+
         if not isinstance(self.explain, bool | None):
             raise ValueError(f"explain must be true or false, got {self.explain!r}")
         # The configuration checks it.
@@ -74,20 +71,14 @@ class RequestOptions:
                 f"sparse_prefill={switch!r} cannot be had on this server, whose draft's slots are settled at launch: "
                 f"it was launched with --spec-stack-sparse-prefill {launched}"
             )
-        if is_draft_only:
-            idle = [name for name in _OF_SPARSE_PREFILL if getattr(self, name) is not None]
-            if idle:
-                raise ValueError(
-                    f"{', '.join(idle)} set how prompts are pruned, and this server prunes its draft alone"
-                )
-        if self.follow_up is not None and self.follow_up not in FOLLOW_UPS:
-            raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
-        if self.positions is not None and self.positions not in POSITIONS:
-            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {self.positions!r}")
-        if config.scoring_model is not None:
-            asked = [name for name in ("gamma", "policy") if getattr(self, name) is not None]
-            if asked:
-                raise ValueError(f"{', '.join(asked)} set how SPEC_STACK drafts, and on this server it does not")
+        if is_draft_only and (idle := given("keep_rate", "follow_up", "positions")):
+            raise ValueError(f"{idle} set how prompts are pruned, and this server prunes its draft alone")
+        if self.follow_up is not None:
+            check_choice("follow_up", self.follow_up, FOLLOW_UPS)
+        if self.positions is not None:
+            check_choice("positions", self.positions, POSITIONS)
+        if config.scoring_model is not None and (asked := given("gamma", "policy")):
+            raise ValueError(f"{asked} set how SPEC_STACK drafts, and on this server it does not")
         if self.gamma is not None:
             if type(self.gamma) is not int or self.gamma not in config.gammas:
                 raise ValueError(f"gamma must be one of the server's, {list(config.gammas)}, got {self.gamma!r}")
@@ -105,11 +96,9 @@ class RequestOptions:
 def _given(params: Mapping[str, Any]) -> dict[str, Any]:
     """The options among a request's parameters, by name."""
     nested = params.get(NESTED)
-    for name, values in OLD_SWITCHES.items():
-        if params.get(name) is not None or (isinstance(nested, Mapping) and nested.get(name) is not None):
-            raise ValueError(f"there is no option {name}: it is now sparse_prefill, {values}")
-    if params.get("signals") is not None or (isinstance(nested, Mapping) and nested.get("signals") is not None):
-        raise ValueError(f"there is no option signals: {_NO_SIGNALS}")
+    for name, instead in _GONE.items():
+        if any(isinstance(it, Mapping) and it.get(name) is not None for it in (params, nested)):
+            raise ValueError(f"there is no option {name}: {instead}")
     given = {name: params[name] for name in OPTIONS if params.get(name) is not None}
     if nested is None:
         return given
@@ -145,46 +134,10 @@ def _is_span(span: object) -> bool:
 
 
 @dataclass(frozen=True)
-class PrefillReport:
-    """How a prompt was prefilled, under the names of the library's metrics.
-
-    outcome: one of `decide.OUTCOMES`. longest_part_s: the longest part of scoring_s, which other requests wait for.
-    num_scored_tokens: tokens decided by importance; num_draft_tokens: those that the draft had to prefill for it.
-    num_cached_tokens: inherited from an earlier turn, kept or dropped; num_recalled_tokens: those of them that were
-    dropped and are recalled now. policy: None where SGLang's own algorithm, or none, decodes. positions: those of a
-    pruned prompt's tokens.
-    """
-
-    num_prompt_tokens: int
-    num_kept_tokens: int
-    num_scored_tokens: int
-    num_draft_tokens: int
-    num_protected_tokens: int
-    num_cached_tokens: int
-    num_recalled_tokens: int
-    follow_up: str
-    sparse_prefill: bool
-    sparse_prefill_reason: str
-    outcome: str
-    keep_rate: float
-    scoring_s: float
-    policy: str | None
-    kept_spans: tuple[Span, ...] | None = None
-    longest_part_s: float = 0.0
-    positions: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The reply's report: kept_spans only where requested, no policy or positions where there are none."""
-        optional = ("kept_spans", "policy", "positions")
-        return {name: value for name, value in asdict(self).items() if name not in optional or value is not None}
-
-
-@dataclass(frozen=True)
 class RequestState:
     """Attached to a request inside the scheduler. positions: of a pruned prompt at its original ones."""
 
     options: RequestOptions
-    report: PrefillReport
     positions: PositionMap | None = None
 
 
@@ -192,27 +145,21 @@ _NOTHING_ASKED = RequestOptions()
 
 
 def options_of(request: RunningRequest) -> RequestOptions:
-    """The request's options; defaults where it has no state."""
     state = getattr(request, STATE, None)
     return state.options if isinstance(state, RequestState) else _NOTHING_ASKED
 
 
 def position_maps(requests: Sequence[RunningRequest]) -> list[PositionMap | None]:
-    """The maps of a batch; None for each dense prompt."""
     return [getattr(getattr(request, STATE, None), "positions", None) for request in requests]
 
 
-def attach(request: RunningRequest, state: RequestState) -> None:
-    """Attach the state to SGLang's request, and its report to the reply. Mutates the request.
+def attach(request: RunningRequest, state: RequestState, report: Mapping[str, Any]) -> None:
+    """Attach the state to SGLang's request, and the report to its reply. Mutates the request.
 
     Notes
     -----
-    `customized_info[key][i]`, the only channel to the tokenizer's process, is sent once, with output token i. The
-    report
-    is at token 0, and a step's [gamma, num_accepted] at the step's first token.
-    After a prefill (token 0), a step that drafted 4 and had 2 accepted (tokens 1 to 3), and one that drafted none
-    (token
-    4)::
+    `customized_info[key][i]`, the only channel to the tokenizer's process, is sent once, with output token i. After a
+    prefill (token 0), a step that drafted 4 and had 2 accepted (tokens 1 to 3), and one that drafted none (token 4)::
 
         token      0         1       2     3     4
         carried    report    [4, 2]  None  None  [0, 0]
@@ -220,14 +167,14 @@ def attach(request: RunningRequest, state: RequestState) -> None:
     `reports.ReplyInfo` reassembles them.
     """
     setattr(request, STATE, state)
-    request.customized_info = {**(request.customized_info or {}), META_INFO: [state.report.as_dict()]}
+    request.customized_info = {**(request.customized_info or {}), META_INFO: [dict(report)]}
 
 
 def note_step(request: RunningRequest, record: StepRecord) -> None:
     """Put a step's figures at its first token (see `attach`). Mutates the request.
 
-    Called before SGLang appends the step's num_accepted + 1 tokens to output_ids. SGLang may append fewer (a stop, a
-    limit), and removes tokens at a retraction: notes beyond output_ids are corrected here.
+    Called before SGLang appends the step's tokens. It may append fewer (a stop, a limit), and removes tokens at a
+    retraction: notes beyond output_ids are corrected here.
     """
     carried = (request.customized_info or {}).get(META_INFO)
     if carried is None:
@@ -246,10 +193,7 @@ def was_wrong(request: RunningRequest) -> bool:
 
 
 def dense_reason(request: RunningRequest) -> str | None:
-    """Why this request's prompt must be prefilled densely, or None.
-
-    Attributes differ between SGLang's versions; an absent one requests nothing.
-    """
+    """Why this request's prompt must be prefilled densely, or None. An attribute that SGLang lacks requests nothing."""
     num_without_logprob = getattr(request, "logprob_start_len", -1)
     if getattr(request, "return_logprob", False) and 0 <= num_without_logprob < len(request.origin_input_ids):
         return "input logprobs were asked for"

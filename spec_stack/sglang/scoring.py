@@ -22,12 +22,17 @@ from spec_stack.prefill.importance import finite, over_queries, segment_weights
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.head_votes import LayerQueries, Queries, num_scoring_heads, opening_of_own_heads, over_own_heads
+from spec_stack.sglang.pool_attention import (
+    LayerQueries,
+    Queries,
+    Window,
+    num_scoring_heads,
+    opening_of_own_heads,
+    over_own_heads,
+)
 from spec_stack.sglang.pooled_draft import PooledDraft
-from spec_stack.sglang.protocols import Scheduler
 from spec_stack.sglang.ranks import largest_of_all, num_ranks, own_rank, sum_of_all
-from spec_stack.sglang.support import num_matched
-from spec_stack.sglang.tiled_attention import Window
+from spec_stack.sglang.seams import Scheduler
 
 # Forwards of the look-ahead in one part of a scoring.
 _LOOK_AHEAD_PER_PART = 4
@@ -35,9 +40,7 @@ _LOOK_AHEAD_PER_PART = 4
 
 @dataclass(frozen=True)
 class Score:
-    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: tokens of the prompt that the draft had to
-    prefill.
-    """
+    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: those that the draft had to prefill."""
 
     importance: torch.Tensor
     num_draft_tokens: int
@@ -51,30 +54,21 @@ class DraftScorer:
     ) -> None:
         """most_of_a_part: most tokens of the next part, given a chunk's; called before every part."""
         self._scheduler: Any = scheduler
-        self._draft = pool
+        self._draft, self._device = pool, pool.device
         self._most_of_a_part = most_of_a_part
-        self._device = pool.device
 
     def num_cached(self, prompt: Prompt) -> int:
         """Prefix tokens whose KV the target has, were the prompt prefilled densely."""
         # SGLang prefills at least one token, so the last one counts as not cached.
-        key = RadixKey(
-            array("q", prompt.token_ids),
-            prompt.extra_key,
-            limit=max(len(prompt.token_ids) - 1, 0),
-            cache_salt=prompt.cache_salt,
-        )
-        return num_matched(self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)))
+        limit = max(len(prompt.token_ids) - 1, 0)
+        token_ids = array("q", prompt.token_ids)
+        key = RadixKey(token_ids, prompt.extra_key, limit=limit, cache_salt=prompt.cache_salt)
+        found = self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
+        # A number since SGLang 0.5.22, slots before.
+        return int(found.device_prefix_len) if hasattr(found, "device_prefix_len") else len(found.device_indices)
 
     def pool_state(self) -> dict[str, int]:
-        index = self._draft.index
-        return {
-            "num_tokens": index.num_slots,
-            "num_held": index.num_held,
-            "num_free": index.num_free,
-            "num_pinned": index.num_pinned,
-            "num_bytes": self._draft.num_bytes,
-        }
+        return {**self._draft.index.state(), "num_bytes": self._draft.num_bytes}
 
     def num_to_prefill(self, prompt: Prompt) -> int:
         """Tokens that the draft's pool lacks; the last one always runs."""
@@ -83,34 +77,29 @@ class DraftScorer:
 
     def has_room(self, num_tokens: int) -> bool:
         """Return whether the draft's pool can take so many tokens beside the current leases."""
-        index = self._draft.index
-        return num_tokens <= index.num_free + index.num_held - index.num_pinned
+        return num_tokens <= self._draft.index.num_available
 
     def forget(self) -> None:
-        """Empty the draft's pool. Nothing may be scored meanwhile."""
         self._draft.index.clear()
 
     def score(self, prompt: Prompt, pieces: Sequence[str] | None = None) -> Generator[None, None, Score]:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
-        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token; None without a
-        tokenizer.
+        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
 
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
-        draft's forwards, and at the beginning of the last two parts. Of a scoring that ends early the pool keeps what
-        all ranks have agreed on, since their pools must stay alike.
+        draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
         """
         num_tokens, config = len(prompt.token_ids), prompt.config
         # First layers alone cannot predict the next token, so they draft no look-ahead.
         num_layers, window = config.num_asked_layers, _window(prompt)
-        found = None
-        if config.asks_prompt:
-            found = find_candidates(num_tokens, pieces, prompt.spans)
+        found = find_candidates(num_tokens, pieces, prompt.spans) if config.asks_prompt else None
         num_in_place = 1 if found is None else num_tokens - found.start
         spans = () if found is None else found.repeated
         repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]
-        look_ahead = self._look_ahead(prompt) if found is None else 0
+        room = int(self._scheduler.model_config.context_len) - num_tokens
+        look_ahead = max(0, min(config.look_ahead, room)) if found is None else 0
         # The scoring queries run again whatever the pool has.
         lease = self._draft.index.lease(_walls(prompt), prompt.token_ids, num_tokens - num_in_place)
         num_shared = num_agreed = lease.num_shared
@@ -159,10 +148,10 @@ class DraftScorer:
             lease.insert(num_agreed)
 
     def _stops(self, start: int, num_in_place: int, prompt: Prompt) -> range:
-        """The ends of the prefill parts from `start` on, without the part of the scoring queries.
+        """The ends of the prefill parts from `start` on, without the last part, of the scoring queries.
 
-        That part is a whole chunk, for an early look-ahead. Under a window it holds the queries alone: they attend to
-        everything, so their KV does not go into the pool, whose tokens attend within the window.
+        It is a whole chunk. Under a window it holds the queries alone: they attend to everything, so their KV does not
+        go into the pool, whose tokens attend within the window.
         """
         chunk, num_tokens = max(self.chunk(prompt.config), num_in_place), len(prompt.token_ids)
         if _window(prompt) is None:
@@ -170,19 +159,13 @@ class DraftScorer:
         end = num_tokens - num_in_place
         return range(end - (end - start - 1) // chunk * chunk, end + 1, chunk) if end > start else range(0)
 
-    def _look_ahead(self, prompt: Prompt) -> int:
-        room = int(self._scheduler.model_config.context_len) - len(prompt.token_ids)
-        return max(0, min(prompt.config.look_ahead, room))
-
     def chunk(self, config: PrefillConfig) -> int:
-        """Most tokens of a prompt that the draft prefills in one part."""
         server = self._scheduler.chunked_prefill_size
         chunk = min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
         return self._most_of_a_part(chunk)
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Context of every part of a scoring; no state outlives the part."""
         moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
         with torch.no_grad(), self._on_forward_stream(), moe[0], moe[1]:
             yield
@@ -214,14 +197,13 @@ def _window(prompt: Prompt) -> Window | None:
 
 
 def _walls(prompt: Prompt) -> Hashable:
-    """The namespace of a prompt in the draft's pool: its tenant and its window."""
+    """A prompt's namespace in the draft's pool."""
     return prompt.tenant, _window(prompt)
 
 
 def _over_ranks(
     own: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, queries: Queries
 ) -> torch.Tensor:
-    """Importance (num_tokens,) over the heads of all ranks."""
     if config.head_vote == "mean":
         return finite(sum_of_all(own) / num_scoring_heads(layers, config, num_ranks()))
     return finite(over_queries(largest_of_all(own), queries.segments, queries.weights))

@@ -5,7 +5,7 @@ Between two prefill batches, two scoring parts, or one of each, there is a decod
 
 from __future__ import annotations
 
-from spec_stack.sglang.protocols import RunningRequest, Scheduler
+from spec_stack.sglang.seams import RunningRequest, Scheduler
 
 # Most tokens of a part while anything runs: its forward delays the running requests' next tokens.
 _MOST_BESIDE = 2048
@@ -34,7 +34,6 @@ class ScoringSchedule:
         return bool(least) and self._num_running() < least
 
     def most_of_a_part(self, chunk: int) -> int:
-        """Most tokens of the draft's next part, at most a chunk."""
         return min(chunk, _MOST_BESIDE) if self._anything_runs() else chunk
 
     def is_for_scoring(self, unscored: set[int]) -> bool:

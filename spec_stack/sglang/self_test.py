@@ -16,13 +16,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.positions import PositionMap
+from spec_stack.sglang.positions import PlacedKey, PositionMap
 from spec_stack.sglang.prefix_reuse import CachedPrefix, plan_prefill
-from spec_stack.sglang.protocols import RunningRequest, Scheduler
-from spec_stack.sglang.radix_keys import PlacedKey
 from spec_stack.sglang.request_state import dense_reason
 from spec_stack.sglang.scoring import DraftScorer
-from spec_stack.sglang.support import NAME
+from spec_stack.sglang.seams import RunningRequest, Scheduler
+from spec_stack.sglang.server_args import NAME
 
 _NUM_CHUNKS = 6
 _TENANT = "spec_stack's own test"
@@ -52,7 +51,9 @@ def most_tokens(config: PrefillConfig) -> int:
 
 
 def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
-    token_ids = _synthetic_ids(scheduler, config)
+    num_ids = min(int(scheduler.model_config.vocab_size), 1000)
+    room = min(int(scheduler.model_config.context_len) // 2, _NUM_CHUNKS * config.chunk_size)
+    token_ids = [at * 7 % num_ids for at in range(room)]
     request = Req("self-test", "", array("q", token_ids), SamplingParams(max_new_tokens=1))
     _check_fields(scheduler, Scheduler)
     _check_fields(request, RunningRequest)
@@ -66,12 +67,6 @@ def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
     moved = [position - slot << 32 for slot, position in enumerate(given.positions)]
     if list(placed.token_ids) != [token_id + by for token_id, by in zip(given.token_ids, moved, strict=True)]:
         raise RuntimeError("RadixKey does not hold the tokens with their positions")
-
-
-def _synthetic_ids(scheduler: Any, config: PrefillConfig) -> list[int]:
-    num_ids = min(int(scheduler.model_config.vocab_size), 1000)
-    room = min(int(scheduler.model_config.context_len) // 2, _NUM_CHUNKS * config.chunk_size)
-    return [at * 7 % num_ids for at in range(room)]
 
 
 def _importance(scorer: DraftScorer, prompt: Prompt) -> Any:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from spec_stack.config import MAX_GAMMA, OLD_SWITCHES, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
+from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
 from spec_stack.settings.flags import FormerFlag
 from spec_stack.settings.options import documented, meaning, option
 
+logger = logging.getLogger(__name__)
+NAME = "SPEC_STACK"
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
 MOST_POOL_TOKENS = 65_536
 POSITIONS = ("auto", "original", "contiguous")
 FOLLOW_UPS = ("recall", "freeze", "afresh")
-"""Rules for the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
-same, and what the new turn wants of the dropped text comes back. afresh: the whole prompt is selected anew, and nothing
-that the server remembers changes a reply."""
+"""Rules for the text of earlier turns. freeze: the earlier selection stays. recall: so it does, and dropped text that
+is relevant to the new turn is recalled. afresh: the whole prompt is selected anew."""
 
 
 @documented
@@ -108,15 +111,18 @@ class ServerConfig:
                 raise ValueError(f"{name} must be {kinds}, got {value!r}")
         if self.scoring_model is not None and self.prefill.sparse_prefill == "draft_only":
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
-        if self.follow_up not in FOLLOW_UPS:
-            raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
-        if self.positions not in POSITIONS:
-            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {self.positions!r}")
+        check_choice("follow_up", self.follow_up, FOLLOW_UPS)
+        check_choice("positions", self.positions, POSITIONS)
         if self.recall.max_cached_tokens is not None:
             raise ValueError(
                 "recall.max_cached_tokens is for Python: a server's caches make room by themselves; leave it out"
             )
         self.make_policy(self.policy)
+
+    @property
+    def prunes(self) -> bool:
+        """Return whether prompts are pruned by default, as far as the models allow it."""
+        return self.prefill.sparse_prefill in ("auto", "on") and self.prefill.keep_rate != 1
 
     def gammas_at(self, batch_size: int) -> tuple[int, ...]:
         """The gammas that a batch of this size may use; the smallest one is always allowed."""
@@ -157,11 +163,7 @@ class ServerConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerConfig:
-        """From flags or a file: the fields above (prefill and recall as mappings), and prefill's own flags, which
-        override it.
-
-        Raises ValueError for anything unknown, and for drafting settings beside a scoring model.
-        """
+        """From flags or a file: the fields above (prefill and recall as mappings), and prefill's own flags."""
         values = dict(values)
         idle = [name for name in _OF_DRAFTING if name in values]
         if values.get("scoring_model") is not None and idle:
@@ -177,8 +179,8 @@ class ServerConfig:
         recall = dict(_mapping("recall", values.pop("recall", {})))
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
         _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
-        if "gammas" in values:
-            values["gammas"] = _tuple("gammas", values["gammas"])
+        if isinstance(values.get("gammas"), list):
+            values["gammas"] = tuple(values["gammas"])
         for name in ("policy_options", "max_gamma_by_batch_size"):
             if name in values:
                 values[name] = {_number(key): value for key, value in _mapping(name, values[name]).items()}
@@ -190,6 +192,27 @@ class ServerConfig:
         flags = _read_environment()
         path = flags.pop("config", None)
         return cls.from_mapping({**(_read_file(path) if path else {}), **flags})
+
+
+def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft_config: Any) -> ServerConfig:
+    """The settings with calibrated values for those that have defaults.
+
+    Raises ValueError for a named calibration that does not fit these models; one beside the draft is skipped then.
+    """
+    named = False if config.calibration == NONE else config.calibration
+    configs = target_config, draft_config
+    found, problem = choose_calibration(draft, named, configs, lambda: sketch_of_files(draft))
+    if problem:
+        logger.warning("%s: the calibration beside the draft is left aside: %s", NAME, problem)
+    if found is None:
+        return config
+    logger.info("%s: prompts are pruned as calibrated by %s", NAME, found.origin)
+    return replace(config, prefill=found.complete(config.prefill))
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _prefill_config(values: dict[str, Any]) -> PrefillConfig:
@@ -243,7 +266,6 @@ _OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "draft_slots"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the --spec-stack-* flags."""
     group = parser.add_argument_group(
         "spec_stack", "with --speculative-algorithm SPEC_STACK, or with --spec-stack-scoring-model"
     )
@@ -252,13 +274,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, (read, metavar) in _FLAGS.items():
         config: type = PrefillConfig if name in _OF_PREFILL else ServerConfig
         default = getattr(config, name)
-        if name == "gammas":
-            common_of, default = {**common, "nargs": "+"}, " ".join(map(str, default))
-        else:
-            common_of = common
+        several: dict[str, Any] = {"nargs": "+"} if name == "gammas" else {}
+        if several:
+            default = " ".join(map(str, default))
         shown = meaning(config, name) + ("" if default is None else f" (default {default})")
         flag = f"--spec-stack-{name.replace('_', '-')}"
-        group.add_argument(flag, type=read, metavar=metavar, help=shown.replace("%", "%%"), **common_of)
+        group.add_argument(flag, type=read, metavar=metavar, help=shown.replace("%", "%%"), **several, **common)
     instead = f"--spec-stack-sparse-prefill, {OLD_SWITCHES['prune']}"
     group.add_argument("--spec-stack-prune", action=FormerFlag, instead=instead)
     settings = ", ".join([*_OF_PREFILL, *(entry.name for entry in fields(ServerConfig))])
@@ -287,12 +308,6 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
     return value
 
 
-def _tuple(name: str, value: object) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{name} must be a list, got {value!r}")
-    return tuple(value)
-
-
 def _refuse_unknown(prefix: str, values: Mapping[str, Any], known: list[str]) -> None:
     unknown = [prefix + name for name in values if name not in known]
     if unknown:
@@ -300,10 +315,11 @@ def _refuse_unknown(prefix: str, values: Mapping[str, Any], known: list[str]) ->
 
 
 def _number(key: object) -> object:
-    """JSON has strings for numeric keys."""
     return int(str(key)) if str(key).isdigit() else key
 
 
 def _check_whole_numbers(name: str, values: Sequence[object], least: int = 0) -> None:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} must be a list, got {values!r}")
     if any(type(value) is not int or value < least for value in values):
         raise ValueError(f"{name} must be whole numbers, {least} or more, got {list(values)}")

@@ -5,36 +5,32 @@ Own KV pool and request table (see `draft_rows`): backends and graphs are SGLang
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleDraftInput
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
 from spec_stack.prefill.draft_slots import DraftKVBudget, Ints
 from spec_stack.sglang.draft_rows import DraftRow, Part, num_row_slots, text_of
 from spec_stack.sglang.guards import note_failure
+from spec_stack.sglang.pooled_draft import bytes_per_token, extend_batch
 from spec_stack.sglang.request_state import was_wrong
 
 
 class SlottedDraft:
-    """The rows of one draft runner.
+    """The rows of one draft runner, whose pools are not yet made.
 
-    runner: SGLang's ModelRunner of the draft, weights loaded and pools not yet made. config: draft_slots and their
-    choice. max_gamma: the longest proposal. num_requests: most that run at once. Memory is reserved here, before SGLang
-    divides the rest, and passed to the draft's pool by `pools`. The prompt's chosen part is prefilled in the first step
-    after the target's prefill, so it delays no first token::
+    Memory is reserved here, before SGLang divides the rest, and passed to the draft's pool by `pools`. The prompt's
+    chosen part is prefilled in the first step after the target's prefill, so it delays no first token::
 
         target's row   0 1 2 3 4 5 6 7 8 9        the text's tokens, one slot each; 10 is the newest one, not yet in it
         draft's row    0 1 4 5 8 9 10             chosen positions; shift 4: 10 is at place 6
@@ -43,9 +39,7 @@ class SlottedDraft:
     def __init__(self, runner: Any, config: PrefillConfig, max_gamma: int, num_requests: int) -> None:
         self._runner, self._config = runner, config
         self.num_per_request = num_row_slots(config, max_gamma)
-        layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
-        width = sum(layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim) for layer in layers)
-        self.num_bytes = (num_requests + 1) * self.num_per_request * width * runner.dtype.itemsize
+        self.num_bytes = (num_requests + 1) * self.num_per_request * bytes_per_token(runner)
         self._reserve = torch.empty(self.num_bytes, dtype=torch.uint8, device=runner.device)
         self._rows: dict[int, DraftRow] = {}
         self._num_prefilled: dict[int, int] = {}
@@ -66,13 +60,8 @@ class SlottedDraft:
 
     def state(self) -> dict[str, int]:
         """num_most_held: most slots in use by one request at a choice."""
-        return {
-            "num_per_request": self.num_per_request,
-            "num_bytes": self.num_bytes,
-            "num_most_held": self.num_most_held,
-            "num_renewals": self.num_renewals,
-            "num_restored": self.num_restored,
-        }
+        names = ("num_per_request", "num_bytes", "num_most_held", "num_renewals", "num_restored")
+        return {name: getattr(self, name) for name in names}
 
     # A request's beginning
 
@@ -106,54 +95,38 @@ class SlottedDraft:
     def begin_step(self, batch: Any) -> None:
         """Choose slots for requests of the next step, where they have none or their choice is due.
 
-        Mutates batch.spec_info for those without slots: the first token of their proposal.
+        Mutates batch.spec_info: the first token of a new request's proposal.
         """
-        unread: set[int] = set()
         try:
-            self._choose_and_read(batch, unread)
+            self._choose_and_read(batch)
         except Exception:
-            # Marked as holding what the draft has not read; they begin anew in their next step.
-            for row in unread:
+            # All begin anew in their next step, at places that exist.
+            for row in batch.req_pool_indices_cpu.tolist():
                 self._rows.pop(row, None)
-            self._forget_places(batch.req_pool_indices_cpu.tolist())
-            raise
-
-    def _forget_places(self, rows: Sequence[int]) -> None:
-        """Reset the places of rows without slots: they are of an earlier request, or of a prefill that the target has
-        passed.
-        """
-        for row in rows:
-            if row not in self._rows:
                 self._num_prefilled.pop(row, None)
                 self._shifts[row] = self._shifts_cpu[row] = 0
+            raise
 
-    def _choose_and_read(self, batch: Any, unread: set[int]) -> None:
-        """unread: rows whose choice the draft has not read yet; filled and emptied here."""
+    def _choose_and_read(self, batch: Any) -> None:
         renewed, new = _Parts(), [_Parts()]
         for at, (row, request) in enumerate(zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True)):
             held = self._rows.get(row)
             if held is None:
                 if new[-1].num_tokens >= self._config.prefill_chunk:
                     new.append(_Parts())
-                unread.add(row)
                 self._begin_row(row, batch, at, new[-1])
             elif held.is_due(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
-                unread.add(row)
                 self._renew_row(row, held, text_of(request.origin_input_ids, request.output_ids), renewed)
         for parts in new:
             if parts.rows:
                 self._begin(batch.spec_info, parts)
-                unread.difference_update(parts.rows)
         if renewed.rows:
             self._forward(renewed)
-        unread.clear()
 
     def _begin_row(self, row: int, batch: Any, at: int, parts: _Parts) -> None:
         # Slot 0 is reserved: padding is written there.
         slots = np.arange(self.num_per_request) + 1 + row * self.num_per_request
         held = self._rows[row] = DraftRow(slots, DraftKVBudget.of(self._config))
-        # If the following fails, the row holds wrong KV, at valid places.
-        self._show(row, held)
         text = self._prefilled_of(batch, at, row)
         parts.add(row, held.begin(text), np.append(text, 0), at)
         self._show(row, held)
@@ -173,9 +146,7 @@ class SlottedDraft:
         proposals.topk_index[at] = logits.argmax(dim=-1, keepdim=True)
 
     def _prefilled_of(self, batch: Any, at: int, row: int) -> Ints:
-        """The target's tokens of a request's text. After a failed first step the host may not know the last ones: 0
-        stands in.
-        """
+        """The target's tokens of a request's text; 0 for those that the host does not know after a failed step."""
         text = text_of(batch.reqs[at].origin_input_ids, batch.reqs[at].output_ids)
         num_tokens = self._num_prefilled.pop(row, None)
         if num_tokens is None:
@@ -183,7 +154,6 @@ class SlottedDraft:
         return np.append(text[:num_tokens], np.zeros(max(0, num_tokens - len(text)), dtype=np.int64))
 
     def _show(self, row: int, held: DraftRow) -> None:
-        """Write a row's slots into the draft's table."""
         slots = torch.from_numpy(held.slots).to(self._table.dtype)
         self._table[row, : len(slots)] = to_device(slots, self._table.device)
         self._shifts[row] = self._shifts_cpu[row] = held.shift
@@ -197,33 +167,15 @@ class SlottedDraft:
         runner, device = self._runner, self._shifts.device
         lengths = [len(part.positions) for part in work.parts]
         before = [part.num_before for part in work.parts]
-        ends = [num_before + num_new for num_before, num_new in zip(before, lengths, strict=True)]
-        rows, seq_lens, starts, new_lengths = to_device(torch.tensor([work.rows, ends, before, lengths]), device)
+        spans = zip(work.rows, before, lengths, strict=True)
+        slots = torch.cat([self._table[row, start : start + length] for row, start, length in spans]).long()
+        positions = to_device(torch.from_numpy(np.concatenate([part.positions for part in work.parts])), device)
         input_ids = to_device(torch.from_numpy(np.concatenate(work.token_ids)), device)
+        batch = extend_batch(input_ids, work.rows, before, lengths, slots, positions)
         if newest is not None:
-            input_ids[new_lengths.cumsum(0) - 1] = newest.to(input_ids)
+            input_ids[batch.extend_seq_lens.cumsum(0) - 1] = newest.to(input_ids)
         # Image placeholders are no tokens.
         input_ids.clamp_(0, int(runner.model_config.vocab_size) - 1)
-        spans = zip(work.rows, before, ends, strict=True)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=len(lengths),
-            input_ids=input_ids,
-            req_pool_indices=rows,
-            seq_lens=seq_lens,
-            out_cache_loc=torch.cat([self._table[row, start:stop] for row, start, stop in spans]).long(),
-            seq_lens_sum=sum(ends),
-            seq_lens_cpu=torch.tensor(ends),
-            positions=to_device(torch.from_numpy(np.concatenate([part.positions for part in work.parts])), device),
-            extend_num_tokens=sum(lengths),
-            extend_seq_lens=new_lengths.int(),
-            extend_prefix_lens=starts.int(),
-            extend_start_loc=(new_lengths.cumsum(0) - new_lengths).int(),
-            extend_seq_lens_cpu=lengths,
-            extend_prefix_lens_cpu=before,
-            spec_algorithm=SpeculativeAlgorithm.NONE,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
         self._plan(batch)
         moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
         with torch.no_grad(), moe[0], moe[1], forward_context(ForwardContext(attn_backend=runner.attn_backend)):
@@ -240,9 +192,9 @@ class SlottedDraft:
     # A step
 
     def place(self, forward_batch: Any, batch: Any) -> None:
-        """Give a forward of the draft its own lengths, slots and positions in place of the target's.
+        """Give a forward of the draft its own lengths, slots and positions. Mutates forward_batch.
 
-        Mutates forward_batch. A batch that catches up has its lengths and slots already (`catching_up`).
+        A batch that catches up has its lengths and slots already (`catching_up`).
         """
         mode = forward_batch.forward_mode
         shifts = self._shifts[forward_batch.req_pool_indices]
@@ -287,10 +239,7 @@ class SlottedDraft:
         forward_batch.out_cache_loc = torch.zeros_like(forward_batch.out_cache_loc)
 
     def _lengths(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None, int | None]:
-        """The draft's tokens of each request: on the device, and on the host where SGLang knows it there.
-
-        The draft has the newest token, which the target has not seen.
-        """
+        """The draft's tokens of each request, the newest included: on the device, and, if known, on the host."""
         lengths = batch.seq_lens + 1 - self._shifts[batch.req_pool_indices].to(batch.seq_lens)
         if batch.seq_lens_cpu is None:
             return lengths, None, None
@@ -298,24 +247,22 @@ class SlottedDraft:
         return lengths, on_host, int(on_host.sum())
 
     def _slots(self, batch: Any, lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The slots of every request's next tokens (batch * num_tokens,)."""
         places = lengths.long()[:, None] + torch.arange(num_tokens, device=lengths.device)
         slots: torch.Tensor = self._table[batch.req_pool_indices.long()[:, None], places]
         return slots.reshape(-1).long()
 
 
+@dataclass
 class _Parts:
-    """The parts of one forward of the draft."""
+    """The parts of one forward of the draft; at: each one's place in its batch."""
 
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.parts: list[Part] = []
-        self.token_ids: list[Ints] = []
-        self.at: list[int] = []
-        self.num_tokens = 0
+    rows: list[int] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    token_ids: list[Ints] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    num_tokens: int = 0
 
     def add(self, row: int, part: Part, text_ids: Ints, at: int = 0) -> None:
-        """at: the request's place in its batch."""
         self.rows.append(row)
         self.parts.append(part)
         self.token_ids.append(text_ids[part.positions])

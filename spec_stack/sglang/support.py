@@ -1,6 +1,6 @@
-"""The algorithm's name, the supported versions of SGLang, and the limits of a server's models and modes.
+"""The supported versions of SGLang, and the limits of a server's models and modes.
 
-Drafting works wherever SGLang's STANDALONE does; pruning needs more, and can work without SPEC_STACK's drafts.
+Everywhere args are SGLang's resolved arguments, and target, draft, scoring its configurations of the models.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from importlib.metadata import version
 from typing import Any
 
 from spec_stack.config import Positions
-from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.server_args import NAME, ServerConfig
 
-NAME = "SPEC_STACK"
 # Tested by `tests/serving` (docs/operations.md), up to the newest that pip installs; others are refused.
 VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 
@@ -53,19 +52,12 @@ def check_version() -> None:
 
 
 def attn_dp_size(args: Any) -> int:
-    """Data-parallel attention groups; 0.5.22 has a number for it, and takes the old flag for it."""
+    """Data-parallel attention groups, a number since 0.5.22."""
     return getattr(args, "attn_dp_size", None) or 1
 
 
-def num_matched(found: Any) -> int:
-    """Tokens on the device that SGLang's cache has found: a number since 0.5.22, slots before."""
-    if hasattr(found, "device_prefix_len"):
-        return int(found.device_prefix_len)
-    return len(found.device_indices)
-
-
 def require_drafting(args: Any, config: ServerConfig) -> None:
-    """Raise ValueError, with the fix, where SPEC_STACK cannot draft on such a server. args: SGLang's arguments."""
+    """Raise ValueError, with the fix, where SPEC_STACK cannot draft on such a server."""
     if not args.speculative_draft_model_path:
         raise ValueError(f"{NAME} needs a draft model: add --speculative-draft-model-path")
     if config.scoring_model is not None:
@@ -100,8 +92,7 @@ def require_drafting(args: Any, config: ServerConfig) -> None:
 class Pruning:
     """How a server may prune.
 
-    original, contiguous: why not at these positions, or None. default: the positions of a request that sets none.
-    untested: what of the launch pruning has not been tested with, or None.
+    original, contiguous: why not at these positions, or None. untested: what pruning has not been tested with, or None.
     """
 
     original: str | None
@@ -110,7 +101,6 @@ class Pruning:
     untested: str | None
 
     def positions(self, asked: str | None) -> Positions:
-        """A request's positions. asked: None or "auto" for the server's."""
         return "original" if asked == "original" else "contiguous" if asked == "contiguous" else self.default
 
     def refusal(self, positions: Positions) -> str | None:
@@ -118,7 +108,7 @@ class Pruning:
 
     @property
     def note(self) -> str:
-        """The positions of pruned prompts in words, for the log and the doctor; "" where nothing is to say."""
+        """The positions of pruned prompts in words; "" where nothing is to say."""
         if self.default == "original" or self.contiguous is not None:
             return ""
         why = "" if self.original is None else f", since {self.original}"
@@ -127,34 +117,22 @@ class Pruning:
 
 
 def pruning_of(asked: str, args: Any, target: Any, draft: Any, role: str = "draft", algorithm: str = NAME) -> Pruning:
-    """How the prompts of a server may be pruned. Unpruned prompts still use drafts.
-
-    asked: the server's positions, "auto" for original ones where these work. args: SGLang's resolved arguments; target,
-    draft: its configurations; role: the second model's name in a reason.
-    """
-    common = _scoring_model_refusal(args, draft, role)
-    original = common or _original_refusal(args, target, algorithm)
-    contiguous, untested = common, _untested(args, target, algorithm)
+    """How a server's prompts may be pruned. asked: its positions. role: the second model's name in a reason."""
+    common = _architecture_reason(draft, role)
+    if common is None and _is_disaggregated(args):
+        common = "prefill and decode run on different servers"
+    untested = _untested(args, target, algorithm)
+    original = common or _architecture_reason(target, "target") or untested
+    contiguous = common
     if contiguous is None and asked != "contiguous" and untested is not None:
         contiguous = f"{untested}, where pruning has not been tested; --spec-stack-positions contiguous tries it"
     default: Positions = "contiguous" if asked == "contiguous" or (asked == "auto" and original) else "original"
     return Pruning(original, contiguous, default, untested)
 
 
-def _scoring_model_refusal(args: Any, draft: Any, role: str) -> str | None:
-    reason = architecture_refusal(draft)
-    if reason is not None:
-        return f"the {role} {reason}"
-    if _is_disaggregated(args):
-        return "prefill and decode run on different servers"
-    return None
-
-
-def _original_refusal(args: Any, target: Any, algorithm: str) -> str | None:
-    reason = architecture_refusal(target)
-    if reason is not None:
-        return f"the target {reason}"
-    return _untested(args, target, algorithm)
+def _architecture_reason(model: Any, role: str) -> str | None:
+    reason = architecture_refusal(model)
+    return None if reason is None else f"the {role} {reason}"
 
 
 def _untested(args: Any, target: Any, algorithm: str) -> str | None:
@@ -174,11 +152,7 @@ def _untested(args: Any, target: Any, algorithm: str) -> str | None:
 
 
 def scoring_refusal(args: Any, algorithm: str, target: Any, scoring: Any, asked: str = "auto") -> str | None:
-    """Why a scoring model cannot run on a server without SPEC_STACK's drafts, or None.
-
-    algorithm: SGLang's own, "" for none. args: SGLang's resolved arguments; target, scoring: its configurations. asked:
-    the server's positions.
-    """
+    """Why a scoring model cannot run beside SGLang's own algorithm, "" for none; or None. asked: the positions."""
     if algorithm and algorithm not in BESIDE and asked != "contiguous":
         return (
             f"--speculative-algorithm {algorithm} is not one of {', '.join(BESIDE)}, nor left out; "
@@ -201,10 +175,6 @@ def scoring_refusal(args: Any, algorithm: str, target: Any, scoring: Any, asked:
 
 
 def require_slots(args: Any, draft: Any) -> None:
-    """Raise ValueError where a server's draft cannot decode over chosen slots of its own.
-
-    args: SGLang's arguments; draft: its configuration of the model.
-    """
     refusal = _slots_refusal(args, draft)
     if refusal is not None:
         raise ValueError(
@@ -213,9 +183,8 @@ def require_slots(args: Any, draft: Any) -> None:
 
 
 def _slots_refusal(args: Any, draft: Any) -> str | None:
-    reason = architecture_refusal(draft)
-    if reason is not None:
-        return f"the draft {reason}"
+    if reason := _architecture_reason(draft, "draft"):
+        return reason
     if (getattr(args, "page_size", None) or 1) > 1:
         return "a page of several slots cannot hold chosen tokens; --page-size 1 can"
     if _is_disaggregated(args):
@@ -231,7 +200,7 @@ def _is_disaggregated(args: Any) -> bool:
 
 
 def architecture_refusal(config: Any) -> str | None:
-    """Why a model's prompts may not be pruned at original positions, or None. config: SGLang's of the model."""
+    """Why a model's prompts may not be pruned at original positions, or None."""
     architecture = config.hf_config.architectures[0]
     if architecture not in _ARCHITECTURES:
         return f"is a {architecture}, not one of {', '.join(_ARCHITECTURES)}"
@@ -248,17 +217,9 @@ def architecture_refusal(config: Any) -> str | None:
 
 
 def draft_positions_are_mapped(runner: Any) -> bool:
-    """Return whether the draft may run at original positions.
-
-    On another backend, and under SGLang's own algorithms, it stays at its slots: replies are the same, with fewer
-    accepted tokens.
-    """
+    """Return whether the draft may run at original positions; else at its slots, with fewer accepted tokens."""
     args = runner.server_args
     if str(args.speculative_algorithm).upper() != NAME:
         return False
     backend = getattr(args, "speculative_draft_attention_backend", None) or runner.decode_attention_backend_str
-    return backend_maps_positions(backend)
-
-
-def backend_maps_positions(backend: str) -> bool:
     return backend in MAPPED_DRAFT_BACKENDS

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import resolving_view
-from sglang.srt.runtime_context import get_context
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend, with_phase
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
+from sglang.srt.runtime_context import get_context, get_exec
 from sglang.srt.speculative import eagle_worker_v2
+from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
 
 from spec_stack.sglang import hooks
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
-from spec_stack.sglang.graphs import GraphedController, captured_at
 from spec_stack.sglang.guards import harmless, note_failure
-from spec_stack.sglang.launch_notes import penalty_advice
-from spec_stack.sglang.padded_vocabulary import fit_draft, rows_differ
+from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, penalty_advice
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE
-from spec_stack.sglang.scoring_model import ScoringModel
-from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.scoring_model import ScoringModel, fit_draft, rows_differ
+from spec_stack.sglang.server_args import NAME, ServerConfig
 from spec_stack.sglang.slotted_draft import SlottedDraft
 from spec_stack.sglang.support import (
     BUILT_FROM_POSITIONS,
     MAPPED_DRAFT_BACKENDS,
-    NAME,
     draft_positions_are_mapped,
     require_slots,
 )
@@ -35,13 +36,11 @@ from spec_stack.sglang.support import (
 logger = logging.getLogger(__name__)
 # Of SGLang's logs: the line and the entry of a change of gamma.
 _SWITCH, _OVERRIDE = "Switch adaptive runtime state", "adaptive_spec.restore"
+_CAPTURE = "spec_stack.capture"
 
 
 class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
-    """SGLang's draft worker, with attention lengths from seq_lens. Backends are made at launch, one per gamma.
-
-    slots: where it decodes over slots of its own; None shares the target's.
-    """
+    """SGLang's draft worker, with attention lengths from seq_lens. slots: its own; None shares the target's."""
 
     slots: SlottedDraft | None = None
 
@@ -89,11 +88,7 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
 
 
 class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
-    """Made by SGLang in each scheduler process.
-
-    Raises RuntimeError where the plugin's hooks are not in place, and ValueError where the draft cannot have its own
-    slots.
-    """
+    """Made by SGLang in each scheduler process."""
 
     slots: SlottedDraft | None = None
 
@@ -118,10 +113,24 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         )
         self.adaptive_controller = GraphedController(self, self.batch_policy)
         self._penalties = Penalties()
-        if advice := penalty_advice(runner.model_config.get_default_sampling_params()):
-            logger.warning("%s: %s", NAME, advice)
         # SGLang logs every change of gamma, which it expects rarely; here gamma may change at every step.
         logging.getLogger(eagle_worker_v2.__name__).addFilter(lambda entry: not entry.getMessage().startswith(_SWITCH))
+
+    def announce(self) -> None:
+        """Log once, after the graphs' capture, how this server drafts."""
+        logger.info("%s: drafting: %s", NAME, drafting_note(self._config))
+        graphs = graphs_note(self._config, self.batch_policy.graph_sizes)
+        memory = getattr(self, "graph_memory_usage", None)
+        logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs, memory)
+        if self.scoring_model.prunes and not draft_positions_are_mapped(self._draft_worker.draft_runner):
+            logger.warning("%s: %s", NAME, DRAFT_AT_SLOTS)
+        sampling = self._target_worker.model_runner.model_config.get_default_sampling_params()
+        if advice := penalty_advice(sampling):
+            logger.warning("%s: %s", NAME, advice)
+
+    def state(self) -> dict[str, Any]:
+        """Counters, as /server_info shows them. SGLang's log of gamma overrides must not grow with the steps."""
+        return {**self.batch_policy.state(), "num_overrides_kept": len(get_context()._overrides_log)}
 
     def _give_slots(self, draft: Any, resolved: Any) -> None:
         require_slots(resolved, draft.model_config)
@@ -145,11 +154,6 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         super().apply_runtime_state(state)
         with harmless("forgetting earlier gammas", "SGLang's record of them grows"):
             _forget_earlier_gammas(get_context()._overrides_log)
-
-    @property
-    def num_overrides_kept(self) -> int:
-        """Entries in SGLang's log of gamma overrides; must not grow with the steps."""
-        return len(get_context()._overrides_log)
 
     def build_adaptive_runtime_state(self, *args: Any, cuda_graph_bs: list[int] | None = None, **kwargs: Any) -> Any:
         with captured_at(cuda_graph_bs):
@@ -190,10 +194,40 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
 
 def _forget_earlier_gammas(log: list[tuple[str, Any]]) -> None:
-    """Keep the newest gamma entry of SGLang's log, the only one that it reads. Mutates the log.
-
-    SGLang appends one entry per change, and here gamma may change at every step.
-    """
+    """Keep the newest gamma entry of SGLang's log, the only one that it reads. Mutates the log."""
     ours = [at for at, (source, _) in enumerate(log) if source == _OVERRIDE]
     for at in reversed(ours[:-1]):
         del log[at]
+
+
+def sizes_to_capture(runner: Any) -> list[int] | None:
+    """The batch sizes of a model runner's graphs; None where it captures none."""
+    if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+        return None
+    return list(get_batch_sizes_to_capture(runner)[0])
+
+
+@contextmanager
+def captured_at(sizes: Sequence[int] | None) -> Iterator[None]:
+    """Capture graphs for these batch sizes alone inside the block; None changes nothing.
+
+    SGLang's own override of an adaptive step's sizes writes `cuda_graph_bs_decode`, which no runner reads.
+    """
+    if sizes is None:
+        yield
+        return
+    config = get_exec().graph.cuda_graph_config
+    pruned = {"bs": list(sizes)} if sizes else {"backend": Backend.DISABLED}
+    get_context().override(_CAPTURE, cuda_graph_config=with_phase(config, Phase.DECODE, **pruned))
+    try:
+        yield
+    finally:
+        get_context().override(_CAPTURE, cuda_graph_config=config)
+
+
+class GraphedController(AdaptiveController):  # type: ignore[misc]
+    """SGLang's, with the captured sizes passed to its policy in place of a rarely set flag."""
+
+    def init_states(self, cuda_graph_bs: list[int] | None = None) -> None:
+        super().init_states(sizes_to_capture(self.worker.target_worker.model_runner))
+        self.worker.announce()

@@ -15,8 +15,7 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill import shipped
 from spec_stack.prefill.calibration import Calibration, fingerprint
-from spec_stack.sglang.calibration import with_calibration
-from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.server_args import ServerConfig, with_calibration
 from tests.support.folders import copy_draft
 
 SETTINGS: dict[str, Any] = {

@@ -11,8 +11,7 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.sglang.apply import Applier
-from spec_stack.sglang.decide import Plan, Prompt
+from spec_stack.sglang.decide import Applier, Plan, Prompt
 from spec_stack.sglang.prefix_reuse import PrefillPlan, TurnStore, plan_prefill
 from spec_stack.sglang.request_state import RequestOptions
 from spec_stack.sglang.server_args import ServerConfig

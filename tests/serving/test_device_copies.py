@@ -75,8 +75,8 @@ def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: 
 )
 @pytest.mark.parametrize("window", [None, (8, 4)])
 def test_a_forward_of_the_scoring_draft_copies_without_waiting(slots: Any, window: tuple[int, int] | None) -> None:
+    from spec_stack.sglang.pool_attention import Window
     from spec_stack.sglang.pooled_draft import PooledDraft
-    from spec_stack.sglang.tiled_attention import Window
 
     draft = PooledDraft(_runner("meta"), 100)
     with torch.no_grad(), blocking_copies() as found, draft.captured_queries({}, 4):

@@ -41,7 +41,7 @@ class _Worker:
     def build_adaptive_runtime_state(
         self, speculative_num_steps: int, speculative_num_draft_tokens: int, cuda_graph_bs: list[int] | None = None
     ) -> object:
-        from spec_stack.sglang.graphs import captured_at, sizes_to_capture
+        from spec_stack.sglang.worker import captured_at, sizes_to_capture
 
         with captured_at(cuda_graph_bs):
             sizes = sizes_to_capture(self.target_worker.model_runner)
@@ -51,11 +51,14 @@ class _Worker:
     def apply_runtime_state(self, state: object) -> None:
         pass
 
+    def announce(self) -> None:
+        pass
+
 
 def _launch(runner: Any, **settings: Any) -> tuple[Any, dict[int, list[int]]]:
     from spec_stack.sglang.batch_policy import BatchPolicy
-    from spec_stack.sglang.graphs import GraphedController
     from spec_stack.sglang.server_args import ServerConfig
+    from spec_stack.sglang.worker import GraphedController
 
     policy, worker = BatchPolicy(ServerConfig(**settings), "fp32"), _Worker(runner)
     controller = GraphedController(worker, policy)

@@ -11,8 +11,7 @@ from transformers import LlamaConfig
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.calibration import FILE_NAME, Calibration, fingerprint
 from spec_stack.prefill.shipped import FOLDER
-from spec_stack.sglang.calibration import with_calibration
-from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.server_args import ServerConfig, with_calibration
 
 
 @pytest.fixture

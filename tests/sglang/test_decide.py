@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.sglang.decide import Dense, KnownTexts, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
+from spec_stack.sglang.decide import KnownTexts, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
 
 CONFIG = PrefillConfig(min_prompt_tokens=400)
 RECALL = SessionConfig()
@@ -47,7 +47,8 @@ def test_a_dense_decision_says_why(
     options: dict[str, Any], num_tokens: int, num_cached: int, refusal: str | None, outcome: str, part: str
 ) -> None:
     decision = decide(_prompt(num_tokens, **options), _known(num_cached), RECALL, refusal)
-    assert isinstance(decision, Dense)
+    assert isinstance(decision, Plan)
+    assert decision.prefill.is_whole
     assert decision.outcome == outcome
     assert part in decision.reason
 
@@ -115,5 +116,5 @@ def test_without_a_score_nothing_new_is_dropped(inherits: bool) -> None:
         assert isinstance(decision, Plan)
         assert decision.prefill.positions == (*kept, *range(800, 850))
     else:
-        assert isinstance(decision, Dense)
+        assert decision.prefill.is_whole
         assert decision.reason == "off: no room"

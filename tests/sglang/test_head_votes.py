@@ -9,7 +9,7 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.importance import Segment, attention_to_prompt, over_queries, pool
-from spec_stack.sglang.head_votes import (
+from spec_stack.sglang.pool_attention import (
     LayerQueries,
     Queries,
     num_scoring_heads,

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from spec_stack.sglang.launch_check import pool_note
 from spec_stack.sglang.launch_notes import (
-    gammas_advice,
     graphs_note,
     num_graphs,
     penalty_advice,
-    pool_note,
     states_bytes,
 )
 from spec_stack.sglang.server_args import ServerConfig
@@ -55,18 +54,6 @@ def test_fewer_gammas_take_less(backend: str, sizes: Sequence[int]) -> None:
         for gammas in ((4,), (0, 4), (0, 2, 4), (0, 1, 2, 4, 8))
     ]
     assert taken == sorted(set(taken))
-
-
-@pytest.mark.parametrize(
-    ("gammas", "gigabytes", "is_advised"),
-    [
-        *[((0, 1, 2, 4, 8), 24, True), ((0, 1, 2, 4), 16, True), ((0, 1, 2, 4, 8), 80, False)],
-        *[((0, 2, 4), 24, False), ((0, 1, 2, 4, 8), 0, False), ((0, 1, 2, 4, 8), 40, False)],
-    ],
-)
-def test_a_small_device_is_advised_fewer_gammas(gammas: tuple[int, ...], gigabytes: int, is_advised: bool) -> None:
-    advice = gammas_advice(ServerConfig(gammas=gammas), gigabytes * 1e9)
-    assert ("--spec-stack-gammas 0 2 4" in (advice or "")) == is_advised
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_stack.sglang.positions import BatchMap, BatchOffsets, PositionMap, positions_of, protect_kv_lengths
+from spec_stack.sglang.positions import BatchMap, PositionMap, positions_of, protect_kv_lengths
 
 CPU = torch.device("cpu")
 
@@ -42,26 +42,6 @@ def test_the_drafts_slots_stand_one_before_the_token_they_hold(
     draft = BatchMap([PositionMap(kept, num_prompt_tokens)], is_draft=True, device=CPU)
     mapped = draft(torch.arange(len(whole) - 1), [len(whole) - 1])
     assert mapped.tolist() == [max(0, position - 1) for position in whole[1:]]
-
-
-@given(
-    st.lists(st.none() | selections(), min_size=1, max_size=5).filter(any), st.booleans(), st.integers(1, 6), st.data()
-)
-def test_behind_the_prompt_one_offset_per_request_says_the_same(
-    requests: list[tuple[list[int], int] | None], is_draft: bool, width: int, data: st.DataObject
-) -> None:
-    maps = [None if it is None else PositionMap(*it) for it in requests]
-    first = [0 if it is None else len(it[0]) - is_draft + data.draw(st.integers(0, 9)) for it in requests]
-    slots = torch.tensor([start + at for start in first for at in range(width)], dtype=torch.int32)
-    by_table = BatchMap(maps, is_draft, CPU)(slots, [width] * len(maps))
-    by_offset = BatchOffsets(maps, CPU)(slots)
-    assert by_offset.tolist() == by_table.tolist()
-    assert by_offset.dtype == slots.dtype
-
-
-def test_slots_that_cannot_be_shared_evenly_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="shared evenly"):
-        BatchOffsets([None, PositionMap([0], 1)], CPU)(torch.arange(5))
 
 
 def test_a_batch_is_mapped_request_by_request() -> None:
@@ -127,6 +107,14 @@ def test_a_batch_of_pruned_and_dense_requests_is_mapped_slot_by_slot(mode: str, 
     assert found is not None
     assert found.dtype == torch.int32
     assert found.tolist() == [_position(it, slot, is_draft) for it, slot in zip(owners, slots, strict=True)]
+
+
+def test_slots_that_cannot_be_shared_evenly_are_refused() -> None:
+    mode = SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True, is_target_verify=lambda: False)
+    batch = SimpleNamespace(positions=torch.arange(5), extend_seq_lens_cpu=None, forward_mode=mode)
+    runner: Any = SimpleNamespace(is_draft_worker=False)
+    with pytest.raises(RuntimeError, match="nothing is mapped"):
+        positions_of(batch, [None, PositionMap([0], 1)], runner)
 
 
 def _position(kept: tuple[list[int], int] | None, slot: int, is_draft: bool) -> int:

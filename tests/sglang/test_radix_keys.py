@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.positions import PositionMap
-from spec_stack.sglang.radix_keys import PlacedKey, place_tokens
+from spec_stack.sglang.positions import PlacedKey, PositionMap, place_tokens
 
 Token = tuple[int, int]  # id, position
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from spec_stack.sglang.tiled_attention import Window, attend
+from spec_stack.sglang.pool_attention import Window, attend
 from tests.support.cuda import blocking_copies, flash_on_cpu
 
 

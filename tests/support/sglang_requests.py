@@ -5,33 +5,25 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from spec_stack.sglang.request_state import (
-    PrefillReport,
-    RequestOptions,
-    RequestState,
-    attach,
-)
+from spec_stack.sglang.request_state import RequestOptions, RequestState, attach
 from tests.support.sampling_settings import asked
 
-
-def state_of(options: RequestOptions | None = None) -> RequestState:
-    report = PrefillReport(
-        num_prompt_tokens=9,
-        num_kept_tokens=4,
-        num_scored_tokens=9,
-        num_draft_tokens=9,
-        num_protected_tokens=0,
-        num_cached_tokens=0,
-        num_recalled_tokens=0,
-        follow_up="recall",
-        sparse_prefill=True,
-        sparse_prefill_reason="on",
-        outcome="pruned",
-        keep_rate=4 / 9,
-        scoring_s=0.1,
-        policy="fixed",
-    )
-    return RequestState(options or RequestOptions(), report)
+REPORT: dict[str, Any] = {
+    "num_prompt_tokens": 9,
+    "num_kept_tokens": 4,
+    "num_scored_tokens": 9,
+    "num_draft_tokens": 9,
+    "num_protected_tokens": 0,
+    "num_cached_tokens": 0,
+    "num_recalled_tokens": 0,
+    "follow_up": "recall",
+    "sparse_prefill": True,
+    "sparse_prefill_reason": "on",
+    "outcome": "pruned",
+    "keep_rate": 4 / 9,
+    "scoring_s": 0.1,
+    "policy": "fixed",
+}
 
 
 def request_of(rid: str, options: RequestOptions | None = None, num_prompt_tokens: int = 3) -> Any:
@@ -44,5 +36,5 @@ def request_of(rid: str, options: RequestOptions | None = None, num_prompt_token
         finished=lambda: False,
         sampling_params=asked(),
     )
-    attach(request, state_of(options))
+    attach(request, RequestState(options or RequestOptions()), REPORT)
     return request

@@ -24,7 +24,7 @@ FAULTS = {
     "placing": ("manager", "plan_scored"),
     "forgetting": ("manager", "SparsePrefillManager.forget"),
     "state": ("manager", "SparsePrefillManager.state"),
-    "key": ("radix_keys", "PlacedKey.place"),
+    "key": ("positions", "PlacedKey.place"),
     "positions": ("positions", "BatchMap.__call__"),
     "report": ("reports", "ReplyInfo.add"),
     "books": ("reports", "ReplyBooks.close"),
@@ -50,7 +50,7 @@ def register():
     if os.environ.get("SPEC_STACK_TEST_PLAIN_KEYS"):
         from array import array
 
-        from spec_stack.sglang.radix_keys import PlacedKey
+        from spec_stack.sglang.positions import PlacedKey
 
         PlacedKey.place = lambda self, token_ids: array("q", token_ids)
     if rank := os.environ.get("SPEC_STACK_TEST_FAIL_ON_RANK"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.drafting import PART, NgramDrafts
+from spec_stack.sglang.ngram_reader import PART, NgramReader
 from spec_stack.sglang.support import BESIDE, draft_positions_are_mapped, scoring_refusal
 
 _DEPTH = 18
@@ -26,7 +26,7 @@ class _Corpus:
 @pytest.mark.parametrize("num_tokens", [1, PART, PART + 1, 3 * PART + 100])
 def test_ngram_reads_every_run_of_a_prompt_a_part_a_round(num_tokens: int) -> None:
     corpus = _Corpus()
-    drafts = NgramDrafts(SimpleNamespace(ngram_corpus=corpus, max_trie_depth=_DEPTH))
+    drafts = NgramReader(SimpleNamespace(ngram_corpus=corpus, max_trie_depth=_DEPTH))
     text = list(range(num_tokens))
     drafts.read(text, 0)
     assert not corpus.parts
@@ -42,7 +42,7 @@ def test_ngram_reads_every_run_of_a_prompt_a_part_a_round(num_tokens: int) -> No
 
 def test_what_ngram_is_yet_to_read_is_bounded_and_forgotten_with_the_caches() -> None:
     corpus = _Corpus()
-    drafts = NgramDrafts(SimpleNamespace(ngram_corpus=corpus, max_trie_depth=_DEPTH))
+    drafts = NgramReader(SimpleNamespace(ngram_corpus=corpus, max_trie_depth=_DEPTH))
     drafts.read(range(1000 * PART), 0)
     drafts.read(range(10 * PART), 9 * PART)
     for _ in range(1000):

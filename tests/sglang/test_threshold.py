@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spec_stack.config import PrefillConfig
-from spec_stack.sglang.break_even import NEVER, PrefillSeconds, measured_break_even, threshold_of
+from spec_stack.sglang.threshold import NEVER, PrefillSeconds, measured_break_even, threshold_of
 
 CONFIG = PrefillConfig(keep_rate=0.2)
 

@@ -1,0 +1,197 @@
+"""The scoring draft's attention over its own pool, in bounded memory, and the importance by its heads. No SGLang.
+
+On CUDA in half precision one flash kernel, which stores no scores; else, and under a window, tiles of queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from spec_stack import devices
+from spec_stack.config import PrefillConfig
+from spec_stack.prefill.importance import Segment, head_importance, largest_attention, opening_attention
+
+# Scores of one tile of queries over all heads: a quarter of a gigabyte in fp32, whatever the text's length.
+MOST_SCORES = 1 << 26
+# Queries in a tile under a window: fewer waste launches, more waste masked scores.
+_WINDOW_TILE = 128
+
+
+@dataclass(frozen=True)
+class Window:
+    """A token attends to the last num_tokens up to itself, and to the first num_sinks of the text."""
+
+    num_tokens: int
+    num_sinks: int
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    most_scores: int = MOST_SCORES,
+    window: Window | None = None,
+) -> torch.Tensor:
+    """Attention of each query over the keys up to its own: (num_heads, n, head_dim).
+
+    queries (num_heads, n, head_dim); keys, values (num_kv_heads, num_tokens, head_dim), the last n the queries' own.
+    most_scores: bound on the stored scores, over all heads. window: None is all keys.
+    """
+    num_heads, num_queries, _ = queries.shape
+    num_tokens = keys.shape[1]
+    if window is not None and window.num_tokens + window.num_sinks < num_tokens:
+        return _attend_in_a_window(queries, keys, values, scaling, window)
+    if devices.fits_flash(queries, values):
+        return devices.flash(queries[None], keys[None], values[None], scaling)[0]
+    first = num_tokens - num_queries
+    size = max(1, most_scores // (num_heads * num_tokens))
+    tiles = []
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
+        end = first + stop
+        # SDPA aligns its own causal mask with the first key.
+        is_square = first + start == 0
+        mask = None
+        if not is_square and stop - start > 1:
+            mask = torch.ones(stop - start, end, dtype=torch.bool, device=queries.device).tril(first + start)
+        tiles.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                queries[None, :, start:stop],
+                keys[None, :, :end],
+                values[None, :, :end],
+                attn_mask=mask,
+                is_causal=is_square and stop > 1,
+                scale=scaling,
+                enable_gqa=num_heads != keys.shape[0],
+            )[0]
+        )
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+
+
+def _attend_in_a_window(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, window: Window
+) -> torch.Tensor:
+    """Tiles of queries, each over the sinks and the reach of its own window.
+
+    Heads that share a key head are folded into the queries: CUDA has no fast kernel for grouped heads with a mask.
+    """
+    num_heads, num_queries, head_dim = queries.shape
+    groups = num_heads // keys.shape[0]
+    first = keys.shape[1] - num_queries
+    # At multiples of a tile's size in the text, so that prompts of any length have the same few shapes.
+    inner = range((first // _WINDOW_TILE + 1) * _WINDOW_TILE, keys.shape[1], _WINDOW_TILE)
+    tiles = []
+    for begin, end in pairwise([first, *inner, keys.shape[1]]):
+        # The window may reach into the sinks, which count once.
+        reach = max(0, begin - window.num_tokens + 1)
+        num_front = min(window.num_sinks, reach)
+        seen_keys, seen_values = (
+            torch.cat([each[:, :num_front], each[:, reach:end]], dim=1) if num_front else each[:, reach:end]
+            for each in (keys, values)
+        )
+        own = torch.arange(begin, end, device=queries.device)[:, None]
+        at = torch.cat([torch.arange(*span, device=queries.device) for span in ((0, num_front), (reach, end))])[None]
+        mask = (at <= own) & ((at > own - window.num_tokens) | (at < window.num_sinks))
+        folded = queries[:, begin - first : end - first].reshape(keys.shape[0], -1, head_dim)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            folded[None], seen_keys[None], seen_values[None], attn_mask=mask.repeat(groups, 1), scale=scaling
+        )
+        tiles.append(output.reshape(num_heads, end - begin, -1))
+    return torch.cat(tiles, dim=1)
+
+
+@dataclass
+class LayerQueries:
+    """The queries of one layer, (num_heads, n, head_dim), in parts along n, and the scaling of its scores."""
+
+    scaling: float
+    queries: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The scoring queries: how many are in place, their segments with weights; opening: as in `segment_weights`."""
+
+    num_in_place: int = 1
+    segments: tuple[Segment, ...] = ()
+    weights: tuple[float, ...] = ()
+    opening: int = 0
+
+
+def opening_of_own_heads(
+    pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, found: Queries
+) -> torch.Tensor:
+    """Attention (num_tokens,) of the opening tokens by this rank's heads."""
+    heads = {index: range(layer.queries[0].shape[0]) for index, layer in layers.items()}
+    skipped = _skipped(config, layers)
+    behind = {index: own if index >= skipped else [] for index, own in heads.items()}
+    return opening_attention(_own_heads(pool, slots, layers, behind), found.num_in_place, found.opening)
+
+
+def over_own_heads(
+    pool: Any,
+    slots: torch.Tensor,
+    layers: Mapping[int, LayerQueries],
+    config: PrefillConfig,
+    rank: int = 0,
+    found: Queries = Queries(),
+) -> torch.Tensor:
+    """This rank's scoring heads over a prompt: with head_vote "max" the largest pooled attention (n, num_tokens), with
+    "mean" the sum of their importance (num_tokens,). slots: (num_tokens,). config.scoring_heads count over all ranks.
+    """
+    skipped = 0 if config.scoring_heads is not None else _skipped(config, layers)
+    voters = {index: _voters(index, layer, config, rank) if index >= skipped else [] for index, layer in layers.items()}
+    unknown = {layer for layer, _ in config.scoring_heads or ()} - set(layers)
+    if unknown:
+        raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(layers)}")
+    own = _own_heads(pool, slots, layers, voters)
+    if config.head_vote == "mean":
+        heads = [head_importance(head, found.num_in_place, found.segments, found.weights).sum(dim=0) for head in own]
+        return torch.stack(heads).sum(dim=0) if heads else torch.zeros(len(slots), device=slots.device)
+    if not any(voters.values()):
+        # Without voting heads on this rank: zeros, the least attention.
+        num_queries = sum(query.shape[1] for query in next(iter(layers.values())).queries)
+        return torch.zeros(num_queries, len(slots), device=slots.device)
+    return largest_attention(own, config.pool_kernel, found.num_in_place)
+
+
+def num_scoring_heads(layers: Mapping[int, LayerQueries], config: PrefillConfig, num_ranks: int) -> int:
+    """Scoring heads over all ranks."""
+    if config.scoring_heads is not None:
+        return len(config.scoring_heads)
+    skipped = _skipped(config, layers)
+    return sum(layer.queries[0].shape[0] for index, layer in layers.items() if index >= skipped) * num_ranks
+
+
+def _skipped(config: PrefillConfig, layers: Mapping[int, LayerQueries]) -> int:
+    return min(config.skipped_layers, (max(layers) + 1) // 2)
+
+
+def _voters(index: int, found: LayerQueries, config: PrefillConfig, rank: int) -> list[int]:
+    """This rank's voting heads of a layer, by number on the rank."""
+    num_heads = found.queries[0].shape[0]
+    if config.scoring_heads is None:
+        return list(range(num_heads))
+    return [
+        head - rank * num_heads
+        for layer, head in sorted(config.scoring_heads)
+        if layer == index and head // num_heads == rank
+    ]
+
+
+def _own_heads(
+    pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], voters: Mapping[int, Sequence[int]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+    """Queries, keys and scaling by key head: one head's keys and attention are held at a time."""
+    for index, found in sorted(layers.items()):
+        queries, buffer = torch.cat(found.queries, dim=1), pool.get_key_buffer(index)
+        groups = queries.shape[0] // buffer.shape[1]
+        for head in sorted({voter // groups for voter in voters[index]}):
+            own = torch.tensor([voter for voter in voters[index] if voter // groups == head])
+            yield queries[devices.to_device(own, queries.device)], buffer[slots, head][None], found.scaling
