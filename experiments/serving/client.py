@@ -102,11 +102,3 @@ class Prompts:
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return encode_messages(self._tokenizer, messages)[0]
-
-    def text(self, num_tokens: int, seed: int) -> str:
-        document = hide_fact(self._tokenizer, num_tokens + 100, seed).document
-        ids = self._tokenizer(document, add_special_tokens=False).input_ids[:num_tokens]
-        return str(self._tokenizer.decode(ids))
-
-    def words(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
