@@ -54,7 +54,7 @@ def test_speculation_gives_the_plain_greedy_tokens_of_its_precision_up_to_ties(
 ) -> None:
     generator = generators[precision]
     num_parted = 0
-    for seed in range(3):
+    for seed in range(2):
         prompt = random_prompt(260, seed=seed, vocab=4096)
         options = {"max_tokens": 40, "ignore_eos": True, "sparse_prefill": "on" if pruned else "off", "keep_rate": 0.5}
         plain = generator.generate(input_ids=prompt, gamma=0, **options)
