@@ -29,8 +29,10 @@ TORCH_FIRST = $(if $(TORCH_CPU_INDEX),$(1)/bin/python $(PIP_INSTALL) --no-deps -
 demo: $(VENV)/.ready
 	$(BIN)/spec-stack demo
 
+# `make check CHECK="not nightly"` leaves nothing out that `make test` runs of the core.
+CHECK ?= not slow
 check: lint
-	$(PYTEST) -m "not slow and not serving and not gpu"
+	$(PYTEST) -m "$(CHECK) and not serving and not gpu"
 
 # Left out here are the tests marked `nightly`, each one more kind of what another shows; `make test TESTS=` has them.
 TESTS ?= not nightly

@@ -50,7 +50,8 @@ def _parse(row: Mapping[str, Any]) -> Prompt:
     raise ValueError(f"a prompt row with the fields {sorted(row)} is of no known kind")
 
 
-def _lines(path: Path) -> Iterator[str]:
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a file of JSON lines, packed or not."""
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     # Not splitlines: separators such as U+2028 can stand inside a JSON string.
@@ -60,7 +61,7 @@ def _lines(path: Path) -> Iterator[str]:
 def read_prompts(path: Path, tasks: Sequence[str] = ()) -> list[Prompt]:
     """All prompts of a file, those of the named tasks only where some are named. Raises ValueError naming the file."""
     try:
-        prompts = [_parse(json.loads(line)) for line in _lines(path)]
+        prompts = [_parse(json.loads(line)) for line in lines_of(path)]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"cannot read prompts from {path}: {error}") from error
     chosen = [prompt for prompt in prompts if not tasks or prompt.task in tasks]

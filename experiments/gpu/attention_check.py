@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,20 +85,16 @@ def check_attention(device: torch.device) -> dict[str, Any]:
     ids = torch.randint(2, _CONFIG.vocab_size, (len(positions),), generator=draw).tolist()
     plain = make("sdpa", torch.float32)
     expected = _without_cache(plain, ids, positions, mask=True)
-    package = {dtype: make("sdpa", dtype) for dtype in (torch.float32, torch.bfloat16)}
-    for model in package.values():
-        install(model)
-    fp32, bf16 = package.values()
-    whole = len(ids)
     half = make("sdpa", torch.bfloat16)
     routes: dict[str, Callable[[], torch.Tensor]] = {
         SCALE: lambda: _without_cache(half, ids, positions, mask=True),
-        "package fp32, one forward": lambda: _by_cached_model(fp32, ids, positions, whole),
-        "package fp32, chunked": lambda: _by_cached_model(fp32, ids, positions, CHUNK),
-        "package bf16, one forward": lambda: _by_cached_model(bf16, ids, positions, whole),
-        "package bf16, chunked": lambda: _by_cached_model(bf16, ids, positions, CHUNK),
         "trap: fp32, neither cache nor mask": lambda: _without_cache(plain, ids, positions, mask=False),
     }
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        model = make("sdpa", dtype)
+        install(model)
+        for way, chunk in (("one forward", len(ids)), ("chunked", CHUNK)):
+            routes[f"package {name}, {way}"] = partial(_by_cached_model, model, ids, positions, chunk)
     errors: dict[str, float | str] = {}
     for name, run in routes.items():
         try:

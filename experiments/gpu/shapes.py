@@ -1,4 +1,4 @@
-"""Pairs of random weights at real shapes, made on the device, and the operations that their prefill takes."""
+"""Pairs of random weights at real shapes, made on the device."""
 
 from __future__ import annotations
 
@@ -73,31 +73,12 @@ SHAPES = {
 }
 
 
-def prefill_macs(config: Any, num_tokens: int) -> int:
-    """Multiply-adds of a prefill by SpecPrefill's appendix E, table 5: attention not causal, logits for all tokens."""
-    hidden, share = config.hidden_size, config.num_key_value_heads / config.num_attention_heads
-    per_token = hidden * (3 * config.intermediate_size + hidden * (2 + 2 * share) + 2 * num_tokens)
-    return int(num_tokens * (config.num_hidden_layers * per_token + hidden * config.vocab_size))
-
-
 def executed_macs(config: Any, num_tokens: int) -> float:
     """Multiply-adds that a causal prefill with one row of logits takes; what times are foreseen from."""
     width = config.num_attention_heads * config.head_dim
     share = config.num_key_value_heads / config.num_attention_heads
     per_token = 3 * config.hidden_size * config.intermediate_size + config.hidden_size * width * (2 + 2 * share)
     return config.num_hidden_layers * num_tokens * (per_token + width * num_tokens)
-
-
-def paper_speedup(shape: Shape, num_tokens: int, keep_rate: float) -> float:
-    """Appendix E's bound of the TTFT gain: base / (speculator + keep_rate · base)."""
-    base = prefill_macs(shape.target, num_tokens)
-    return base / (prefill_macs(shape.draft, num_tokens) + keep_rate * base)
-
-
-def pruned_speedup(shape: Shape, num_tokens: int, num_kept: int) -> float:
-    """The same operations, but with the target's counted at the kept length, where attention is shorter too."""
-    base = prefill_macs(shape.target, num_tokens)
-    return base / (prefill_macs(shape.draft, num_tokens) + prefill_macs(shape.target, num_kept))
 
 
 def make_model(config: LlamaConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:

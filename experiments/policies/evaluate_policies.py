@@ -2,7 +2,7 @@
 
 RECORDS are .jsonl files that `records=` of generate wrote (greedy runs of the same prompts at several fixed gammas),
 or the profile of the embedded pair, experiments/results/profile.parquet. Prompts are split into folds; what a policy
-needs to know beforehand (the best fixed gamma, the task oracle, trained predictors) comes from the training prompts.
+needs to know beforehand (the best fixed gamma, a threshold, trained predictors) comes from the training prompts.
 Gains are paired, with bootstrap intervals over prompts, over three rivals: the best fixed gamma chosen on training
 prompts, the best one in hindsight, and `confidence` with the threshold that was best on training prompts. Regret is
 tokens/s lost against the best any sequence of gammas could do.
@@ -29,14 +29,14 @@ from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies import published, reproduce
-from experiments.policies.oracles import BestFixed, TaskOracle, best_fixed, oracle
+from experiments.policies.oracles import best_fixed, oracle
 from experiments.policies.replay import Costs, Merged, ReplayText, Score, fit_costs, merge_runs, replay
 from experiments.policies.training import as_network, make_estimator, step_examples
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.predictor import Card, StepPredictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
-from spec_stack.controller.simple import Confidence
+from spec_stack.controller.simple import Confidence, Fixed
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.records import as_record, read_records
 
@@ -108,17 +108,11 @@ def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
 
 def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data) -> dict[str, Maker]:
     """Every policy, with what it may know from the training prompts of all precisions."""
-    best = best_fixed(train, data.costs)
-    by_task = {
-        (precision, task): gamma
-        for task in {text.task for text in train}
-        for precision, gamma in best_fixed([text for text in train if text.task == task], data.costs).items()
-    }
+    best, thresholds = best_fixed(train, data.costs), tuned_confidence(train, data)
     makers: dict[str, Maker] = {f"fixed-{gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in FIXED}
     makers |= {name: partial(make_policy, name) for name in POLICY_NAMES if name != "fixed"}
-    makers["best-fixed"] = partial(BestFixed, best)
-    makers["task-oracle"] = partial(TaskOracle, by_task)
-    makers["confidence tuned"] = partial(ByPrecision, tuned_confidence(train, data))
+    makers["best-fixed"] = lambda: ByPrecision({name: Fixed(gamma) for name, gamma in best.items()})
+    makers["confidence tuned"] = lambda: ByPrecision({name: Confidence(at) for name, at in thresholds.items()})
     inputs, rates, _ = step_examples(records)
     trained = StepPredictor(as_network(make_estimator("mlp-16").fit(inputs, rates)), _CARD)
     makers["speckv mlp-16"] = partial(SpecKV, predictor=trained)
@@ -127,12 +121,12 @@ def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data)
 
 
 class ByPrecision(Policy):
-    """A confidence threshold for every precision."""
+    """A policy for every precision."""
 
-    name = "confidence tuned"
+    name = "by precision"
 
-    def __init__(self, thresholds: Mapping[str, float]) -> None:
-        self._policies = {name: Confidence(threshold) for name, threshold in thresholds.items()}
+    def __init__(self, policies: Mapping[str, Policy]) -> None:
+        self._policies = policies
 
     def choose(self, context: StepContext) -> int:
         return self._policies[context.precision].choose(context)

@@ -37,7 +37,7 @@ from transformers import AutoTokenizer
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.answers import Target
+from experiments.real.target import Target
 from experiments.serving import parts
 from experiments.serving.client import Client, Prompts
 from experiments.serving.parts import OFF, Arms, Row

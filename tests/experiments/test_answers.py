@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.real.answers import Target, is_right
+from experiments.real.answers import is_right
+from experiments.real.target import Target
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
 

@@ -56,17 +56,13 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
         rows = cases[f"scoring attention {length}"]["rows"]
         assert set(rows) == {f"{name} {tokens}" for name in ("all", "window") for tokens in (length, length + 37)}
         assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in rows.values())
-    growing = cases["growing"]
+    growing = cases["growing eager"]
     assert growing["c"] == pytest.approx(growing["draft"]["median_ms"] / growing["target"]["median_ms"], rel=1e-3)
     assert growing["draft"]["ran"].startswith("eager")
     static = cases["growing static"]
     assert (static["draft"]["ran"], static["target"]["ran"]) == ("static", "static")
     assert static["draft"]["ahead_ms"] > 0
     assert static["target"]["verify_5_ms"] > 0
-    assert set(report["sdpa"]) == {"one token", "a prompt", "a chunk, masked"}
-    assert not any("unknown" in backend for backend in report["sdpa"].values())
-    assert len(cases["read-back"]["ms_per_token"]) == 3
-    assert all(value > 0 for value in cases["read-back"]["ms_per_token"].values())
     for length in (256, 512):
         prefill = cases[f"prefill {length}"]
         assert [row["keep_rate"] for row in prefill["rows"]] == [0.2, 0.5]
@@ -79,7 +75,6 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
             assert row["share_of_bound"] == pytest.approx(row["ttft_gain"] / row["bound"], rel=1e-2)
     assert set(cases["decode target bf16 192"]["over_one"]) == {str(size) for size in range(1, 10)}
     assert set(cases["decode draft bf16 64"]["over_one"]) == {"1", "2"}
-    assert all(row["difference"] < 0.05 for row in cases["parts"]["attention"])
 
 
 @pytest.mark.slow
@@ -87,7 +82,7 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
 def test_a_spent_budget_skips_every_case_and_says_so(tmp_path: Path) -> None:
     report, output = run_bench(tmp_path / "out.json", "--budget-s", "0")
     assert report["cases"] == {}
-    assert {"attention check", "prefill 512", "parts"} <= set(report["skipped"])
+    assert {"attention check", "prefill 512", "growing eager"} <= set(report["skipped"])
     assert all("were left" in reason for reason in report["skipped"].values())
     assert "skipped prefill 512" in output
 
@@ -120,17 +115,6 @@ def test_the_shapes_have_the_models_sizes(shape: str, role: str, billions: float
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(getattr(gpu_shapes.SHAPES[shape], role))
     assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "percent"),
-    [((8192, 28672, 80, (64, 8), 128, 128256), 14.24), ((16384, 53248, 126, (128, 8), 128, 128256), 2.96)],
-)
-def test_the_operations_give_the_papers_ratios(sizes: tuple[Any, ...], percent: float) -> None:
-    """SpecPrefill, table 6: an 8B speculator over a 70B and a 405B base, at prompts of 32K."""
-    speculator, base = gpu_shapes.SHAPES["llama-8b"].target, gpu_shapes._config(*sizes)
-    ratio = gpu_shapes.prefill_macs(speculator, 32_000) / gpu_shapes.prefill_macs(base, 32_000)
-    assert 100 * ratio == pytest.approx(percent, abs=0.03)
 
 
 def test_a_python_that_is_too_old_is_named_before_anything_runs(tmp_path: Path) -> None:

@@ -200,15 +200,18 @@ def test_sglang_takes_every_launch_that_the_page_shows(environment: Mapping[str,
     ("flags", "named"),
     [(("--spec-stack-keep-rate", "2"), "keep_rate must be in"), (("--spec-stack-config", "/nowhere.json"), "nowhere")],
 )
-def test_settings_that_cannot_work_are_refused_with_the_launchs_arguments(
+def test_settings_that_cannot_work_are_refused_as_a_launch_reads_them(
     environment: Mapping[str, str], flags: tuple[str, ...], named: str
 ) -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
+    from spec_stack.sglang.server_args import ServerConfig
+
     load_plugins()
+    prepare_server_args([*_PAIR, *_SPEC_STACK, *_CPU, *flags])
     with pytest.raises(ValueError, match=named):
-        prepare_server_args([*_PAIR, *_SPEC_STACK, *_CPU, *flags])
+        ServerConfig.from_environment()
 
 
 def test_sglangs_benchmark_has_every_flag_that_the_page_gives_it() -> None:
