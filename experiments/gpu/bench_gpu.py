@@ -1,14 +1,13 @@
 """Cost of sparse prefill and speculation on a GPU, at real model shapes with random weights made on the device.
 
-Weights change no cost but the number of accepted tokens, so nothing here speaks of acceptance or quality. Measured:
-whether chunked sparse prefill is right there (`attention_check.py`); the server's scoring attention at new lengths;
-steps that grow a cache, eager and in fixed shapes; time to first token, dense against sparse with the scoring included,
-against the bound 1/(r + s); a verification of 1 to 9 tokens over a plain step, by precision (int8 and nf4 where
-bitsandbytes is installed).
+Weights change no cost but the number of accepted tokens, so nothing here speaks of acceptance or quality; whether
+chunked sparse prefill is right on the device is what `pytest -m gpu` tells. Measured: the server's scoring attention at
+new lengths; steps that grow a cache, eager and in fixed shapes; time to first token, dense against sparse with the
+scoring included, against the bound 1/(r + s); a verification of 1 to 9 tokens over a plain step.
 
 Needs torch and transformers alone, and this repository on the path. Wall clock, the device idle before and after
 each run; variants in turn, medians with spread. Cases that the budget has no room for are skipped and listed; the
-report is written after every case. Prints tables, ends in one JSON line.
+report is written after every case. Prints a line a case, ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ import torch
 
 from experiments.common.environment import describe
 from experiments.common.script import run_script
-from experiments.gpu.attention_check import check_attention
 from experiments.gpu.cases import bench_decode, bench_growing, bench_prefill, bench_scoring_attention
-from experiments.gpu.shapes import SHAPES, Models, Shape, executed_macs, why_not
+from experiments.gpu.shapes import SHAPES, Models, Shape, executed_macs
 from experiments.gpu.timing import Budget, describe_error, free
 from spec_stack.config import DraftStep
 from spec_stack.hf.loading import resolve_device
@@ -51,8 +49,8 @@ class Case:
 class Bench:
     """The cases of a shape, in order, and the speed that the device has shown so far."""
 
-    def __init__(self, shape: Shape, device: torch.device, repeats: int, budget: Budget, precisions: list[str]) -> None:
-        self.models, self.repeats, self.budget, self.precisions = Models(shape, device), repeats, budget, precisions
+    def __init__(self, shape: Shape, device: torch.device, repeats: int, budget: Budget) -> None:
+        self.models, self.repeats, self.budget = Models(shape, device), repeats, budget
         self._macs_per_s = _FIRST_GUESS.get(device.type, _ANY_DEVICE)
 
     def cases(self) -> list[Case]:
@@ -64,7 +62,6 @@ class Bench:
             for length in shape.lengths
         ]
         return [
-            Case("attention check", partial(check_attention, device)),
             # Before anything else has run at these lengths: the first call is what a new prompt pays.
             *(
                 Case(f"scoring attention {length}", partial(bench_scoring_attention, self.models, length))
@@ -72,11 +69,15 @@ class Bench:
             ),
             *(Case(f"growing {step}", partial(bench_growing, self.models, cached, step)) for step in steps),
             *prefills[:2],
-            *self._decode_cases("draft", "bf16"),
-            *self._decode_cases("target", "bf16"),
-            *prefills[2:3],
-            *(case for name in self.precisions if name != "bf16" for case in self._decode_cases("target", name)),
-            *prefills[3:],
+            *(
+                Case(
+                    f"decode {role} {cached}",
+                    partial(bench_decode, self.models, role, cached, 2 * self.repeats, self.budget),
+                )
+                for role in ("draft", "target")
+                for cached in shape.cached
+            ),
+            *prefills[2:],
         ]
 
     def _round_s(self, length: int) -> float:
@@ -100,15 +101,6 @@ class Bench:
             dense_s = report["times"]["dense"]["ms"] / 1e3
             self._macs_per_s = executed_macs(self.models.shape.target, report["tokens"]) / dense_s
         return report
-
-    def _decode_cases(self, role: str, precision: str) -> list[Case]:
-        return [
-            Case(
-                f"decode {role} {precision} {cached}",
-                partial(bench_decode, self.models, role, precision, cached, 2 * self.repeats, self.budget),
-            )
-            for cached in self.models.shape.cached
-        ]
 
 
 def _describe_device(device: torch.device) -> dict[str, Any]:
@@ -146,9 +138,9 @@ def run_cases(cases: list[Case], budget: Budget, device: torch.device, save: Cal
                 results["cases"][case.name] = case.run()
             except RuntimeError as error:
                 results["cases"][case.name] = {"error": describe_error(error)}
-                print(f"{case.name}: {describe_error(error)}")
             free(device)
             results["cases"][case.name]["took_s"] = round(budget.spent - started, 1)
+            print(f"{case.name}: {json.dumps(results['cases'][case.name])}", flush=True)
         results["spent_s"] = round(budget.spent, 1)
         save(results)
 
@@ -159,7 +151,6 @@ def main() -> None:
     parser.add_argument("--device", help="cuda, cuda:N or cpu (default: CUDA where there is one)")
     parser.add_argument("--budget-s", type=float, default=520, help="seconds for all cases together (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of a prefill; 3 at most of a long one (%(default)s)")
-    parser.add_argument("--precisions", nargs="+", choices=["bf16", "int8", "nf4"], default=["bf16", "nf4", "int8"])
     parser.add_argument("--commit", help="what to call the code where git is not at hand")
     parser.add_argument("--out", type=Path, help="file for the JSON report, written after every case")
     arguments = parser.parse_args()
@@ -170,23 +161,17 @@ def main() -> None:
     shape = SHAPES[arguments.shape]
     if device.type == "cpu" and shape is not SHAPES["tiny"]:
         raise ValueError(f"{arguments.shape} takes hours on a CPU; add --shape tiny, or run it on a CUDA device")
-    reasons = {precision: why_not(precision) for precision in arguments.precisions}
     report: dict[str, Any] = {"experiment": "bench_gpu", **describe(), **_describe_device(device)}
     report |= {"shape": arguments.shape, "prefill_chunk": shape.prefill_chunk, "budget_s": arguments.budget_s}
-    report |= {"not_measured": {precision: reason for precision, reason in reasons.items() if reason}}
     if arguments.commit:
         report["commit"] = arguments.commit
     print(f"{report['device']}, torch {report['torch']}, transformers {report['transformers']}; {arguments.shape}")
-    for precision, reason in report["not_measured"].items():
-        print(f"{precision} is not measured: {reason}")
 
     def save(results: dict[str, Any]) -> None:
         report.update(results)
         _write(arguments.out, report)
 
-    precisions = [name for name, reason in reasons.items() if not reason]
-    bench = Bench(shape, device, arguments.repeats, budget, precisions)
-    run_cases(bench.cases(), budget, device, save)
+    run_cases(Bench(shape, device, arguments.repeats, budget).cases(), budget, device, save)
     print(json.dumps(report))
 
 

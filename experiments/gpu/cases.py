@@ -1,4 +1,4 @@
-"""The cases of `bench_gpu.py`, one function a case. Each prints its table and returns plain values.
+"""The cases of `bench_gpu.py`, one function a case, each of which returns plain values.
 
 Foreseen for llama-8b in bf16 at 131,008 tokens, on top of 18.6 GB of weights: dense 17 GB of cache in pieces of 8,192
 tokens, 14 GB of activations more in one forward; scoring 4.3 GB of draft cache and 0.8 GB of importance.
@@ -41,10 +41,6 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def select_anything(prompt: list[int], keep_rate: float) -> Selection:
     """As many tokens as a keep_rate keeps, in chunks, chosen by random importance."""
     importance = torch.rand(len(prompt), generator=torch.Generator().manual_seed(1))
@@ -55,7 +51,7 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
     """Time to first token through the generator, beside the bare forwards that bound it."""
     shape, device = models.shape, models.device
     config = SpecStackConfig(prefill=PrefillConfig(prefill_chunk=shape.prefill_chunk))
-    generator = SpecStackGenerator(models.target(), models.draft(), config=config)
+    generator = SpecStackGenerator(models.target, models.draft, config=config)
     prompt = random_prompt(shape.num_tokens(length), shape.target.vocab_size)
     selections = {rate: select_anything(prompt, rate) for rate in shape.keep_rates}
     scoring_s: dict[float, list[float]] = {rate: [] for rate in selections}
@@ -89,13 +85,6 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
 
     dense, r = times["dense"], _ratio(times["draft, whole prompt"], times["dense"])
     rows = []
-    print(f"prefill of {len(prompt)} tokens, {repeats} repeats asked for")
-    print(f"  {'':22s}{'ms':>10s}{'(spread)':>22s}{'peak GB':>9s}")
-    for name, timings in times.items():
-        shown = timings.summary()
-        spread = f"({shown['min']:.1f}-{shown['max']:.1f})" if timings.seconds else timings.error or "not reached"
-        print(f"  {name:22s}{_cell(shown.get('ms'), '10.1f')}{spread:>22s}{shown.get('peak_gb', '-')!s:>9s}")
-    print("  keep_rate  kept   TTFT gain  r      s      1/(r+s)  share  scoring s")
     for rate, selection in selections.items():
         gain, s = _ratio(dense, times[f"sparse {rate}"]), _ratio(times[f"kept {rate}"], dense)
         bound = 1 / (r + s) if r is not None and s is not None else None
@@ -110,10 +99,6 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
             "scoring_s": median(scoring_s[rate]) if scoring_s[rate] else None,
         }
         rows.append({name: _rounded(value) for name, value in row.items()})
-        print(
-            f"  {rate:<9}{len(selection.positions):7d}{_cell(gain, '10.2f')}x {_cell(r, '6.3f')} {_cell(s, '6.3f')} "
-            f"{_cell(bound, '7.2f')}x {_cell(row['share_of_bound'], '6.0%')} {_cell(row['scoring_s'], '10.3f')}"
-        )
     return {
         "tokens": len(prompt),
         "r": _rounded(r),
@@ -122,11 +107,9 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
     }
 
 
-def bench_decode(
-    models: Models, role: str, precision: str, cached: int, repeats: int, budget: Budget
-) -> dict[str, Any]:
+def bench_decode(models: Models, role: str, cached: int, repeats: int, budget: Budget) -> dict[str, Any]:
     """Time a block of 1 to 9 tokens over a cache; of 1 and 2 for the draft, which is fed the last token or two."""
-    model = models.draft() if role == "draft" else models.target(precision)
+    model = models.draft if role == "draft" else models.target
     install(model)
     prompt = random_prompt(cached, models.shape.target.vocab_size)
     stepped = CachedModel(model, models.shape.prefill_chunk)
@@ -139,13 +122,8 @@ def bench_decode(
     sizes = (1, 2) if role == "draft" else BLOCKS
     times = interleave({str(size): partial(block, size) for size in sizes}, repeats, models.device, budget)
     ratios = {name: _rounded(_ratio(timings, times["1"])) for name, timings in times.items()}
-    print(f"decode: {role}, {precision}, {cached} cached, weights {weights_gb(model):.2f} GB")
-    print("  tokens  " + "".join(f"{name:>8s}" for name in times))
-    print("  ms      " + "".join(f"{_cell(timings.summary().get('ms'), '.2f'):>8s}" for timings in times.values()))
-    print("  over 1  " + "".join(f"{_cell(ratio, '.2f'):>8s}" for ratio in ratios.values()))
     return {
         "role": role,
-        "precision": precision,
         "cached": cached,
         "weights_gb": round(weights_gb(model), 3),
         "over_one": ratios,
@@ -171,15 +149,13 @@ def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
             start = stop
 
     rows: dict[str, Any] = {}
-    print(f"the server's scoring attention, one layer of the draft, chunks of {chunk}, ms cold and warm")
     for name, window in (("all", None), ("window", Window(min(1024, chunk), 64))):
         for num_tokens in (length, longest):
             run = partial(prompt, num_tokens, window)
             with torch.inference_mode():
                 cold, warm = once(run, device), min(once(run, device) for _ in range(3))
             rows[f"{name} {num_tokens}"] = {"cold_ms": _rounded(cold * 1e3), "warm_ms": _rounded(warm * 1e3)}
-            print(f"  {name:8s}{num_tokens:8d} tokens{cold * 1e3:12.2f}{warm * 1e3:12.2f}")
-    return {"chunk": chunk, "rows": rows}
+            return {"chunk": chunk, "rows": rows}
 
 
 def _fixed_steps_ms(stepped: CachedModel, cached: int, device: torch.device) -> dict[str, float]:
@@ -198,8 +174,7 @@ def bench_growing(models: Models, cached: int, draft_step: DraftStep = "eager") 
     the draft takes over one of the target. In fixed shapes, the first step of a bucket is among them, and a capture."""
     report: dict[str, Any] = {"cached": cached, "draft_step": draft_step}
     prompt = random_prompt(cached, models.shape.target.vocab_size)
-    print(f"{GROWN} steps of one token behind {cached}, each at a length of its own, ms: median, first, longest")
-    for role, model in (("draft", models.draft()), ("target", models.target())):
+    for role, model in (("draft", models.draft), ("target", models.target)):
         install(model)
         step = FixedStep(model, draft_step, models.shape.target.vocab_size if role == "draft" else None)
         stepped = CachedModel(model, models.shape.prefill_chunk, step=step)
@@ -209,7 +184,5 @@ def bench_growing(models: Models, cached: int, draft_step: DraftStep = "eager") 
         told = {"median_ms": median(spent), "first_ms": spent[0], "longest_ms": max(spent[1:])}
         told |= _fixed_steps_ms(stepped, cached + GROWN, models.device) if draft_step != "eager" else {}
         report[role] = {name: _rounded(value) for name, value in told.items()} | {"ran": str(step)}
-        print(f"  {role:8s}" + "".join(f"{value:10.2f}" for value in told.values()) + f"  {step}")
-    report["c"] = _rounded(report["draft"]["median_ms"] / report["target"]["median_ms"])
-    print(f"  c = {report['c']}")
+        report["c"] = _rounded(report["draft"]["median_ms"] / report["target"]["median_ms"])
     return report

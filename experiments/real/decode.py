@@ -22,12 +22,10 @@ where it ended, its policies as new ones. Ends in one JSON line with intervals o
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -58,7 +56,6 @@ _ASK_FOR = {
 }
 # Behind it the project's own texts to copy begin to copy themselves.
 _COPY = "\n\n\n# The same once more"
-_KNOWN_BY = 160
 _DRAFT: dict[str, Any] = {"proposer": "model"}
 # Transformers sizes a static cache by the longest answer, and a proposal at the answer's end runs beyond it.
 _STATIC_ROOM = 16
@@ -219,12 +216,6 @@ def as_chat(prompt: Prompt) -> Prompt:
     return replace(prompt, text=_ASK_FOR.get(prompt.task, "{}").format(text), is_chat=True)
 
 
-def read_known(tokenizer: Any, paths: Sequence[Path]) -> list[str]:
-    """The prompts of files of JSON lines that have one as token ids ("prompt"), as text."""
-    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
-    return [tokenizer.decode(row["prompt"]) for row in map(json.loads, lines) if "prompt" in row]
-
-
 def documents(tokenizer: Any, lengths: Sequence[int], per_length: int) -> list[tuple[str, Prompt]]:
     """Standard-library modules with a key each, cut to each length in tokens."""
     found = []
@@ -236,13 +227,12 @@ def documents(tokenizer: Any, lengths: Sequence[int], per_length: int) -> list[t
     return found
 
 
-def choose(sources: list[str], per_task: int, known: Sequence[str]) -> list[tuple[str, Prompt]]:
-    """Prompts with a key each, one of every task in turn; none whose first words stand in a known text."""
+def choose(sources: list[str], per_task: int) -> list[tuple[str, Prompt]]:
+    """Prompts with a key each, one of every task in turn."""
     by_task: dict[str, list[tuple[str, Prompt]]] = {}
     for prompt in choose_prompts(sources, 4 * per_task):
         of_task = by_task.setdefault(prompt.task, [])
-        first_words = prompt.text.strip()[:_KNOWN_BY]
-        if len(of_task) < per_task and not any(first_words in text for text in known):
+        if len(of_task) < per_task:
             of_task.append((f"{prompt.task}-{len(of_task)}", as_chat(prompt)))
     return [each for row in zip_longest(*by_task.values()) for each in row if each is not None]
 
@@ -364,9 +354,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=400, help="longer ones lose their middle")
     parser.add_argument("--gamma", type=int, default=3, help="of the arm fixed: the best one in the simulator")
-    parser.add_argument(
-        "--leave-out", nargs="*", type=Path, default=[], help='JSON lines with token ids as "prompt": not these prompts'
-    )
     add_out_argument(parser)
     arguments = parser.parse_args()
     rows = Rows(arguments.rows, arguments.minutes)
@@ -374,11 +361,10 @@ def main() -> None:
     generator = load_generator(arguments)
     if arguments.random_draft:
         generator = with_random_draft(generator)
-    known = read_known(generator.tokenizer, arguments.leave_out)
     if arguments.documents:
         prompts = documents(generator.tokenizer, arguments.documents, arguments.per_task)[: arguments.limit]
     else:
-        prompts = choose(arguments.prompts, arguments.per_task, known)[: arguments.limit]
+        prompts = choose(arguments.prompts, arguments.per_task)[: arguments.limit]
     make = make_arms(generator, arguments.tokens, arguments.gamma)
     arms = {name: make[name]() for name in names}
     for turn, (key, prompt) in enumerate(prompts):

@@ -1,8 +1,8 @@
 """Measure what of the evidence each selection rule keeps of a prompt, over one pass of the draft a prompt.
 
 Prompts: one question behind each document, by kind; with --shapes documents with several questions, each asked in many
-shapes of prompts; with --multi-hop question sets whose evidence stands in several paragraphs; with --qmsum queries
-about meetings (all: evidence_prompts.py). Rules: the default, a calibration where one is named, BM25, the paper's, and
+shapes of prompts; with --multi-hop question sets whose evidence stands in several paragraphs (all:
+evidence_prompts.py). Rules: the default, a calibration where one is named, BM25, the paper's, and
 lines in random order. A row is written for every prompt and rule: the share of the prompt at which all of its evidence
 is kept, and how much of it is kept at 0.1, 0.2 and 0.3. A run goes on where it ended. Intervals: 95 %, by drawing
 documents again. Prints tables, ends in one JSON line. The target's weights are not used.
@@ -32,11 +32,9 @@ from experiments.common.script import run_script
 from experiments.real.evidence_prompts import (
     OTHER_WORDS,
     EvidencePrompt,
-    gold_turns,
     make_prompts,
     multi_hop,
     shaped_prompts,
-    stretches,
 )
 from experiments.real.rows import Row, Rows, add_row_arguments
 from experiments.real.scoring import (
@@ -119,8 +117,6 @@ def prompts_for(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[Evide
         return shaped_prompts(data, num_tokens, arguments.documents, measure, seed, arguments.per_shape)
     if arguments.multi_hop:
         return multi_hop(arguments.multi_hop, arguments.limit)
-    if arguments.qmsum:
-        return stretches(gold_turns(data), num_tokens, measure)
     return make_prompts(data, num_tokens, arguments.per_kind, measure, seed)
 
 
@@ -178,8 +174,6 @@ def summary(rows: Rows, names: Sequence[str], arguments: argparse.Namespace) -> 
     """All tables of a run."""
     every = [row for row in rows.of_arm(names[0]).values()]
     print(f"kept at {RATES}, of {len(every)} prompts from {len({row['source'] for row in every})} documents")
-    if arguments.qmsum:
-        return {"share": table("share of it", rows, names, everything, told("share"))}
     report: dict[str, Any] = {"whole": table("all", rows, names, everything, whole)}
     for part in ("shape", "kind"):
         values = list(dict.fromkeys(row[part] for row in every))
@@ -204,7 +198,6 @@ def main() -> None:
     parser.add_argument("--shapes", action="store_true", help="several questions a document, in many shapes of prompts")
     parser.add_argument("--per-shape", type=int, default=2, help="with --shapes, questions a shape of a document")
     parser.add_argument("--multi-hop", type=Path, metavar="FILE", help="a set of multi-hop questions, JSON lines")
-    parser.add_argument("--qmsum", action="store_true", help="queries of QMSum with gold turns in place of the kinds")
     add_row_arguments(parser, limited=False)
     add_out_argument(parser)
     arguments = parser.parse_args()

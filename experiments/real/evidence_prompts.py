@@ -23,8 +23,6 @@ from typing import Any
 
 Measure = Callable[[str], int]
 Messages = tuple[tuple[str, str], ...]
-# Of a document, a question and a second one.
-Shape = Callable[[str, str, str], Messages]
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,8 @@ class EvidencePrompt:
     @property
     def messages(self) -> Messages:
         """What is sent: roles and texts."""
-        return SHAPES[self.shape](self.document, self.question, self.other)
+        parts = {"document": self.document, "question": self.question, "other": self.other}
+        return tuple((role, text.format(**parts)) for role, text in SHAPES[self.shape])
 
 
 @dataclass(frozen=True)
@@ -206,57 +205,9 @@ KINDS: dict[str, tuple[str, Callable[[random.Random], Hidden]]] = {
 OTHER_WORDS = ("paraphrase", "function", "log, other words", "dialogue, other words")
 
 
-def _behind(text: str) -> Shape:
-    """A user message that begins with the document; `text` follows it."""
-    return lambda document, question, other: (
-        ("user", document + "\n\n" + text.format(question=question, other=other)),
-    )
-
-
-SHAPES: dict[str, Shape] = {
-    "bare": _behind("{question}"),
-    "briefly": _behind("{question} Answer briefly."),
-    "unknown": _behind('{question} If the text does not say it, answer "unknown".'),
-    "json": _behind(
-        '{question}\nReturn a JSON object with the fields "answer" (string), "confidence" (number from 0 to 1) and '
-        '"quote" (string). No markdown.'
-    ),
-    "steps": _behind(
-        "{question}\n\nThink step by step, quote the passages that matter, and put the final answer alone on the last "
-        "line."
-    ),
-    "essay": _behind("{question}\n\n" + _WORDS["essay"]),
-    "two questions": _behind("{question} And also: {other}"),
-    "rag": lambda document, question, other: (
-        ("system", _WORDS["rag"]),
-        ("user", f"Context: {document}\n\nQuestion: {question}\n\nHelpful Answer:"),
-    ),
-    "ahead": lambda document, question, other: (("user", f"{question}\n\n{document}"),),
-    "ahead, tags": lambda document, question, other: (
-        ("user", f"I need to know this: {question}\n\n<context>\n{document}\n</context>"),
-    ),
-    "ahead, reminder": lambda document, question, other: (
-        ("user", f"{question}\n\n---\n{document}\n---\n\nAnswer the question at the top."),
-    ),
-    "system message": lambda document, question, other: (
-        (
-            "system",
-            f"You are a helpful assistant. Your task: {question} Look it up in what the user provides.",
-        ),
-        ("user", document),
-    ),
-    "tool output": lambda document, question, other: (
-        ("user", question),
-        ("assistant", "I'll search the workspace for that."),
-        ("tool", document),
-    ),
-}
-"""Shape -> the messages. Their wordings are for judging and choose nothing. Those that begin with the document share a
-draft's pass over it."""
-
-
-def _begins_with_document(shape: str) -> bool:
-    return SHAPES[shape]("document", "", "")[0][1].startswith("document")
+SHAPES: dict[str, list[tuple[str, str]]] = _WORDS["shapes"]
+"""Shape -> roles, and texts around a document, a question and another one. Their wordings are for judging and choose
+nothing. Those that begin with the document share a draft's pass over it."""
 
 
 def shaped_prompts(
@@ -269,7 +220,7 @@ def shaped_prompts(
     """
     texts = _texts(data)
     media = ("novel", "log", "json", "code", "novel", "meeting")
-    together = [shape for shape in SHAPES if _begins_with_document(shape)]
+    together = [shape for shape, messages in SHAPES.items() if messages[0][1].startswith("{document}")]
     alone = [shape for shape in SHAPES if shape not in together and shape != "ahead"]
     for number in range(num_documents):
         medium = media[number % len(media)]
@@ -460,51 +411,3 @@ def _meetings(path: Path) -> list[tuple[str, str]]:
         (f"meeting {number}", "\n".join(f"{turn['speaker']}: {turn['content']}" for turn in turns))
         for number, turns in enumerate(meetings)
     ]
-
-
-def gold_turns(data: Path) -> Iterator[EvidencePrompt]:
-    """QMSum's queries with the turns that hold their answers (`<data>/qmsum_evidence/train.jsonl`)."""
-    with (data / "qmsum_evidence" / "train.jsonl").open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            record = json.loads(line)
-            turns = [turn.replace("\n", " ") for turn in record["turns"]]
-            starts = [0]
-            for turn in turns:
-                starts.append(starts[-1] + len(turn) + 1)
-            spans = tuple(
-                (starts[turn], starts[turn] + len(turns[turn]))
-                for first, last in record["evidence_turns"]
-                for turn in range(int(first), min(int(last), len(turns) - 1) + 1)
-            )
-            source = turns[0][:40] + str(len(turns))
-            yield EvidencePrompt(f"qmsum/{number}", "qmsum", source, "\n".join(turns), record["query"], spans)
-
-
-def stretches(prompts: Iterator[EvidencePrompt], num_tokens: int, measure: Measure) -> Iterator[EvidencePrompt]:
-    """The part of each meeting around its evidence, as long as asked for; evidence of over a quarter of it is passed
-    over."""
-    for number, prompt in enumerate(prompts):
-        low, high = prompt.spans[0][0], prompt.spans[-1][1]
-        if measure(prompt.document[low:high]) > num_tokens // 4:
-            continue
-        lines = prompt.document.split("\n")
-        starts = [0]
-        for line in lines:
-            starts.append(starts[-1] + len(line) + 1)
-        first = next(at for at, start in enumerate(starts) if start >= low)
-        last = next(at for at, start in enumerate(starts) if start >= high)
-        total = sum(measure(line + "\n") for line in lines[first:last])
-        turn = number
-        while total < num_tokens and (first > 0 or last < len(lines)):
-            turn += 1
-            if (turn % 3 and first > 0) or last == len(lines):
-                first -= 1
-                total += measure(lines[first] + "\n")
-            else:
-                total += measure(lines[last] + "\n")
-                last += 1
-        begin = starts[first]
-        spans = tuple((start - begin, stop - begin) for start, stop in prompt.spans)
-        yield EvidencePrompt(
-            prompt.name, prompt.kind, prompt.source, "\n".join(lines[first:last]), prompt.question, spans
-        )

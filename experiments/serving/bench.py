@@ -1,4 +1,4 @@
-"""SGLang servers side by side: conversations, long documents, and a stream while prompts arrive.
+"""SGLang servers side by side: conversations and long documents.
 
 Each arm is a server of its own: *off* (no speculation, none of ours), *STANDALONE* (SGLang's own, same draft), *dense*
 (SPEC_STACK with keep_rate 1), *slots* (a dense target whose draft decodes over its own slots), *SPEC_STACK* at its
@@ -6,10 +6,9 @@ defaults, and any other: --arm NAME='--LAUNCH FLAGS'. All run at once and sleep 
 request goes to one arm after the other, in a rotating order. Times are from sending a request to its first chunk.
 
 - conversations: documents with facts, one asked for in every turn: seconds to the first token, tokens given to the
-  target, right answers, memory. With --check every reply beside Transformers' greedy text over the same tokens at the
+  target, right answers. With --check every reply beside Transformers' greedy text over the same tokens at the
   same positions: where they part, and the gap of the two logits (a tie or not).
 - lengths: one and four documents at once: tokens/s, acceptance, and whether all tokens are those of *off*.
-- stream: the longest gap of a running stream while one prompt of 8K, then five of 4K, arrive.
 
 Request rates are what `python -m sglang.benchmark.serving` measures. On a CPU it needs the stand-ins of
 tests/serving/support, and its times show a direction only. Ends in one JSON line.
@@ -30,7 +29,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoTokenizer
 
@@ -54,7 +52,7 @@ ARMS = {
     SLOTS: f"{_OURS} --spec-stack-sparse-prefill draft_only",
     SPEC_STACK: _OURS,
 }
-PARTS = ("conversations", "lengths", "stream")
+PARTS = ("conversations", "lengths")
 
 
 def server_of(flags: str, name: str, options: argparse.Namespace, folder: Path) -> SglangServer:
@@ -80,17 +78,10 @@ def measure(options: argparse.Namespace, arms: Arms, tokenizer: Any) -> Iterator
             arms, tokenizer, options.lengths, options.repeats, options.turns, options.max_tokens
         ),
         "lengths": lambda: parts.lengths(arms, prompts, options.lengths, options.repeats),
-        "stream": lambda: {arm: parts.stream(client, prompts) for arm, client in arms.clients.items()},
     }
     for part in options.parts:
         arms.forget()
         yield part, measures[part]()
-
-
-def memory_mb(pid: int) -> float:
-    """What a process and its children hold, a page that several have counted once in all (Linux)."""
-    process = psutil.Process(pid)
-    return sum(one.memory_full_info().pss for one in (process, *process.children(recursive=True))) / 1e6
 
 
 @torch.inference_mode()
@@ -142,7 +133,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{part}:", *(f"  {name:28} {json.dumps(own)}" for name, own in shown.items()), sep="\n", flush=True)
             if part == "conversations":
                 replies = figures
-        found["memory_mb"] = {name: memory_mb(server.pid) for name, server in servers.items()}
     if options.check and "conversations" in options.parts:
         found["partings"] = check(Path(target), options.precision, replies)
     return found

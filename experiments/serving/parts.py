@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
-from threading import Thread
-from time import perf_counter, sleep
 from typing import Any
 
 from experiments.common.conversations import make_conversation
@@ -132,37 +128,3 @@ def decode_row(answer: Answer) -> dict[str, float]:
 
 def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: round(median(row[name] for row in rows), 4) for name in rows[0]}
-
-
-def stream(client: Client, prompts: Prompts) -> dict[str, Any]:
-    """The longest gap of a running stream: alone, while one prompt of 8K arrives, and while five of 4K do."""
-    with _running_stream(client, prompts, 700) as running:
-        alone = [after - before for before, after in pairwise(running.chunk_times[5:60])]
-        found: dict[str, Any] = {"step_s": median(alone), "longest_step_s": max(alone)}
-        for name, arriving in (("one_8k", [8000]), ("five_4k", [4000] * 5)):
-            documents = [prompts.document(length, 710 + at + len(arriving)) for at, length in enumerate(arriving)]
-            since = perf_counter()
-            with ThreadPoolExecutor(len(arriving)) as pool:
-                answers = list(pool.map(lambda ids: client.ask(ids, 2), documents))
-            gap_s = running.longest_gap_s(since, perf_counter())
-            found[name] = {"longest_gap_s": gap_s, "ttfts_s": sorted(answer.ttft_s for answer in answers)}
-    return found
-
-
-@contextmanager
-def _running_stream(client: Client, prompts: Prompts, seed: int) -> Iterator[Answer]:
-    """A stream without drafting, with its first 60 chunks here; hangs up at the end."""
-    answer = Answer(perf_counter())
-    running = Thread(target=client.ask, args=(prompts.document(60, seed), 3000, answer), kwargs={"gamma": 0})
-    running.start()
-    try:
-        while len(answer.chunk_times) < 60:
-            if not running.is_alive():
-                raise ServerError("a stream ended before its 60th chunk")
-            sleep(0.02)
-        yield answer
-        if not running.is_alive():
-            raise ServerError("the stream ended before what it was to run beside; nothing was measured")
-    finally:
-        answer.is_enough = True
-        running.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,6 @@ from http.client import HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
 
 HOST = "127.0.0.1"
 PLUGIN = "spec_stack"
@@ -82,25 +80,6 @@ class SglangServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    @property
-    def pid(self) -> int:
-        """Process id of what was launched, whose children are SGLang's others. Raises ServerError before it runs."""
-        if self._process is None:
-            raise ServerError("the server does not run")
-        return self._process.pid
-
-    def post(self, path: str, body: Mapping[str, Any], limit_s: float) -> Any:
-        """The reply to a JSON request; None for an empty one. Raises ServerError where none comes."""
-        request = urllib.request.Request(
-            f"http://{HOST}:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=limit_s) as reply:
-                text = reply.read()
-        except (OSError, HTTPException) as error:
-            raise ServerError(self.explain(f"the server gave no answer to {path}: {error}")) from error
-        return json.loads(text) if text else None
 
     def explain(self, what: str) -> str:
         """`what`, whether the server still runs, and its last log lines."""

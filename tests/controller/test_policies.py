@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.policies.oracles import oracle
-from experiments.policies.replay import StepCosts, merge_runs, replay
+from experiments.policies.replay import merge_runs, replay
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext
 from spec_stack.controller.batch import BatchThroughput
@@ -28,7 +28,7 @@ from spec_stack.controller.registry import (
 )
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
-from tests.support.controller_data import Greedy, context, step
+from tests.support.controller_data import Greedy, StepCosts, context, step
 
 
 def test_importing_the_controller_loads_no_torch_and_no_scikit_learn() -> None:

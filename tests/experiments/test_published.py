@@ -94,34 +94,6 @@ def test_the_authors_steps_become_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        ("mean_draft_entropy", "nan", "not finite"),
-        ("acceptance_rate", "", "not a number"),
-        ("min_draft_confidence", "inf", "not finite"),
-        ("compression", "int4", "unknown precision 'int4'"),
-        ("gamma", "17", "unknown gamma 17"),
-        ("gamma", "2.5", "not a count"),
-        ("accepted", "9", "9 accepted of 2 proposed"),
-    ],
-)
-def test_a_wrong_cell_of_the_authors_file_is_named_by_place(
-    tmp_path: Path, column: str, value: str, message: str
-) -> None:
-    reduce(authors_runs(1), tmp_path)
-    path = tmp_path / published.STEPS_FILE
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    rows[1][column] = value
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, PUBLISHED_COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    with pytest.raises(ValueError, match=rf"results\.csv, line 3, column '{column}': .*{message}"):
-        read_steps(path)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "missing columns compression"),

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from experiments.serving import bench, parts
@@ -16,7 +14,6 @@ from experiments.serving.client import Answer, Client, Prompts
 from experiments.serving.server import SglangServer
 
 ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
-MOMENTS = st.integers(0, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +34,6 @@ class Parrot(Client):
 
     def forget(self) -> None:
         pass
-
-
-@given(st.lists(MOMENTS, unique=True), MOMENTS, MOMENTS)
-def test_the_longest_gap_is_the_longest_time_without_a_chunk(times: list[int], since: int, until: int) -> None:
-    since, until = min(since, until), max(since, until)
-    gap = Answer(0.0, [float(at) for at in sorted(times)]).longest_gap_s(since, until)
-    assert gap <= until - since
-    for start in range(since, until, 7):
-        # A window without a chunk is no longer than the gap.
-        end = next((at for at in range(start + 1, until) if at in times), until)
-        assert end - start <= gap
 
 
 def test_a_document_has_the_tokens_asked_for(tokenizer: Any) -> None:
@@ -89,3 +75,17 @@ def test_an_arm_has_a_draft_where_it_speculates_and_our_plugin_where_it_is_ours(
 def test_an_arm_without_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match="NAME="):
         bench.parse_args(["--arm", "--tp-size 2"])
+
+
+def test_the_command_line_is_read_with_its_defaults_and_refuses_what_measures_nothing() -> None:
+    options = bench.parse_args(["--parts", "lengths", "--arm", "mine=--tp-size 2", "--lengths", "300"])
+    assert (options.parts, options.arm, options.lengths, options.device) == (
+        ["lengths"],
+        ["mine=--tp-size 2"],
+        [300],
+        "cpu",
+    )
+    assert bench.parse_args([]).parts == ["conversations"]
+    for wrong in (["--repeats", "0"], ["--turns", "1"]):
+        with pytest.raises(ValueError, match="--repeats must be 1 or more"):
+            bench.parse_args(wrong)
