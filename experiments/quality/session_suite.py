@@ -17,6 +17,7 @@ import argparse
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from statistics import fmean, median
 from time import process_time
 from typing import Any
@@ -27,6 +28,7 @@ from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
+from experiments.common.streams import timed
 from experiments.real.rows import Row, Rows, add_row_arguments
 from spec_stack import PrefillConfig, Session, SpecStackConfig, SpecStackGenerator
 
@@ -46,21 +48,14 @@ def span_of(tokenizer: Any, conversation: Conversation, turn: int) -> set[int]:
 
 def ask(session: Session, messages: list[dict[str, str]], options: dict[str, Any]) -> tuple[str, Row]:
     """One turn's answer, and what it cost up to its first token."""
-    began = process_time()
-    steps = session.stream(messages=messages, **options)
-    outputs = [next(steps)]
-    ttft_cpu_s = process_time() - began
-    outputs += steps
-    metrics = outputs[-1].metrics
-    if metrics is None:
-        raise RuntimeError("the stream ended without a last step")
-    cost = {
+    answer = timed(partial(session.stream, messages=messages, **options), process_time)
+    metrics = answer.metrics
+    return answer.text, {
         "recalled": metrics.num_restored_tokens,
         "prefilled_again": metrics.num_rewritten_tokens,
-        "ttft_cpu_s": ttft_cpu_s,
+        "ttft_cpu_s": answer.first_s,
         "ttft_s": metrics.ttft_s,
     }
-    return "".join(output.text for output in outputs), cost
 
 
 def converse(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,6 +25,7 @@ from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
+from experiments.common.streams import timed
 from experiments.real.rows import Rows, add_row_arguments
 from spec_stack import Session, SpecStackGenerator
 
@@ -67,12 +69,9 @@ def turns_of(row: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
 
 def ask(session: Session, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
     """One turn: seconds to its first token, the template included, and what was counted."""
-    began, first_s = perf_counter(), 0.0
-    for output in session.stream(messages=messages, **options):
-        first_s = first_s or perf_counter() - began
-        metrics = output.metrics
-    counted = {name: getattr(metrics, name) for name in _COUNTED}
-    return {"ttft_s": first_s, "total_s": perf_counter() - began, **counted}
+    answer = timed(partial(session.stream, messages=messages, **options), perf_counter)
+    counted = {name: getattr(answer.metrics, name) for name in _COUNTED}
+    return {"ttft_s": answer.first_s, "total_s": answer.total_s, **counted}
 
 
 def shared_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> int:

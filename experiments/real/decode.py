@@ -25,6 +25,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from time import process_time
 from typing import Any
@@ -38,6 +39,7 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import Prompt, choose_prompts
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
+from experiments.common.streams import timed
 from experiments.real.rows import Rows, add_row_arguments, first_divergence
 from spec_stack import SpecStackGenerator
 from spec_stack.calibrate.documents import MODULES, module_source
@@ -72,18 +74,14 @@ class Ours:
     options: dict[str, Any]
 
     def __call__(self, prompt_ids: list[int]) -> Row:
-        began = process_time()
-        options = {"sparse_prefill": "draft_only"} | self.options
-        steps = self.generator.stream(input_ids=prompt_ids, max_tokens=self.num_tokens, policy=self.policy, **options)
-        outputs = [next(steps)]
-        first_s = process_time() - began
-        outputs += steps
-        metrics = outputs[-1].metrics
-        seconds = process_time() - began
+        options = {"sparse_prefill": "draft_only", "max_tokens": self.num_tokens} | self.options
+        start = partial(self.generator.stream, input_ids=prompt_ids, policy=self.policy, **options)
+        answer = timed(start, process_time)
+        metrics = answer.metrics
         return {
-            "cpu_s": seconds,
-            "decode_s": seconds - first_s,
-            "token_ids": [token for output in outputs for token in output.token_ids],
+            "cpu_s": answer.total_s,
+            "decode_s": answer.total_s - answer.first_s,
+            "token_ids": answer.token_ids,
             "num_steps": metrics.num_steps,
             "num_proposed": metrics.num_proposed,
             "num_accepted": metrics.num_accepted,
@@ -94,18 +92,8 @@ class Ours:
 class Theirs:
     """Transformers' generate over the same models.
 
-    Parameters
-    ----------
-    target : PreTrainedModel
-        Asked with a hook that counts what it is fed.
-    num_tokens : int
-        Most tokens of an answer.
-    draft : PreTrainedModel or None
-        The assistant.
-    settings : dict
-        Of the assistant's generation configuration. What transformers adapts there, it keeps from call to call.
-    options : dict
-        More arguments of `generate`.
+    settings: of the draft's generation configuration; what transformers adapts there, it keeps from call to call.
+    options: more arguments of `generate`.
     """
 
     target: PreTrainedModel

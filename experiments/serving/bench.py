@@ -24,7 +24,6 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from experiments.real.target import Target
 from experiments.serving import parts
 from experiments.serving.client import Client, Prompts
 from experiments.serving.parts import OFF, Arms, Row
-from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, SglangServer, free_port, other_plugins
+from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, other_plugins, sglang_server
 from spec_stack.hf.loading import resolve_pair
 
 STANDALONE, DENSE, SLOTS, SPEC_STACK = "STANDALONE", "dense", "slots", "SPEC_STACK"
@@ -55,8 +54,8 @@ ARMS = {
 PARTS = ("conversations", "lengths")
 
 
-def server_of(flags: str, name: str, options: argparse.Namespace, folder: Path) -> SglangServer:
-    """An arm's server, launched with these flags over those of all arms."""
+def launch_of(flags: str, options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of an arm's server: these flags over those of all arms."""
     target, draft = resolve_pair(options.target, options.draft)
     arguments = ["--model-path", str(target), "--device", options.device, "--chunked-prefill-size", str(options.chunk)]
     arguments += CPU_ARGUMENTS if options.device == "cpu" else []
@@ -67,7 +66,7 @@ def server_of(flags: str, name: str, options: argparse.Namespace, folder: Path) 
     environment = dict(CPU_ENVIRONMENT) if options.device == "cpu" else {}
     if SPEC_STACK not in flags:
         environment["SGLANG_PLUGINS"] = other_plugins()
-    return SglangServer(arguments, environment, free_port(), folder / f"{name}.log", options.start_limit)
+    return arguments, environment
 
 
 def measure(options: argparse.Namespace, arms: Arms, tokenizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -123,9 +122,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer, found = AutoTokenizer.from_pretrained(target), {}
     flags = {name: ARMS[name] for name in options.arms} | dict(arm.split("=", 1) for arm in options.arm)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        launch = partial(server_of, options=options, folder=Path(folder))
-        servers = {name: stack.enter_context(launch(own, name)) for name, own in flags.items()}
-        arms = Arms({name: Client(server.port, options.limit, "bench") for name, server in servers.items()})
+        clients = {}
+        for name, own in flags.items():
+            server = sglang_server(*launch_of(own, options), Path(folder) / f"{name}.log", options.start_limit)
+            clients[name] = Client(stack.enter_context(server), options.limit, "bench")
+        arms = Arms(clients)
         for client in arms.clients.values():
             client.ask(Prompts(tokenizer).document(3000, 791), 8)
         for part, figures in measure(options, arms, tokenizer):

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from experiments.serving import bench, parts
 from experiments.serving.client import Answer, Client, Prompts
-from experiments.serving.server import SglangServer
 
 ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
 
@@ -66,10 +65,10 @@ def test_documents_tell_of_every_arm(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", bench.ARMS)
-def test_an_arm_has_a_draft_where_it_speculates_and_our_plugin_where_it_is_ours(name: str, tmp_path: Path) -> None:
-    server: SglangServer = bench.server_of(bench.ARMS[name], name, bench.parse_args([]), tmp_path)
-    assert ("--speculative-draft-model-path" in server._command) == (name != "off")
-    assert ("SGLANG_PLUGINS" in server._environment) == (name in ("off", "STANDALONE"))
+def test_an_arm_has_a_draft_where_it_speculates_and_our_plugin_where_it_is_ours(name: str) -> None:
+    arguments, environment = bench.launch_of(bench.ARMS[name], bench.parse_args([]))
+    assert ("--speculative-draft-model-path" in arguments) == (name != "off")
+    assert ("SGLANG_PLUGINS" in environment) == (name in ("off", "STANDALONE"))
 
 
 def test_an_arm_without_a_name_is_refused() -> None:
