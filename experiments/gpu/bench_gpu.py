@@ -116,14 +116,6 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _write(path: Path | None, report: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = path.with_name(path.name + ".part")
-        partial_file.write_text(json.dumps(report) + "\n", encoding="utf-8")
-        partial_file.replace(path)
-
-
 def run_cases(cases: list[Case], budget: Budget, device: torch.device, save: Callable[[dict[str, Any]], None]) -> None:
     """Run what fits the budget; save is called after each case with its results so far: cases, skipped, spent_s."""
     results: dict[str, Any] = {"cases": {}, "skipped": {}, "spent_s": 0.0}
@@ -169,7 +161,9 @@ def main() -> None:
 
     def save(results: dict[str, Any]) -> None:
         report.update(results)
-        _write(arguments.out, report)
+        if arguments.out is not None:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
 
     run_cases(Bench(shape, device, arguments.repeats, budget).cases(), budget, device, save)
     print(json.dumps(report))

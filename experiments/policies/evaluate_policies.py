@@ -30,7 +30,7 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies import published, reproduce
 from experiments.policies.oracles import best_fixed, oracle
-from experiments.policies.replay import Costs, Merged, ReplayText, Score, fit_costs, merge_runs, replay
+from experiments.policies.replay import Costs, ReplayText, Score, fit_costs, merge_runs, replay
 from experiments.policies.training import as_network, make_estimator, step_examples
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
@@ -50,12 +50,11 @@ Scores = dict[str, dict[str, dict[str, Score]]]
 
 @dataclass
 class Data:
-    """The records. measured: tokens/s of the runs themselves, (precision, gamma). note: how well the runs agree."""
+    """The records. note: how well the runs agree."""
 
     texts: list[ReplayText]
     records: list[StepRecord]
     costs: Mapping[str, Costs]
-    measured: dict[tuple[str, int], float]
     note: str
 
     @property
@@ -74,25 +73,14 @@ def read(path: Path) -> list[StepRecord]:
 
 
 def load(paths: Sequence[Path]) -> Data:
-    """The texts behind records, what their steps cost, and what the runs at fixed gammas themselves measured."""
+    """The texts behind records, and what their steps cost."""
     records = [record for path in paths for record in read(path)]
     merged = merge_runs(records)
-    groups: dict[tuple[str, int], list[StepRecord]] = defaultdict(list)
-    for record in records:
-        if record.policy.startswith("fixed-") and not record.is_prefill:
-            groups[record.precision, int(record.policy.removeprefix("fixed-"))].append(record)
-    measured = {
-        key: sum(record.num_tokens for record in group) / sum(record.draft_s + record.verify_s for record in group)
-        for key, group in groups.items()
-    }
-    return Data(merged.texts, records, fit_costs(records), measured, _agreement(merged))
-
-
-def _agreement(merged: Merged) -> str:
-    return (
+    note = (
         f"{len(merged.texts)} texts, {merged.num_positions} positions, {merged.num_unknown} never drafted, "
         f"{merged.num_unanimous / max(merged.num_shared, 1):.1%} of {merged.num_shared} shared ones unanimous"
     )
+    return Data(merged.texts, records, fit_costs(records), note)
 
 
 def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
@@ -219,21 +207,6 @@ def print_summary(summary: dict[str, dict[str, Any]]) -> None:
             print(f"{line} {row['mean_gamma']:6.2f} {middle:+7.1%} {gains:>16s} {row['regret_oracle']:8.1%}")
 
 
-def check_replay(data: Data) -> dict[str, float]:
-    """Replay of the recorded fixed gammas against the tokens/s those runs measured."""
-    errors = {}
-    print("\nreplay of fixed gammas against the runs themselves, tokens/s")
-    for (precision, gamma), measured in data.measured.items():
-        policy = make_policy("fixed", gamma=gamma)
-        costs = data.costs[precision]
-        texts = [text for text in data.texts if text.precision == precision]
-        replayed = rate([replay(text, policy, costs) for text in texts])
-        errors[f"{precision} {gamma}"] = replayed / measured - 1
-        figures = f"measured {measured:7.2f}  replayed {replayed:7.2f}  {replayed / measured - 1:+.2%}"
-        print(f"  {precision:5s} fixed-{gamma}: {figures}")
-    return errors
-
-
 def as_published(folder: Path, num_resamples: int) -> dict[str, Any]:
     """Print the paper's tables beside ours."""
     table = published.read_steps(folder / published.STEPS_FILE)
@@ -265,11 +238,10 @@ def main() -> None:
         return
     data = load(options.records)
     print(data.note)
-    errors = check_replay(data)
     scores = evaluate(data, options.folds, options.max_gamma)
     summary = summarise(data, scores, options.seed)
     print_summary(summary)
-    print_report({**header, "replay_errors": errors, "summary": summary}, options.out)
+    print_report({**header, "summary": summary}, options.out)
 
 
 if __name__ == "__main__":

@@ -46,15 +46,11 @@ def main() -> None:
     parser.add_argument("records", nargs="+", type=Path, help="files of records")
     parser.add_argument("--out", type=Path, required=True, help="folder for the exported predictor")
     parser.add_argument("--folds", type=int, default=5)
-    parser.add_argument("--policies", default="", help="train on runs of policies whose names begin so (default: all)")
     parser.add_argument("--ship", type=Path, help=f"the draft's folder, which gets it as {FILE_NAME}")
     parser.add_argument("--model", choices=MODELS, default="mlp-32", help="which one (%(default)s)")
     options = parser.parse_args()
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in options.records)).hexdigest()
     records = [record for path in options.records for record in read(path)]
-    records = [record for record in records if record.policy.startswith(options.policies)]
-    if not records:
-        raise ValueError(f"no run of a policy that begins with {options.policies!r} in {options.records}")
     versions = {"python": platform.python_version(), "numpy": np.__version__, "scikit-learn": sklearn.__version__}
     inputs, rates, groups = step_examples(records)
     scores = held_out_scores(options.model, inputs, rates, groups, options.folds)

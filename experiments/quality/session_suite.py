@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from statistics import fmean, median
@@ -89,28 +88,20 @@ def converse(
     return found
 
 
-def less_dense(pairs: Sequence[tuple[Row, Row]]) -> list[float]:
-    """Share right of an arm less that of dense, with its interval over conversations."""
-
-    def right(row: Row) -> float:
-        return fmean(turn["right"] for turn in row["turns"])
-
-    return mean_interval([right(own) - right(dense) for own, dense in pairs])
-
-
 def summarise(rows: Rows) -> list[dict[str, Any]]:
-    """Means over the turns after the first, by arm."""
+    """Means over the turns after the first, by arm; less_dense: share right less that of dense, by conversations."""
     summary = []
     for arm in ARMS:
         pairs = rows.pairs(arm, DENSE)
         turns = [turn for own, _ in pairs for turn in own["turns"]]
+        right = [[fmean(turn["right"] for turn in row["turns"]) for row in pair] for pair in pairs]
         if not turns:
             continue
         told = {
             "arm": arm,
             "asked": len(turns),
             "right": fmean(turn["right"] for turn in turns),
-            "less_dense": less_dense(pairs),
+            "less_dense": mean_interval([own - dense for own, dense in right]),
             "held": fmean(turn["held"] == 1 for turn in turns),
             "after": fmean(turn["after"] == 1 for turn in turns),
             **{name: fmean(turn[name] for turn in turns) for name in ("dropped", "recalled", "prefilled_again")},

@@ -128,23 +128,12 @@ def replay(
     return found
 
 
-def prefilled_of(rows: Rows, row: Mapping[str, Any]) -> int:
-    """Tokens that the target prefilled for a turn: what it holds of the prompt now and did not, and what it rewrote."""
-    conversation, _, turn = row["key"].rpartition("/")
-    before = rows.of_arm(row["arm"]).get(f"{conversation}/{int(turn) - 1}", {})
-    return int(row["num_kept_tokens"] - before.get("num_kept_tokens", 0) + row["num_rewritten_tokens"])
-
-
 def compare(kind: str, seconds: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """Print and return the ratios of some turns' first tokens to another arm's: median, least and most."""
     ratios = [one / other for one, other in seconds]
-    sums = [sum(pair[side] for pair in seconds) for side in (0, 1)]
     middle, least, most = median(ratios), min(ratios), max(ratios)
-    print(
-        f"{kind:28s} n={len(ratios):3d}  TTFT {middle:5.2f} of dense [{least:.2f}, {most:.2f}], "
-        f"in all {sums[0]:.1f} s of {sums[1]:.1f} s"
-    )
-    return {"n": len(ratios), "ttft_ratio": [middle, least, most], "sum_s": sums}
+    print(f"{kind:28s} n={len(ratios):3d}  TTFT {middle:5.2f} of dense [{least:.2f}, {most:.2f}]")
+    return {"n": len(ratios), "ttft_ratio": [middle, least, most]}
 
 
 def report_of(rows: Rows) -> dict[str, Any]:
@@ -162,7 +151,6 @@ def report_of(rows: Rows) -> dict[str, Any]:
         if not found:
             continue
         report[name] = compare(name, [(one["ttft_s"], other["ttft_s"]) for one, other in found])
-        report[name]["prefilled"] = sum(prefilled_of(rows, one) for one, _ in found)
     pruning = (SESSION, f"cold {SESSION}")
     lost = sum(row["system_tokens_lost"] for arm in pruning for row in rows.of_arm(arm).values())
     restored = sum(row["num_restored_tokens"] for row in rows.of_arm(SESSION).values())

@@ -22,10 +22,11 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
+from experiments.common.bootstrap import mean_interval
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.evidence import everything, having, interval
+from experiments.real.evidence import everything, having
 from experiments.real.evidence_prompts import SHAPES, EvidencePrompt, shaped_prompts
 from experiments.real.rows import Row, Rows, add_row_arguments
 from experiments.real.scoring import (
@@ -160,7 +161,7 @@ def compare(rows: Rows, name: str, base: str, keep: Callable[[Row], bool]) -> di
     sources = [row["source"] for _, row in pairs]
 
     def mean(tell: Callable[[Row, Row], float]) -> list[float]:
-        return [round(each, 3) for each in interval([tell(*pair) for pair in pairs], sources)]
+        return [round(each, 3) for each in mean_interval([tell(*pair) for pair in pairs], sources)]
 
     whole = [row["is_right"] for _, row in pairs if row["is_evidence_kept"]]
     return {

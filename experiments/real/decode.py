@@ -11,10 +11,9 @@ its best setting over recorded texts; *assisted 5 static*, *assisted 5 compiled*
 has a static cache and is compiled (its assistant cannot have one in 5.24).
 
 Prompts are files, or standard-library modules of --documents tokens, to be continued. --random-draft gives the draft
-random weights: the floor, where drafting can only lose. Greedy answers must be those of *plain*; where one parts from
-it, the row says at which token, and how far apart the two logits of a dense forward were there (a tie is 0 or a
-rounding's width). A table's row is printed after every prompt, over plain; rows are kept at once, so a run goes on
-where it ended, its policies as new ones. Ends in one JSON line with intervals of a bootstrap over prompts.
+random weights: the floor. Greedy answers must be those of *plain*; where one parts from it, the row says at which
+token, and how far apart the two logits of a dense forward were there. A run goes on where it ended, its policies as new
+ones. Ends in one JSON line with intervals of a bootstrap over prompts.
 
     decode.py code=HumanEval.jsonl.gz math=gsm8k.jsonl chat=mt_bench.jsonl --target T --draft D --rows rows.jsonl
 """

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -24,8 +23,7 @@ from time import process_time
 from typing import Any
 from zlib import crc32
 
-import numpy as np
-
+from experiments.common.bootstrap import mean_interval
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
@@ -54,7 +52,6 @@ from spec_stack.hf.loading import load_tokenizer
 RATES = (0.1, 0.2, 0.3)
 RANDOM = "random lines"
 _GRID = [at / 200 for at in range(4, 201)]
-_DRAWS = 2000
 Tell = Callable[[Row], float]
 
 
@@ -96,18 +93,6 @@ def _all(spans: Sequence[tuple[int, int]], kept: set[int]) -> bool:
 def _share(spans: Sequence[tuple[int, int]], kept: set[int]) -> float:
     wanted = {at for start, stop in spans for at in range(start, stop)}
     return round(len(wanted & kept) / len(wanted), 4)
-
-
-def interval(values: Sequence[float], sources: Sequence[str], seed: int = 0) -> tuple[float, float, float]:
-    """Mean and its 95 % interval, by drawing sources with all their prompts."""
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for value, source in zip(values, sources, strict=True):
-        by_source[source].append(value)
-    sums = np.array([[sum(own), len(own)] for own in by_source.values()])
-    drawn = np.random.default_rng(seed).integers(len(sums), size=(_DRAWS, len(sums)))
-    totals = sums[drawn].sum(1)
-    low, high = np.percentile(totals[:, 0] / totals[:, 1], [2.5, 97.5])
-    return float(np.mean(values)), float(low), float(high)
 
 
 def prompts_for(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[EvidencePrompt]:
@@ -163,7 +148,7 @@ def table(
         own = [row for row in rows.of_arm(name).values() if keep(row)]
         if own:
             sources = [row["source"] for row in own]
-            cells = {str(rate): interval([tell(rate)(row) for row in own], sources) for rate in RATES}
+            cells = {str(rate): mean_interval([tell(rate)(row) for row in own], sources) for rate in RATES}
             report[name] = {rate: [round(each, 3) for each in cell] for rate, cell in cells.items()}
             shown = "  ".join(f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in cells.values())
             print(f"{title:24s}{name:14s} n={len(own):4d}  {shown}")
@@ -172,7 +157,7 @@ def table(
 
 def summary(rows: Rows, names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
     """All tables of a run."""
-    every = [row for row in rows.of_arm(names[0]).values()]
+    every = list(rows.of_arm(names[0]).values())
     print(f"kept at {RATES}, of {len(every)} prompts from {len({row['source'] for row in every})} documents")
     report: dict[str, Any] = {"whole": table("all", rows, names, everything, whole)}
     for part in ("shape", "kind"):

