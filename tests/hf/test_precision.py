@@ -47,8 +47,10 @@ def generators() -> dict[str, SpecStackGenerator]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "nf4"])
-@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "pruned"),
+    [("fp32", False), ("fp32", True), ("bf16", False), ("bf16", True), ("int8", False), ("nf4", True)],
+)
 def test_speculation_gives_the_plain_greedy_tokens_of_its_precision_up_to_ties(
     generators: dict[str, SpecStackGenerator], precision: str, pruned: bool
 ) -> None:
