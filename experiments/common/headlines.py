@@ -18,7 +18,7 @@ from experiments.common.script import run_script
 from spec_stack.prefill.calibration import Calibration
 
 ROOT = Path(__file__).parents[2]
-RUNS, RESULTS, PAGE = ROOT / "experiments" / "runs", ROOT / "experiments" / "results", ROOT / "docs" / "results.md"
+RESULTS, PAGE = ROOT / "experiments" / "results", ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 _CALIBRATIONS = ROOT / "spec_stack" / "assets" / "calibrations"
 CALIBRATION, _SMALLER = (_CALIBRATIONS / f"{name}.json" for name in ("qwen2.5-coder-0.5b", "smollm2-135m"))

@@ -30,6 +30,7 @@ def _python(root: Path | str, folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_policy_put_into_the_package_has_a_name_and_passes_the_tests_of_all(tmp_path: Path) -> None:
     for folder in ("spec_stack", "tests", "experiments"):
         ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "results")
