@@ -127,7 +127,10 @@ class DensePrefix:
     def prefill(self, token_ids: Sequence[int]) -> Prefilled:
         """Go over what the previous prompt does not share. The result's cache ends with the next call."""
         if self.cache is not None:
-            self.cache.crop(min(num_shared(self.token_ids, token_ids), len(token_ids) - 1))
+            shared = min(num_shared(self.token_ids, token_ids), len(token_ids) - 1)
+            # transformers crops by how many tokens go.
+            if surplus := self.cache.get_seq_length() - shared:
+                self.cache.crop(-surplus)
         made = self.target.prefill(token_ids, range(len(token_ids)), cache=self.cache)
         self.token_ids, self.cache = token_ids, made.cache
         return made
