@@ -1,8 +1,4 @@
-"""The cases of `bench_gpu.py`, one function a case, each of which returns plain values.
-
-Foreseen for llama-8b in bf16 at 131,008 tokens, on top of 18.6 GB of weights: dense 17 GB of cache in pieces of 8,192
-tokens, 14 GB of activations more in one forward; scoring 4.3 GB of draft cache and 0.8 GB of importance.
-"""
+"""The cases of `bench_gpu.py`, one function a case, each of which returns plain values."""
 
 from __future__ import annotations
 
