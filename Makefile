@@ -24,29 +24,34 @@ OF_TRANSFORMERS := -e '/^tokenizers==/d' -e '/^huggingface_hub==/d'
 TORCH_CPU_INDEX ?=
 TORCH_FIRST = $(if $(TORCH_CPU_INDEX),$(1)/bin/python $(PIP_INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) $(shell grep -w '^torch' $(2)))
 
-.PHONY: demo check test lint docs docs-serve serving-test clean
+.PHONY: demo check test core-test lint docs docs-serve serving-test clean
 
 demo: $(VENV)/.ready
 	$(BIN)/spec-stack demo
 
+# `make check CHECK="not nightly"` leaves nothing out that `make test` runs of the core.
+CHECK ?= not slow
 check: lint
-	$(PYTEST) -m "not slow and not serving and not gpu"
+	$(PYTEST) -m "$(CHECK) and not serving and not gpu"
 
 # Left out here are the tests marked `nightly`, each one more kind of what another shows; `make test TESTS=` has them.
 TESTS ?= not nightly
+# The two suites run side by side: tests of servers wait half of the time.
 test: lint docs
+	$(MAKE) --jobs=2 --output-sync=target core-test serving-test
+
+core-test: $(VENV)/.ready
 	$(PYTEST) --durations=25 -m "not serving$(if $(TESTS), and ($(TESTS)))"
-	$(MAKE) serving-test
 
 # SGLang pins its own transformers, so it has an environment of its own. The core's tests run under an older transformers
 # with `make check TRANSFORMERS=lowest`.
 # `make serving-test SGLANG=0.5.20` for an older one; the newest is what `make test` runs, all of them run every night,
 # with the launches that are left to it (`make serving-test SERVING_TESTS=`).
 SERVING_TESTS ?= not nightly
-# Its tests wait for servers half of the time.
-SERVING_WORKERS ?= 3
+# One for the tests that share a server, one for those that launch their own.
+SERVING_WORKERS ?= 2
 serving-test: $(SERVING)/.ready
-	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n $(SERVING_WORKERS) --dist loadfile --durations=25 -m "$(SERVING_TESTS)" tests/serving
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n $(SERVING_WORKERS) --dist loadgroup --durations=25 -m "$(SERVING_TESTS)" tests/serving
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

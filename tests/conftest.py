@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -19,6 +20,17 @@ settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 # Tiny tensors gain nothing from threads and lose much on a busy machine.
 torch.set_num_threads(1)
+
+
+# Tests that took half a second of the processor or more in the last recorded run, all parameters together.
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").split("\n"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what slow.txt names, so that a list is renewed and no decorator."""
+    for item in items:
+        if item.nodeid.partition("[")[0] in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

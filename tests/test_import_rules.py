@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -127,6 +128,7 @@ def files(*folders: Path) -> list[Path]:
     return found
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Modules that a file imports anywhere, with the names it takes from packages: for type checkers only, and as
     strings ("spec_stack.decode.ngram:NgramProposer"), too."""

@@ -9,11 +9,15 @@ import numpy as np
 NUM_DRAWS = 2000
 
 
-def mean_interval(values: Sequence[float], seed: int = 0) -> list[float]:
-    """The mean of some values, with the ends of its interval."""
-    own = np.array(values, dtype=float)
-    drawn = own[_draws(len(own), seed)].mean(1)
-    return [float(own.mean()), *map(float, np.percentile(drawn, [2.5, 97.5]))]
+def mean_interval(values: Sequence[float], groups: Sequence[str] | None = None, seed: int = 0) -> list[float]:
+    """The mean of some values, with the ends of its interval. groups: drawn with all of their values."""
+    keys = range(len(values)) if groups is None else groups
+    number_of = {key: at for at, key in enumerate(dict.fromkeys(keys))}
+    group_of = [number_of[key] for key in keys]
+    sums, counts = np.bincount(group_of, weights=np.array(values, dtype=float)), np.bincount(group_of)
+    draws = _draws(len(sums), seed)
+    drawn = sums[draws].sum(1) / counts[draws].sum(1)
+    return [float(np.mean(values)), *map(float, np.percentile(drawn, [2.5, 97.5]))]
 
 
 def ratio_interval(over: Sequence[float], under: Sequence[float], seed: int = 0) -> list[float]:

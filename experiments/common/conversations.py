@@ -1,9 +1,7 @@
 """Conversations about one long document with several facts in it, each asked for in a turn of its own.
 
-"codes" is the wording of the demo. "mixed" are five wordings that the embedded pair was trained on: the first question
-does not look like the facts of the later ones, so that pruning for it drops them. "paraphrase" asks for a code first,
-then in other words than those of the facts: what comes back comes by attention. The embedded pair answers none
-of these.
+The facts have five wordings that the embedded pair was trained on: the first question does not look like the facts of
+the later ones, so that pruning for it drops them.
 """
 
 from __future__ import annotations
@@ -13,30 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_stack.calibrate.documents import MODULES, module_source
-from spec_stack.calibrate.needles import FAMILIES as NEEDLES
 
-FAMILIES = ("codes", "mixed", "paraphrase")
 _ADJECTIVES = ("red", "blue", "golden", "hidden", "silver", "quiet", "royal", "bright", "plain", "rare", "cold", "main")
 _NAMES = (
     *("Alice", "Bruno", "Carla", "Daniel", "Elena", "Felix", "Greta", "Hassan", "Irene", "Jonas", "Maria", "Oscar"),
     *("Agnes", "Basil", "Celia", "Dennis", "Edith", "Fred", "Gloria", "Harold"),
 )
 _CITIES = (
-    "London",
-    "Paris",
-    "Tokyo",
-    "Berlin",
-    "Madrid",
-    "Cairo",
-    "Lima",
-    "Oslo",
-    "Dublin",
-    "Vienna",
-    "Prague",
-    "Rome",
+    *("London", "Paris", "Tokyo", "Berlin", "Madrid", "Cairo"),
+    *("Lima", "Oslo", "Dublin", "Vienna", "Prague", "Rome"),
 )
 _WORDS = ("apple", "river", "window", "paper", "music", "captain", "bridge", "market", "candle", "guitar", "kettle")
-_MIXED = (
+_WORDINGS = (
     ("The {a} code for {n} is {v}.", "What is the {a} code for {n}?", "v"),
     ("{n} lives in {c}.", "Where does {n} live?", "c"),
     ("The favourite word of {n} is {w}.", "What is the favourite word of {n}?", "w"),
@@ -68,14 +54,9 @@ class Conversation:
         return [*history, {"role": "user", "content": content}]
 
 
-def make_conversation(tokenizer: Any, num_tokens: int, num_facts: int, seed: int, family: str) -> Conversation:
-    """Facts about different people, at random places of about num_tokens tokens of a standard-library module.
-
-    Raises ValueError for an unknown family, too many facts, a module that is too short.
-    """
-    if family not in FAMILIES or not 1 <= num_facts <= len(_NAMES):
-        raise ValueError(f"use one of {FAMILIES} and 1 to {len(_NAMES)} facts, got {family!r} and {num_facts}")
-    rng = random.Random(f"{family} {seed}")
+def make_conversation(tokenizer: Any, num_tokens: int, num_facts: int, seed: int) -> Conversation:
+    """Facts about different people, at random places of about num_tokens tokens of a standard-library module."""
+    rng = random.Random(f"mixed {seed}")
     source = module_source(MODULES[seed % len(MODULES)])
     start = rng.randrange(max(1, len(source) - 6 * num_tokens))
     token_ids = tokenizer(source[start : start + 6 * num_tokens], add_special_tokens=False, verbose=False).input_ids
@@ -84,7 +65,7 @@ def make_conversation(tokenizer: Any, num_tokens: int, num_facts: int, seed: int
     lines = tokenizer.decode(token_ids[:num_tokens]).split("\n")
     facts = []
     for index, name in enumerate(rng.sample(_NAMES, num_facts)):
-        text, question, kind = _MIXED[index % len(_MIXED)] if family == "mixed" else _MIXED[0]
+        text, question, kind = _WORDINGS[index % len(_WORDINGS)]
         slots = {
             "a": rng.choice(_ADJECTIVES),
             "n": name,
@@ -94,14 +75,9 @@ def make_conversation(tokenizer: Any, num_tokens: int, num_facts: int, seed: int
             "w": rng.choice(_WORDS),
         }
         facts.append(Fact(text.format(**slots), question.format(**slots), slots[kind]))
-    if family == "paraphrase":
-        needles = [wording.needle(rng) for wording in NEEDLES["paraphrase"].needles]
-        others = [Fact(needle.evidence[0], needle.question, needle.answer) for needle in needles]
-        facts = [facts[0], *rng.sample(others, len(others)), *facts[1 + len(others) :]]
     for fact, line in sorted(
         zip(facts, rng.sample(range(len(lines)), num_facts), strict=True), key=lambda each: -each[1]
     ):
         lines.insert(line, fact.text)
-    if family != "paraphrase":
-        rng.shuffle(facts)
+    rng.shuffle(facts)
     return Conversation("\n".join(lines), facts)

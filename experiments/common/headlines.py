@@ -1,7 +1,9 @@
 """The rows that docs/results.md begins with: what was measured of a real pair, written from the committed results.
 
-A row names the script that made it and its result files, which know their commits. `experiments.common.results`
-puts the table into the page. To add a row: a function that makes the figure of the files' contents, and a line in ROWS.
+A row names the script that made it and its result files, which know their commits. To add a row: a function that makes
+the figure of the files' contents, and a line in ROWS.
+
+    python -m experiments.common.headlines
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.common.script import run_script
 from spec_stack.prefill.calibration import Calibration
 
-RESULTS = Path(__file__).parents[1] / "results"
-_CALIBRATIONS = Path(__file__).parents[2] / "spec_stack" / "assets" / "calibrations"
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "experiments" / "results", ROOT / "docs" / "results.md"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+_CALIBRATIONS = ROOT / "spec_stack" / "assets" / "calibrations"
 CALIBRATION, _SMALLER = (_CALIBRATIONS / f"{name}.json" for name in ("qwen2.5-coder-0.5b", "smollm2-135m"))
 Content = Mapping[str, Any]
 
@@ -212,3 +217,20 @@ def table() -> str:
         made_by = f"`experiments/runs/{row.run}.sh`, {made_at}"
         lines.append(f"| {row.what} | {row.figure(*contents)} | {row.n(*contents)} | {made_by} |")
     return "\n".join(lines)
+
+
+def with_table(page: str, rows: str) -> str:
+    """A page with a table between its marks. Raises ValueError where it has none."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"the page must hold {BEGIN} and {END} once each")
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{rows}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,8 @@ def _parse(row: Mapping[str, Any]) -> Prompt:
     raise ValueError(f"a prompt row with the fields {sorted(row)} is of no known kind")
 
 
-def _lines(path: Path) -> Iterator[str]:
+def lines_of(path: Path) -> Iterator[str]:
+    """The lines of a file of JSON lines, packed or not."""
     data = path.read_bytes()
     text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     # Not splitlines: separators such as U+2028 can stand inside a JSON string.
@@ -58,11 +58,8 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def read_prompts(path: Path, tasks: Sequence[str] = ()) -> list[Prompt]:
-    """All prompts of a file, those of the named tasks only where some are named. Raises ValueError naming the file."""
-    try:
-        prompts = [_parse(json.loads(line)) for line in _lines(path)]
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"cannot read prompts from {path}: {error}") from error
+    """All prompts of a file, those of the named tasks only where some are named. Raises ValueError for none."""
+    prompts = [_parse(json.loads(line)) for line in lines_of(path)]
     chosen = [prompt for prompt in prompts if not tasks or prompt.task in tasks]
     if not chosen:
         raise ValueError(f"{path} holds no prompts" + (f" of the tasks {list(tasks)}" if tasks else ""))

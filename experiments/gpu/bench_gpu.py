@@ -1,21 +1,19 @@
 """Cost of sparse prefill and speculation on a GPU, at real model shapes with random weights made on the device.
 
-Weights change no cost but the number of accepted tokens, so nothing here speaks of acceptance or quality. Measured:
-whether chunked sparse prefill is right there (`gpu_attention_check.py`); what reading the signals back costs per
-drafted token; time to first token, dense against sparse with the scoring included, against the bound 1/(r + s) and the
-operations that SpecPrefill's appendix E counts; a verification of 1 to 9 tokens over a plain step, by precision (int8
-and nf4 where bitsandbytes is installed); attention by its ways to a kernel.
+Weights change no cost but the number of accepted tokens, so nothing here speaks of acceptance or quality; whether
+chunked sparse prefill is right on the device is what `pytest -m gpu` tells. Measured: the server's scoring attention at
+new lengths; steps that grow a cache, eager and in fixed shapes; time to first token, dense against sparse with the
+scoring included, against the bound 1/(r + s); a verification of 1 to 9 tokens over a plain step.
 
 Needs torch and transformers alone, and this repository on the path. Wall clock, the device idle before and after
 each run; variants in turn, medians with spread. Cases that the budget has no room for are skipped and listed; the
-report is written after every case. Prints tables, ends in one JSON line.
+report is written after every case. Prints a line a case, ends in one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,18 +24,10 @@ import torch
 
 from experiments.common.environment import describe
 from experiments.common.script import run_script
-from experiments.gpu.attention_check import check_attention
-from experiments.gpu.cases import (
-    bench_decode,
-    bench_growing,
-    bench_parts,
-    bench_prefill,
-    bench_read_back,
-    bench_scoring_attention,
-    describe_attention,
-)
-from experiments.gpu.shapes import SHAPES, Models, Shape, executed_macs, why_not
+from experiments.gpu.cases import bench_decode, bench_growing, bench_prefill, bench_scoring_attention
+from experiments.gpu.shapes import SHAPES, Models, Shape, executed_macs
 from experiments.gpu.timing import Budget, describe_error, free
+from spec_stack.config import DraftStep
 from spec_stack.hf.loading import resolve_device
 
 # Multiply-adds per second expected before anything was measured; on the slow side for a data-centre card.
@@ -45,57 +35,49 @@ _FIRST_GUESS = {"cuda": 1.2e14}
 _ANY_DEVICE = 2e9
 # A round longer than this is not worth a whole warm-up round: its kernels have run at the shorter lengths.
 _LONG_ROUND_S = 10.0
-# Of the budget, for one length's repeats, so that the longest leaves room for the others.
-_LARGEST_SHARE = 0.45
 
 
 @dataclass(frozen=True)
 class Case:
-    """estimate_s: seconds it will take at least; run: takes nothing, returns plain values."""
+    """run: takes nothing, returns plain values. estimate_s: seconds it will take at least."""
 
     name: str
-    estimate_s: Callable[[], float]
     run: Callable[[], dict[str, Any]]
+    estimate_s: Callable[[], float] = lambda: 0.0
 
 
 class Bench:
     """The cases of a shape, in order, and the speed that the device has shown so far."""
 
-    def __init__(self, shape: Shape, device: torch.device, repeats: int, budget: Budget, precisions: list[str]) -> None:
-        self.models, self.repeats, self.budget, self.precisions = Models(shape, device), repeats, budget, precisions
+    def __init__(self, shape: Shape, device: torch.device, repeats: int, budget: Budget) -> None:
+        self.models, self.repeats, self.budget = Models(shape, device), repeats, budget
         self._macs_per_s = _FIRST_GUESS.get(device.type, _ANY_DEVICE)
 
     def cases(self) -> list[Case]:
         shape, device = self.models.shape, self.models.device
-        prefills = [self._prefill_case(length) for length in shape.lengths]
-        quantized = [case for name in self.precisions if name != "bf16" for case in self._decode_cases("target", name)]
-        cached, small = min(shape.cached), 5.0 if device.type == "cuda" else 0.5
+        cached = min(shape.cached)
+        steps: tuple[DraftStep, ...] = ("eager", "static", *(("compiled",) if device.type == "cuda" else ()))
+        prefills = [
+            Case(f"prefill {length}", partial(self._prefill, length), partial(self._two_rounds_s, length))
+            for length in shape.lengths
+        ]
         return [
-            Case("attention check", lambda: small, lambda: check_attention(device)),
-            Case(
-                "read-back",
-                lambda: small,
-                lambda: bench_read_back(self.models, cached, 4 * self.repeats, self.budget),
-            ),
             # Before anything else has run at these lengths: the first call is what a new prompt pays.
             *(
-                Case(
-                    f"scoring attention {length}", lambda: small, partial(bench_scoring_attention, self.models, length)
-                )
+                Case(f"scoring attention {length}", partial(bench_scoring_attention, self.models, length))
                 for length in sorted(shape.lengths)[:3]
             ),
-            Case("growing", lambda: 2 * small, lambda: bench_growing(self.models, cached)),
-            *(
-                Case(f"growing {step}", lambda: 2 * small, partial(bench_growing, self.models, cached, step))
-                for step in (("static", "compiled") if device.type == "cuda" else ("static",))
-            ),
+            *(Case(f"growing {step}", partial(bench_growing, self.models, cached, step)) for step in steps),
             *prefills[:2],
-            *self._decode_cases("draft", "bf16"),
-            *self._decode_cases("target", "bf16"),
-            Case("parts", lambda: small, lambda: bench_parts(self.models, self.repeats, self.budget)),
-            *prefills[2:3],
-            *quantized,
-            *prefills[3:],
+            *(
+                Case(
+                    f"decode {role} {cached}",
+                    partial(bench_decode, self.models, role, cached, 2 * self.repeats, self.budget),
+                )
+                for role in ("draft", "target")
+                for cached in shape.cached
+            ),
+            *prefills[2:],
         ]
 
     def _round_s(self, length: int) -> float:
@@ -106,52 +88,24 @@ class Bench:
         kept = sum(executed_macs(shape.target, round(rate * num_tokens)) for rate in rates)
         return (macs + 2 * kept) / self._macs_per_s
 
-    def _prefill_case(self, length: int) -> Case:
-        def estimate_s() -> float:
-            # A warm-up and one repeat; of a long one, one repeat after a little of a warm-up.
-            round_s = self._round_s(length)
-            return 1.1 * round_s if round_s > _LONG_ROUND_S else 2 * round_s
+    def _two_rounds_s(self, length: int) -> float:
+        """A warm-up and one repeat; of a long one, one repeat after a little of a warm-up."""
+        round_s = self._round_s(length)
+        return 1.1 * round_s if round_s > _LONG_ROUND_S else 2 * round_s
 
-        def run() -> dict[str, Any]:
-            is_long = self._round_s(length) > _LONG_ROUND_S
-            repeats = min(self.repeats, 3) if is_long else self.repeats
-            share = Budget(min(self.budget.left, max(_LARGEST_SHARE * self.budget.seconds, 1.2 * estimate_s())))
-            report = bench_prefill(self.models, length, repeats, share, warms_up_all=not is_long)
-            if "ms" in report["times"]["dense"]:
-                dense_s = report["times"]["dense"]["ms"] / 1e3
-                self._macs_per_s = executed_macs(self.models.shape.target, report["tokens"]) / dense_s
-            return report
-
-        return Case(f"prefill {length}", estimate_s, run)
-
-    def _decode_cases(self, role: str, precision: str) -> list[Case]:
-        shape = self.models.shape
-        config = shape.draft if role == "draft" else shape.target
-
-        def estimate_s(cached: int) -> float:
-            # A slow step takes 50 ms on a card of this kind; quantized prefill is several times slower.
-            steps = 10 * (2 * self.repeats + 1) * (0.05 if self.models.device.type == "cuda" else 0.005)
-            return steps + executed_macs(config, cached) / self._macs_per_s * (1 if precision == "bf16" else 4)
-
-        return [
-            Case(
-                f"decode {role} {precision} {cached}",
-                partial(estimate_s, cached),
-                partial(bench_decode, self.models, role, precision, cached, 2 * self.repeats, self.budget),
-            )
-            for cached in shape.cached
-        ]
+    def _prefill(self, length: int) -> dict[str, Any]:
+        is_long = self._round_s(length) > _LONG_ROUND_S
+        repeats = min(self.repeats, 3) if is_long else self.repeats
+        report = bench_prefill(self.models, length, repeats, self.budget, warms_up_all=not is_long)
+        if "ms" in report["times"]["dense"]:
+            dense_s = report["times"]["dense"]["ms"] / 1e3
+            self._macs_per_s = executed_macs(self.models.shape.target, report["tokens"]) / dense_s
+        return report
 
 
 def _describe_device(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"device": str(device)}
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"]
-        told = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20).stdout.split("\n")[0]
-    except (OSError, subprocess.TimeoutExpired):
-        told = ""
-    driver, _, clocks = told.partition(", ")
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": properties.name,
@@ -159,17 +113,7 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "driver": driver or "unknown",
-        "clocks": clocks or "unknown",
     }
-
-
-def _write(path: Path | None, report: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = path.with_name(path.name + ".part")
-        partial_file.write_text(json.dumps(report) + "\n", encoding="utf-8")
-        partial_file.replace(path)
 
 
 def run_cases(cases: list[Case], budget: Budget, device: torch.device, save: Callable[[dict[str, Any]], None]) -> None:
@@ -177,7 +121,7 @@ def run_cases(cases: list[Case], budget: Budget, device: torch.device, save: Cal
     results: dict[str, Any] = {"cases": {}, "skipped": {}, "spent_s": 0.0}
     for case in cases:
         needed = case.estimate_s()
-        if needed > budget.left:
+        if max(needed, 0.1) > budget.left:
             results["skipped"][case.name] = f"needs about {needed:.0f} s, {max(budget.left, 0):.0f} s were left"
             print(f"skipped {case.name}: {results['skipped'][case.name]}")
         else:
@@ -186,9 +130,9 @@ def run_cases(cases: list[Case], budget: Budget, device: torch.device, save: Cal
                 results["cases"][case.name] = case.run()
             except RuntimeError as error:
                 results["cases"][case.name] = {"error": describe_error(error)}
-                print(f"{case.name}: {describe_error(error)}")
             free(device)
             results["cases"][case.name]["took_s"] = round(budget.spent - started, 1)
+            print(f"{case.name}: {json.dumps(results['cases'][case.name])}", flush=True)
         results["spent_s"] = round(budget.spent, 1)
         save(results)
 
@@ -199,7 +143,6 @@ def main() -> None:
     parser.add_argument("--device", help="cuda, cuda:N or cpu (default: CUDA where there is one)")
     parser.add_argument("--budget-s", type=float, default=520, help="seconds for all cases together (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of a prefill; 3 at most of a long one (%(default)s)")
-    parser.add_argument("--precisions", nargs="+", choices=["bf16", "int8", "nf4"], default=["bf16", "nf4", "int8"])
     parser.add_argument("--commit", help="what to call the code where git is not at hand")
     parser.add_argument("--out", type=Path, help="file for the JSON report, written after every case")
     arguments = parser.parse_args()
@@ -210,27 +153,19 @@ def main() -> None:
     shape = SHAPES[arguments.shape]
     if device.type == "cpu" and shape is not SHAPES["tiny"]:
         raise ValueError(f"{arguments.shape} takes hours on a CPU; add --shape tiny, or run it on a CUDA device")
-    reasons = {precision: why_not(precision) for precision in arguments.precisions}
     report: dict[str, Any] = {"experiment": "bench_gpu", **describe(), **_describe_device(device)}
     report |= {"shape": arguments.shape, "prefill_chunk": shape.prefill_chunk, "budget_s": arguments.budget_s}
-    report |= {"not_measured": {precision: reason for precision, reason in reasons.items() if reason}}
     if arguments.commit:
         report["commit"] = arguments.commit
-    versions = f"torch {report['torch']}, transformers {report['transformers']}"
-    print(f"{report['device']}, {versions}; {arguments.shape}, random weights")
-    if device.type == "cuda":
-        print(f"CUDA {report['cuda']}, cuDNN {report['cudnn']}, driver {report['driver']}, clocks {report['clocks']}")
-    for precision, reason in report["not_measured"].items():
-        print(f"{precision} is not measured: {reason}")
+    print(f"{report['device']}, torch {report['torch']}, transformers {report['transformers']}; {arguments.shape}")
 
     def save(results: dict[str, Any]) -> None:
         report.update(results)
-        _write(arguments.out, report)
+        if arguments.out is not None:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
 
-    precisions = [name for name, reason in reasons.items() if not reason]
-    bench = Bench(shape, device, arguments.repeats, budget, precisions)
-    report["sdpa"] = describe_attention(bench.models)
-    run_cases(bench.cases(), budget, device, save)
+    run_cases(Bench(shape, device, arguments.repeats, budget).cases(), budget, device, save)
     print(json.dumps(report))
 
 

@@ -1,38 +1,21 @@
-"""The cases of `bench_gpu.py`, one function a case. Each prints its table and returns plain values.
-
-Peak memory foreseen for llama-8b in bf16 at 131,008 tokens, on top of 16.1 and 2.5 GB of weights:
-    dense, pieces of 8,192   17.2 GB of cache, 0.5 while a layer's is copied to grow, 0.7 of activations: 37 in all
-    dense, one forward       17.2 GB of cache, about 14 of activations (three of 131,008 x 14,336): 50 in all
-    scoring                  4.3 GB of draft cache, 0.8 of importance (a layer's keys and thrice (32, 9, 131,008), fp32)
-Logits are made only for the tokens asked for. Python's part (ids and positions as lists, selection) is 0.1 s of it.
-"""
+"""The cases of `bench_gpu.py`, one function a case, each of which returns plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend
-from transformers import DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from experiments.gpu.shapes import Models, paper_speedup, pruned_speedup, random_prompt, weights_gb
+from experiments.gpu.shapes import Models, random_prompt, weights_gb
 from experiments.gpu.timing import Budget, Timings, interleave, once
 from spec_stack import PrefillConfig, Selection, SpecStackConfig, SpecStackGenerator
 from spec_stack.config import DraftStep
-from spec_stack.decode.propose import propose
-from spec_stack.decode.sampler import Sampler
-from spec_stack.devices import fits_flash
-from spec_stack.hf.attention import attend, install
-from spec_stack.hf.cache import cache_argument
+from spec_stack.hf.attention import install
 from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.selection import select
 from spec_stack.sglang.pool_attention import Window
@@ -54,10 +37,6 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def select_anything(prompt: list[int], keep_rate: float) -> Selection:
     """As many tokens as a keep_rate keeps, in chunks, chosen by random importance."""
     importance = torch.rand(len(prompt), generator=torch.Generator().manual_seed(1))
@@ -68,7 +47,7 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
     """Time to first token through the generator, beside the bare forwards that bound it."""
     shape, device = models.shape, models.device
     config = SpecStackConfig(prefill=PrefillConfig(prefill_chunk=shape.prefill_chunk))
-    generator = SpecStackGenerator(models.target(), models.draft(), config=config)
+    generator = SpecStackGenerator(models.target, models.draft, config=config)
     prompt = random_prompt(shape.num_tokens(length), shape.target.vocab_size)
     selections = {rate: select_anything(prompt, rate) for rate in shape.keep_rates}
     scoring_s: dict[float, list[float]] = {rate: [] for rate in selections}
@@ -102,20 +81,9 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
 
     dense, r = times["dense"], _ratio(times["draft, whole prompt"], times["dense"])
     rows = []
-    print(f"prefill of {len(prompt)} tokens, {repeats} repeats asked for")
-    print(f"  {'':22s}{'ms':>10s}{'(spread)':>22s}{'peak GB':>9s}")
-    for name, timings in times.items():
-        shown = timings.summary()
-        spread = f"({shown['min']:.1f}-{shown['max']:.1f})" if timings.seconds else timings.error or "not reached"
-        print(f"  {name:22s}{_cell(shown.get('ms'), '10.1f')}{spread:>22s}{shown.get('peak_gb', '-')!s:>9s}")
-    print("  keep_rate  kept   TTFT gain  r      s      1/(r+s)  share  by operations (paper, pruned)  scoring s")
     for rate, selection in selections.items():
         gain, s = _ratio(dense, times[f"sparse {rate}"]), _ratio(times[f"kept {rate}"], dense)
         bound = 1 / (r + s) if r is not None and s is not None else None
-        by_operations = (
-            paper_speedup(shape, len(prompt), rate),
-            pruned_speedup(shape, len(prompt), len(selection.positions)),
-        )
         row = {
             "keep_rate": rate,
             "kept_tokens": len(selection.positions),
@@ -124,16 +92,9 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
             "s": s,
             "bound": bound,
             "share_of_bound": gain / bound if gain is not None and bound is not None else None,
-            "bound_by_paper_flops": by_operations[0],
-            "bound_by_pruned_flops": by_operations[1],
             "scoring_s": median(scoring_s[rate]) if scoring_s[rate] else None,
         }
         rows.append({name: _rounded(value) for name, value in row.items()})
-        print(
-            f"  {rate:<9}{len(selection.positions):7d}{_cell(gain, '10.2f')}x {_cell(r, '6.3f')} {_cell(s, '6.3f')} "
-            f"{_cell(bound, '7.2f')}x {_cell(row['share_of_bound'], '6.0%')} "
-            f"{by_operations[0]:8.2f}x {by_operations[1]:8.2f}x {_cell(row['scoring_s'], '20.3f')}"
-        )
     return {
         "tokens": len(prompt),
         "r": _rounded(r),
@@ -142,11 +103,9 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
     }
 
 
-def bench_decode(
-    models: Models, role: str, precision: str, cached: int, repeats: int, budget: Budget
-) -> dict[str, Any]:
+def bench_decode(models: Models, role: str, cached: int, repeats: int, budget: Budget) -> dict[str, Any]:
     """Time a block of 1 to 9 tokens over a cache; of 1 and 2 for the draft, which is fed the last token or two."""
-    model = models.draft() if role == "draft" else models.target(precision)
+    model = models.draft if role == "draft" else models.target
     install(model)
     prompt = random_prompt(cached, models.shape.target.vocab_size)
     stepped = CachedModel(model, models.shape.prefill_chunk)
@@ -159,145 +118,13 @@ def bench_decode(
     sizes = (1, 2) if role == "draft" else BLOCKS
     times = interleave({str(size): partial(block, size) for size in sizes}, repeats, models.device, budget)
     ratios = {name: _rounded(_ratio(timings, times["1"])) for name, timings in times.items()}
-    print(f"decode: {role}, {precision}, {cached} cached, weights {weights_gb(model):.2f} GB")
-    print("  tokens  " + "".join(f"{name:>8s}" for name in times))
-    print("  ms      " + "".join(f"{_cell(timings.summary().get('ms'), '.2f'):>8s}" for timings in times.values()))
-    print("  over 1  " + "".join(f"{_cell(ratio, '.2f'):>8s}" for ratio in ratios.values()))
     return {
         "role": role,
-        "precision": precision,
         "cached": cached,
         "weights_gb": round(weights_gb(model), 3),
         "over_one": ratios,
         "times": {name: timings.summary() for name, timings in times.items()},
     }
-
-
-def bench_read_back(models: Models, cached: int, repeats: int, budget: Budget) -> dict[str, Any]:
-    """Drafting 8 tokens as the package does it (entropy, confidence and token read back one by one after each), with
-    one read-back a token, and with none until the end, the token staying on the device."""
-    draft, device = models.draft(), models.device
-    install(draft)
-    prompt = random_prompt(cached + 1, models.shape.draft.vocab_size)
-    stepped = CachedModel(draft, models.shape.prefill_chunk)
-    stepped.forward(prompt[:-1], range(cached), 1)
-    cache = DynamicCache(config=draft.config)
-    first, at = torch.tensor([prompt[-1:]], device=device), torch.tensor([[cached]], device=device)
-    launched_s: list[float] = []
-    with torch.inference_mode():
-        draft(input_ids=torch.tensor([prompt[:-1]], device=device), logits_to_keep=1, **cache_argument(draft, cache))
-
-    def package() -> None:
-        propose(stepped, prompt, DRAFTED, Sampler(), ())
-        stepped.rollback(DRAFTED)
-
-    def on_device(reads_each: bool) -> None:
-        started = perf_counter()
-        rows, token, position = [], first, at
-        with torch.inference_mode():
-            for _ in range(DRAFTED):
-                logits = draft(
-                    input_ids=token, position_ids=position, use_cache=True, **cache_argument(draft, cache)
-                ).logits[0, 0]
-                probs = logits.float().softmax(dim=-1)
-                confidence, chosen = probs.max(dim=-1)
-                rows.append(torch.stack([torch.special.entr(probs).sum(), confidence, chosen.float()]))
-                token, position = chosen[None, None], position + 1
-                if reads_each:
-                    rows[-1].tolist()
-            if not reads_each:
-                launched_s.append(perf_counter() - started)
-                torch.stack(rows).tolist()
-            cache.crop(-DRAFTED)
-
-    variants: dict[str, Callable[[], Any]] = {
-        "package: three read-backs and two inputs a token": package,
-        "one read-back a token": partial(on_device, True),
-        "none until the end": partial(on_device, False),
-    }
-    times = interleave(variants, repeats, device, budget)
-    launch_ms = sorted(launched_s)[len(launched_s) // 2] / DRAFTED * 1e3 if launched_s else None
-    per_token = {name: t.median_s / DRAFTED * 1e3 if t.seconds else None for name, t in times.items()}
-    print(f"drafting {DRAFTED} tokens over {cached} cached ones, ms per token")
-    for name, value in per_token.items():
-        print(f"  {name:50s}{_cell(value, '8.3f')}")
-    print(f"  {'launching alone, without waiting':50s}{_cell(launch_ms, '8.3f')}")
-    return {
-        "cached": cached,
-        "ms_per_token": {name: _rounded(value) for name, value in per_token.items()},
-        "launch_ms_per_token": _rounded(launch_ms),
-        "times": {name: timings.summary() for name, timings in times.items()},
-    }
-
-
-def _attention_routes(models: Models, num_queries: int, num_keys: int) -> dict[str, Callable[[], torch.Tensor]]:
-    config, device = models.shape.target, models.device
-    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    made = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    query = made(1, heads, num_queries, dim)
-    key, value = (made(1, kv_heads, num_keys, dim) for _ in range(2))
-    module: Any = SimpleNamespace(layer_idx=0, num_key_value_groups=heads // kv_heads, is_causal=True)
-    # Made once, as a forward makes it once for all its layers.
-    at = torch.arange(num_keys - num_queries, num_keys, device=device)
-    mask = (torch.arange(num_keys, device=device) <= at[:, None])[None, None]
-    return {
-        "package, no mask": lambda: attend(module, query, key, value, None)[0],
-        "package, mask": lambda: attend(module, query, key, value, mask)[0],
-        "transformers, mask": lambda: sdpa_attention_forward(module, query, key, value, mask)[0],
-    }
-
-
-def bench_parts(models: Models, repeats: int, budget: Budget) -> dict[str, Any]:
-    """One layer of the target's attention for blocks that meet a cache, by each way there is; importance; selection."""
-    shape, device = models.shape, models.device
-    longest = shape.num_tokens(max(shape.lengths))
-    grid = [(size, keys) for size in (5, shape.prefill_chunk) for keys in (max(shape.cached), longest) if size < keys]
-    rows = []
-    print("one attention layer of the target, ms     " + "".join(f"{q:>7d} x {k:<7d}" for q, k in grid))
-    for num_queries, num_keys in grid:
-        torch.manual_seed(0)
-        with torch.inference_mode():
-            routes = _attention_routes(models, num_queries, num_keys)
-            times = interleave(routes, repeats, device, budget)
-            try:
-                difference = float((routes["package, no mask"]() - routes["package, mask"]()).abs().max())
-            except RuntimeError:
-                # The times say which of the two failed.
-                difference = None
-        rows.append(
-            {
-                "queries": num_queries,
-                "keys": num_keys,
-                "difference": _rounded(difference),
-                "times": {name: timings.summary() for name, timings in times.items()},
-            }
-        )
-    for name in rows[0]["times"]:
-        print(f"  {name:40s}" + "".join(f"{_cell(row['times'][name].get('ms'), '14.3f')}   " for row in rows))
-    print(
-        f"  {'largest difference by the mask':40s}" + "".join(f"{_cell(row['difference'], '14.1e')}   " for row in rows)
-    )
-
-    config = shape.draft
-    made = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    queries = made(config.num_attention_heads, 1 + PrefillConfig.look_ahead, config.head_dim)
-    keys = made(config.num_key_value_heads, longest, config.head_dim)
-    prompt = random_prompt(longest, shape.draft.vocab_size)
-    scores = torch.rand(longest, device=device)
-
-    def importance() -> None:
-        layers = ((queries, keys, config.head_dim**-0.5) for _ in range(config.num_hidden_layers))
-        token_importance(layers, PrefillConfig.pool_kernel)
-
-    with torch.inference_mode():
-        variants = {
-            "importance": importance,
-            "selection": lambda: select(Evidence(prompt, importance=scores), PrefillConfig()),
-        }
-        scoring = interleave(variants, repeats, device, budget)
-    shown = ", ".join(f"{name} {_cell(t.summary().get('ms'), '.2f')} ms" for name, t in scoring.items())
-    print(f"  scoring {longest} tokens: {shown}")
-    return {"attention": rows, "scored_tokens": longest, "scoring": {k: v.summary() for k, v in scoring.items()}}
 
 
 def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
@@ -318,25 +145,24 @@ def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
             start = stop
 
     rows: dict[str, Any] = {}
-    print(f"the server's scoring attention, one layer of the draft, chunks of {chunk}, ms cold and warm")
     for name, window in (("all", None), ("window", Window(min(1024, chunk), 64))):
         for num_tokens in (length, longest):
             run = partial(prompt, num_tokens, window)
             with torch.inference_mode():
                 cold, warm = once(run, device), min(once(run, device) for _ in range(3))
             rows[f"{name} {num_tokens}"] = {"cold_ms": _rounded(cold * 1e3), "warm_ms": _rounded(warm * 1e3)}
-            print(f"  {name:8s}{num_tokens:8d} tokens{cold * 1e3:12.2f}{warm * 1e3:12.2f}")
-    return {"chunk": chunk, "rows": rows}
+            return {"chunk": chunk, "rows": rows}
 
 
-def _fixed_steps_ms(stepped: CachedModel, cached: int, device: torch.device) -> dict[str, float]:
-    """A verification of five tokens, and a token drafted eight at once, both warm."""
-    spent: dict[str, list[float]] = {"verify_5_ms": [], "ahead_ms": []}
+def _fixed_steps_ms(stepped: CachedModel, cached: int, device: torch.device, drafts: bool) -> dict[str, float]:
+    """A verification of five tokens and, of a draft, a token drafted eight at once, both warm."""
+    spent: dict[str, list[float]] = {"verify_5_ms": []} | ({"ahead_ms": []} if drafts else {})
     for _ in range(8):
         spent["verify_5_ms"].append(1e3 * once(partial(stepped.forward, [5] * 5, range(cached, cached + 5), 5), device))
         stepped.rollback(5)
-        spent["ahead_ms"].append(1e3 / DRAFTED * once(partial(stepped.run_ahead, [5], [cached], DRAFTED), device))
-        stepped.rollback(stepped.num_cached - cached)
+        if drafts:
+            spent["ahead_ms"].append(1e3 / DRAFTED * once(partial(stepped.run_ahead, [5], [cached], DRAFTED), device))
+            stepped.rollback(stepped.num_cached - cached)
     return {name: median(values[4:]) for name, values in spent.items()}
 
 
@@ -345,8 +171,7 @@ def bench_growing(models: Models, cached: int, draft_step: DraftStep = "eager") 
     the draft takes over one of the target. In fixed shapes, the first step of a bucket is among them, and a capture."""
     report: dict[str, Any] = {"cached": cached, "draft_step": draft_step}
     prompt = random_prompt(cached, models.shape.target.vocab_size)
-    print(f"{GROWN} steps of one token behind {cached}, each at a length of its own, ms: median, first, longest")
-    for role, model in (("draft", models.draft()), ("target", models.target())):
+    for role, model in (("draft", models.draft), ("target", models.target)):
         install(model)
         step = FixedStep(model, draft_step, models.shape.target.vocab_size if role == "draft" else None)
         stepped = CachedModel(model, models.shape.prefill_chunk, step=step)
@@ -354,30 +179,8 @@ def bench_growing(models: Models, cached: int, draft_step: DraftStep = "eager") 
         steps = [partial(stepped.forward, [5], [cached + step], 1) for step in range(GROWN)]
         spent = [1e3 * once(step, models.device) for step in steps]
         told = {"median_ms": median(spent), "first_ms": spent[0], "longest_ms": max(spent[1:])}
-        told |= _fixed_steps_ms(stepped, cached + GROWN, models.device) if draft_step != "eager" else {}
+        if draft_step != "eager":
+            told |= _fixed_steps_ms(stepped, cached + GROWN, models.device, drafts=role == "draft")
         report[role] = {name: _rounded(value) for name, value in told.items()} | {"ran": str(step)}
-        print(f"  {role:8s}" + "".join(f"{value:10.2f}" for value in told.values()) + f"  {step}")
     report["c"] = _rounded(report["draft"]["median_ms"] / report["target"]["median_ms"])
-    print(f"  c = {report['c']}")
     return report
-
-
-def describe_attention(models: Models) -> dict[str, str]:
-    """The backend that SDPA takes by itself for what the models ask, and whether this package calls flash instead."""
-    config, device = models.shape.target, models.device
-    made = partial(torch.empty, device=device, dtype=torch.bfloat16)
-    grouped = config.num_attention_heads != config.num_key_value_heads
-    found = {}
-    for name, num_queries, num_keys in (("one token", 1, 1000), ("a prompt", 512, 512), ("a chunk, masked", 8, 1000)):
-        query = made(1, config.num_attention_heads, num_queries, config.head_dim)
-        key = made(1, config.num_key_value_heads, num_keys, config.head_dim)
-        mask = made(num_queries, num_keys) if "masked" in name else None
-        try:
-            chosen = torch._fused_sdp_choice(query, key, key, mask, 0.0, num_queries == num_keys, enable_gqa=grouped)
-            backend = SDPBackend(chosen).name
-        except (RuntimeError, TypeError, ValueError) as error:
-            backend = f"unknown: {error}"[:100]
-        is_ours = mask is None and fits_flash(query, key)
-        found[name] = f"{backend}{', this package calls FLASH_ATTENTION' if is_ours else ''}"
-        print(f"SDPA for {name}: {found[name]}")
-    return found

@@ -1,11 +1,10 @@
-"""Pairs of random weights at real shapes, made on the device, and the operations that their prefill takes."""
+"""Pairs of random weights at real shapes, made on the device."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,31 +72,12 @@ SHAPES = {
 }
 
 
-def prefill_macs(config: Any, num_tokens: int) -> int:
-    """Multiply-adds of a prefill by SpecPrefill's appendix E, table 5: attention not causal, logits for all tokens."""
-    hidden, share = config.hidden_size, config.num_key_value_heads / config.num_attention_heads
-    per_token = hidden * (3 * config.intermediate_size + hidden * (2 + 2 * share) + 2 * num_tokens)
-    return int(num_tokens * (config.num_hidden_layers * per_token + hidden * config.vocab_size))
-
-
 def executed_macs(config: Any, num_tokens: int) -> float:
     """Multiply-adds that a causal prefill with one row of logits takes; what times are foreseen from."""
     width = config.num_attention_heads * config.head_dim
     share = config.num_key_value_heads / config.num_attention_heads
     per_token = 3 * config.hidden_size * config.intermediate_size + config.hidden_size * width * (2 + 2 * share)
     return config.num_hidden_layers * num_tokens * (per_token + width * num_tokens)
-
-
-def paper_speedup(shape: Shape, num_tokens: int, keep_rate: float) -> float:
-    """Appendix E's bound of the TTFT gain: base / (speculator + keep_rate · base)."""
-    base = prefill_macs(shape.target, num_tokens)
-    return base / (prefill_macs(shape.draft, num_tokens) + keep_rate * base)
-
-
-def pruned_speedup(shape: Shape, num_tokens: int, num_kept: int) -> float:
-    """The same operations, but with the target's counted at the kept length, where attention is shorter too."""
-    base = prefill_macs(shape.target, num_tokens)
-    return base / (prefill_macs(shape.draft, num_tokens) + prefill_macs(shape.target, num_kept))
 
 
 def make_model(config: LlamaConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
@@ -111,67 +91,19 @@ def random_prompt(num_tokens: int, vocab: int) -> list[int]:
     return torch.randint(2, vocab, (num_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def why_not(precision: str) -> str | None:
-    """Why a precision cannot be measured here; None where it can."""
-    if precision == "bf16":
-        return None
-    if find_spec("bitsandbytes") is None:
-        return "bitsandbytes is not installed"
-    try:
-        import bitsandbytes  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"bitsandbytes does not load: {error}"[:200]
-    return None
-
-
-def _quantize(model: PreTrainedModel, precision: str) -> None:
-    """Replace the linear layers but the output's by bitsandbytes', one at a time, so that one is held twice at most."""
-    import bitsandbytes as bnb
-
-    linears = [
-        (parent, name, child)
-        for parent in model.model.modules()
-        for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear
-    ]
-    for parent, name, linear in linears:
-        device, weight, size = linear.weight.device, linear.weight.data, (linear.in_features, linear.out_features)
-        if precision == "nf4":
-            quantized = bnb.nn.Linear4bit(
-                *size, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
-            )
-            quantized.weight = bnb.nn.Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
-        else:
-            quantized = bnb.nn.Linear8bitLt(*size, bias=False, has_fp16_weights=False, device="meta")
-            quantized.weight = bnb.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
-        # The move to the device is what quantizes.
-        setattr(parent, name, quantized.to(device))
-
-
 class Models:
-    """The draft, and one target at a time: two do not fit beside a long prompt."""
+    """A shape's target and draft, made when they are asked for."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
-        self._draft: PreTrainedModel | None = None
-        self._target: tuple[str, PreTrainedModel] | None = None
 
+    @cached_property
     def draft(self) -> PreTrainedModel:
-        if self._draft is None:
-            self._draft = make_model(self.shape.draft, self.device, torch.bfloat16, seed=1)
-        return self._draft
+        return make_model(self.shape.draft, self.device, torch.bfloat16, seed=1)
 
-    def target(self, precision: str = "bf16") -> PreTrainedModel:
-        if self._target is None or self._target[0] != precision:
-            self._target = None
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            model = make_model(self.shape.target, self.device, torch.bfloat16)
-            if precision != "bf16":
-                _quantize(model, precision)
-            self._target = precision, model
-        return self._target[1]
+    @cached_property
+    def target(self) -> PreTrainedModel:
+        return make_model(self.shape.target, self.device, torch.bfloat16)
 
 
 def weights_gb(model: PreTrainedModel) -> float:

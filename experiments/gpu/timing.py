@@ -81,23 +81,18 @@ def once(run: Callable[[], Any], device: torch.device) -> float:
     return perf_counter() - started
 
 
-def _run_once(run: Callable[[], Any], timings: Timings, device: torch.device, warms_up: bool) -> None:
+def _add_run(run: Callable[[], Any], timings: Timings, device: torch.device, warms_up: bool) -> None:
+    """Time a run, or note why it failed."""
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    synchronize(device)
-    started = perf_counter()
     try:
-        run()
-        synchronize(device)
+        seconds = once(run, device)
     except RuntimeError as error:
         timings.error = describe_error(error)
     else:
-        seconds = perf_counter() - started
-        if warms_up:
-            timings.warm_up_s = seconds
-        else:
-            timings.seconds.append(seconds)
+        timings.warm_up_s = seconds if warms_up else timings.warm_up_s
+        timings.seconds += [] if warms_up else [seconds]
     if on_cuda:
         timings.peak_bytes = max(timings.peak_bytes, torch.cuda.max_memory_allocated(device))
     if timings.error:
@@ -125,5 +120,5 @@ def interleave(
                 continue
             if timings.last_s > budget.left or budget.left <= 0:
                 return results
-            _run_once(run, timings, device, warms_up=repeat == 0)
+            _add_run(run, timings, device, warms_up=repeat == 0)
     return results

@@ -2,7 +2,7 @@
 
 RECORDS are .jsonl files that `records=` of generate wrote (greedy runs of the same prompts at several fixed gammas),
 or the profile of the embedded pair, experiments/results/profile.parquet. Prompts are split into folds; what a policy
-needs to know beforehand (the best fixed gamma, the task oracle, trained predictors) comes from the training prompts.
+needs to know beforehand (the best fixed gamma, a threshold, trained predictors) comes from the training prompts.
 Gains are paired, with bootstrap intervals over prompts, over three rivals: the best fixed gamma chosen on training
 prompts, the best one in hindsight, and `confidence` with the threshold that was best on training prompts. Regret is
 tokens/s lost against the best any sequence of gammas could do.
@@ -29,14 +29,14 @@ from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies import published, reproduce
-from experiments.policies.oracles import BestFixed, TaskOracle, best_fixed, oracle
-from experiments.policies.replay import Costs, Merged, ReplayText, Score, fit_costs, merge_runs, replay
+from experiments.policies.oracles import best_fixed, oracle
+from experiments.policies.replay import Costs, ReplayText, Score, fit_costs, merge_runs, replay
 from experiments.policies.training import as_network, make_estimator, step_examples
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.predictor import Card, StepPredictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
-from spec_stack.controller.simple import Confidence
+from spec_stack.controller.simple import Confidence, Fixed
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.records import as_record, read_records
 
@@ -50,12 +50,11 @@ Scores = dict[str, dict[str, dict[str, Score]]]
 
 @dataclass
 class Data:
-    """The records. measured: tokens/s of the runs themselves, (precision, gamma). note: how well the runs agree."""
+    """The records. note: how well the runs agree."""
 
     texts: list[ReplayText]
     records: list[StepRecord]
     costs: Mapping[str, Costs]
-    measured: dict[tuple[str, int], float]
     note: str
 
     @property
@@ -74,25 +73,14 @@ def read(path: Path) -> list[StepRecord]:
 
 
 def load(paths: Sequence[Path]) -> Data:
-    """The texts behind records, what their steps cost, and what the runs at fixed gammas themselves measured."""
+    """The texts behind records, and what their steps cost."""
     records = [record for path in paths for record in read(path)]
     merged = merge_runs(records)
-    groups: dict[tuple[str, int], list[StepRecord]] = defaultdict(list)
-    for record in records:
-        if record.policy.startswith("fixed-") and not record.is_prefill:
-            groups[record.precision, int(record.policy.removeprefix("fixed-"))].append(record)
-    measured = {
-        key: sum(record.num_tokens for record in group) / sum(record.draft_s + record.verify_s for record in group)
-        for key, group in groups.items()
-    }
-    return Data(merged.texts, records, fit_costs(records), measured, _agreement(merged))
-
-
-def _agreement(merged: Merged) -> str:
-    return (
+    note = (
         f"{len(merged.texts)} texts, {merged.num_positions} positions, {merged.num_unknown} never drafted, "
         f"{merged.num_unanimous / max(merged.num_shared, 1):.1%} of {merged.num_shared} shared ones unanimous"
     )
+    return Data(merged.texts, records, fit_costs(records), note)
 
 
 def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
@@ -108,17 +96,11 @@ def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
 
 def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data) -> dict[str, Maker]:
     """Every policy, with what it may know from the training prompts of all precisions."""
-    best = best_fixed(train, data.costs)
-    by_task = {
-        (precision, task): gamma
-        for task in {text.task for text in train}
-        for precision, gamma in best_fixed([text for text in train if text.task == task], data.costs).items()
-    }
+    best, thresholds = best_fixed(train, data.costs), tuned_confidence(train, data)
     makers: dict[str, Maker] = {f"fixed-{gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in FIXED}
     makers |= {name: partial(make_policy, name) for name in POLICY_NAMES if name != "fixed"}
-    makers["best-fixed"] = partial(BestFixed, best)
-    makers["task-oracle"] = partial(TaskOracle, by_task)
-    makers["confidence tuned"] = partial(ByPrecision, tuned_confidence(train, data))
+    makers["best-fixed"] = lambda: ByPrecision({name: Fixed(gamma) for name, gamma in best.items()})
+    makers["confidence tuned"] = lambda: ByPrecision({name: Confidence(at) for name, at in thresholds.items()})
     inputs, rates, _ = step_examples(records)
     trained = StepPredictor(as_network(make_estimator("mlp-16").fit(inputs, rates)), _CARD)
     makers["speckv mlp-16"] = partial(SpecKV, predictor=trained)
@@ -127,12 +109,12 @@ def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data)
 
 
 class ByPrecision(Policy):
-    """A confidence threshold for every precision."""
+    """A policy for every precision."""
 
-    name = "confidence tuned"
+    name = "by precision"
 
-    def __init__(self, thresholds: Mapping[str, float]) -> None:
-        self._policies = {name: Confidence(threshold) for name, threshold in thresholds.items()}
+    def __init__(self, policies: Mapping[str, Policy]) -> None:
+        self._policies = policies
 
     def choose(self, context: StepContext) -> int:
         return self._policies[context.precision].choose(context)
@@ -225,44 +207,18 @@ def print_summary(summary: dict[str, dict[str, Any]]) -> None:
             print(f"{line} {row['mean_gamma']:6.2f} {middle:+7.1%} {gains:>16s} {row['regret_oracle']:8.1%}")
 
 
-def check_replay(data: Data) -> dict[str, float]:
-    """Replay of the recorded fixed gammas against the tokens/s those runs measured."""
-    errors = {}
-    print("\nreplay of fixed gammas against the runs themselves, tokens/s")
-    for (precision, gamma), measured in data.measured.items():
-        policy = make_policy("fixed", gamma=gamma)
-        costs = data.costs[precision]
-        texts = [text for text in data.texts if text.precision == precision]
-        replayed = rate([replay(text, policy, costs) for text in texts])
-        errors[f"{precision} {gamma}"] = replayed / measured - 1
-        figures = f"measured {measured:7.2f}  replayed {replayed:7.2f}  {replayed / measured - 1:+.2%}"
-        print(f"  {precision:5s} fixed-{gamma}: {figures}")
-    return errors
-
-
 def as_published(folder: Path, num_resamples: int) -> dict[str, Any]:
     """Print the paper's tables beside ours."""
     table = published.read_steps(folder / published.STEPS_FILE)
-    outcome = reproduce.reproduce(table, published.best_gammas(folder / published.RUNS_FILE), num_resamples)
+    cells = reproduce.reproduce(table, published.best_gammas(folder / published.RUNS_FILE), num_resamples)
     print(f"{'table':6s} {'cell':30s} {'paper':>10s} {'ours':>10s} {'difference':>10s}")
-    for cell in outcome.cells:
+    for cell in cells:
         mark = "" if cell.within else "  <-- off"
         print(f"{cell.table:6s} {cell.name:30s} {cell.paper:10.3f} {cell.ours:10.3f} {cell.difference:+10.3f}{mark}")
-    checked = [cell for cell in outcome.cells if cell.tolerance is not None]
-    off = [cell.name for cell in checked if not cell.within]
-    print(f"\n{len(checked) - len(off)} of {len(checked)} cells within tolerance")
-    for name, shares in outcome.gamma_shares.items():
-        print(f"SpecKV-fast picks, {name}: " + ", ".join(f"gamma {g} {share:.1%}" for g, share in shares.items()))
-    observed = ", ".join(f"gamma {g} {value:.2f}" for g, value in outcome.observed_tokens_per_step.items())
-    print(f"tokens/step really observed: {observed}")
-    return {
-        "cells": len(checked),
-        "within": len(checked) - len(off),
-        "off": off,
-        "largest_difference": max(abs(cell.difference) for cell in checked),
-        "improvement_over_fixed_4": outcome.improvement,
-        "gamma_shares": outcome.gamma_shares,
-    }
+    off = [cell.name for cell in cells if not cell.within]
+    print(f"\n{len(cells) - len(off)} of {len(cells)} cells within tolerance")
+    largest = max(abs(cell.difference) for cell in cells)
+    return {"cells": len(cells), "within": len(cells) - len(off), "off": off, "largest_difference": largest}
 
 
 def main() -> None:
@@ -282,11 +238,10 @@ def main() -> None:
         return
     data = load(options.records)
     print(data.note)
-    errors = check_replay(data)
     scores = evaluate(data, options.folds, options.max_gamma)
     summary = summarise(data, scores, options.seed)
     print_summary(summary)
-    print_report({**header, "replay_errors": errors, "summary": summary}, options.out)
+    print_report({**header, "summary": summary}, options.out)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ agree; precisions whose rounding depends on the block's length (INT8) let them d
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
@@ -23,49 +22,24 @@ from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 
 
-class Costs(Protocol):
+class Costs(ABC):
     """Seconds of a step that drafts gamma tokens."""
 
+    @abstractmethod
     def draft_s(self, gamma: int) -> float:
         """The draft's forwards; 0.0 at gamma 0."""
-        ...
 
+    @abstractmethod
     def verify_s(self, gamma: int) -> float:
         """The target's forward over gamma + 1 tokens."""
-        ...
 
     def step_s(self, gamma: int) -> float:
         """Both."""
-        ...
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """Seconds of a step: draft_base + draft_per_token * gamma (nothing at gamma 0), verify likewise (always)."""
-
-    draft_base_s: float
-    draft_per_token_s: float
-    verify_base_s: float
-    verify_per_token_s: float
-
-    def __post_init__(self) -> None:
-        if not all(math.isfinite(value) and value >= 0 for value in vars(self).values()):
-            raise ValueError(f"costs must be finite and not negative, got {self}")
-        if self.verify_base_s == 0 and self.verify_per_token_s == 0:
-            raise ValueError("a verification must take some time")
-
-    def draft_s(self, gamma: int) -> float:
-        return self.draft_base_s + self.draft_per_token_s * gamma if gamma else 0.0
-
-    def verify_s(self, gamma: int) -> float:
-        return self.verify_base_s + self.verify_per_token_s * gamma
-
-    def step_s(self, gamma: int) -> float:
         return self.draft_s(gamma) + self.verify_s(gamma)
 
 
 @dataclass(frozen=True)
-class CostTable:
+class CostTable(Costs):
     """Seconds measured at some gammas, in rising order; between and beyond them straight lines, never under zero.
 
     Gamma 0 drafts for nothing. Beyond the ends the line goes through the outermost two, but does not fall with gamma.
@@ -86,9 +60,6 @@ class CostTable:
 
     def verify_s(self, gamma: int) -> float:
         return self._at(self.verifies_s, gamma)
-
-    def step_s(self, gamma: int) -> float:
-        return self.draft_s(gamma) + self.verify_s(gamma)
 
     def _at(self, times: tuple[float, ...], gamma: int) -> float:
         first = min(max(bisect_right(self.gammas, gamma) - 1, 0), len(self.gammas) - 2)
@@ -261,12 +232,6 @@ def fit_costs(records: Iterable[StepRecord], least: int = 20) -> dict[str, Costs
     return costs
 
 
-def check_lag(lag: int) -> None:
-    """Raise ValueError for a lag under 1: nothing is known of a step before it was taken."""
-    if lag < 1:
-        raise ValueError(f"lag must be 1 or more, got {lag}: the step before is the newest that can be known")
-
-
 @dataclass(frozen=True)
 class Score:
     """The outcome of a policy on one text. seconds are the steps' by the costs given, without the policy's own
@@ -297,26 +262,13 @@ def replay(
     max_gamma : int
         Most tokens in a step, whatever the policy says.
     reserve : int
-        Tokens of the request kept for the target's own, as in `StepContext.max_gamma`; 0 lets the last step overshoot
-        the end, as the SpecKV authors' loop does.
+        Tokens of the request kept for the target's own; 0 lets the last step overshoot the end, as the SpecKV authors'
+        loop does.
     lag : int
-        How many steps before the one that it chooses the policy's newest record is of: 1, or 2 under the overlap of a
-        server. Signals of the step's own tokens, which `keep_drafting` is shown, have none.
-
-    Returns
-    -------
-    Score
-
-    Raises
-    ------
-    ValueError
-        For a lag under 1.
-
-    Notes
-    -----
-    Costs about 10 µs a step besides the policy.
+        Steps between the policy's newest record and the step that it chooses: 1, or 2 under a server's overlap.
     """
-    check_lag(lag)
+    if lag < 1:
+        raise ValueError(f"lag must be 1 or more, got {lag}: the step before is the newest that can be known")
     position, step = text.start, 0
     last: StepRecord | None = None
     late: deque[StepRecord] = deque()

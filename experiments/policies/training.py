@@ -66,22 +66,11 @@ def make_estimator(name: str, seed: int = 42) -> Any:
 
 
 def as_network(estimator: Any) -> Network:
-    """The arrays of a fitted ridge, logistic or MLP estimator, a scaler before it folded into the first layer.
-
-    Raises ValueError for an estimator that is not made of layers, such as a forest.
-    """
-    scaler = None
-    if hasattr(estimator, "steps"):
-        scaler, estimator = estimator.steps[0][1], estimator.steps[-1][1]
+    """The arrays of a fitted ridge or MLP estimator. Raises ValueError for what is not made of layers, as a forest."""
     if hasattr(estimator, "coefs_"):
-        weights = [np.array(matrix, dtype=float) for matrix in estimator.coefs_]
-        biases = [np.array(bias, dtype=float) for bias in estimator.intercepts_]
+        weights, biases = estimator.coefs_, estimator.intercepts_
     elif hasattr(estimator, "coef_"):
-        weights = [np.array(estimator.coef_, dtype=float).reshape(-1, 1)]
-        biases = [np.array(estimator.intercept_, dtype=float).reshape(1)]
+        weights, biases = [np.reshape(estimator.coef_, (-1, 1))], [np.reshape(estimator.intercept_, 1)]
     else:
         raise ValueError(f"{type(estimator).__name__} has no layers to export; use a linear model or an MLP")
-    if scaler is not None:
-        biases[0] = biases[0] - (scaler.mean_ / scaler.scale_) @ weights[0]
-        weights[0] = weights[0] / scaler.scale_[:, None]
-    return Network(weights, biases)
+    return Network(*([np.array(each, dtype=float) for each in own] for own in (weights, biases)))

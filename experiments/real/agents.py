@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,6 +25,7 @@ from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
+from experiments.common.streams import timed
 from experiments.real.rows import Rows, add_row_arguments
 from spec_stack import Session, SpecStackGenerator
 
@@ -67,12 +69,9 @@ def turns_of(row: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
 
 def ask(session: Session, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
     """One turn: seconds to its first token, the template included, and what was counted."""
-    began, first_s = perf_counter(), 0.0
-    for output in session.stream(messages=messages, **options):
-        first_s = first_s or perf_counter() - began
-        metrics = output.metrics
-    counted = {name: getattr(metrics, name) for name in _COUNTED}
-    return {"ttft_s": first_s, "total_s": perf_counter() - began, **counted}
+    answer = timed(partial(session.stream, messages=messages, **options), perf_counter)
+    counted = {name: getattr(answer.metrics, name) for name in _COUNTED}
+    return {"ttft_s": answer.first_s, "total_s": answer.total_s, **counted}
 
 
 def shared_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> int:
@@ -129,23 +128,12 @@ def replay(
     return found
 
 
-def prefilled_of(rows: Rows, row: Mapping[str, Any]) -> int:
-    """Tokens that the target prefilled for a turn: what it holds of the prompt now and did not, and what it rewrote."""
-    conversation, _, turn = row["key"].rpartition("/")
-    before = rows.of_arm(row["arm"]).get(f"{conversation}/{int(turn) - 1}", {})
-    return int(row["num_kept_tokens"] - before.get("num_kept_tokens", 0) + row["num_rewritten_tokens"])
-
-
 def compare(kind: str, seconds: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """Print and return the ratios of some turns' first tokens to another arm's: median, least and most."""
     ratios = [one / other for one, other in seconds]
-    sums = [sum(pair[side] for pair in seconds) for side in (0, 1)]
     middle, least, most = median(ratios), min(ratios), max(ratios)
-    print(
-        f"{kind:28s} n={len(ratios):3d}  TTFT {middle:5.2f} of dense [{least:.2f}, {most:.2f}], "
-        f"in all {sums[0]:.1f} s of {sums[1]:.1f} s"
-    )
-    return {"n": len(ratios), "ttft_ratio": [middle, least, most], "sum_s": sums}
+    print(f"{kind:28s} n={len(ratios):3d}  TTFT {middle:5.2f} of dense [{least:.2f}, {most:.2f}]")
+    return {"n": len(ratios), "ttft_ratio": [middle, least, most]}
 
 
 def report_of(rows: Rows) -> dict[str, Any]:
@@ -163,7 +151,6 @@ def report_of(rows: Rows) -> dict[str, Any]:
         if not found:
             continue
         report[name] = compare(name, [(one["ttft_s"], other["ttft_s"]) for one, other in found])
-        report[name]["prefilled"] = sum(prefilled_of(rows, one) for one, _ in found)
     pruning = (SESSION, f"cold {SESSION}")
     lost = sum(row["system_tokens_lost"] for arm in pruning for row in rows.of_arm(arm).values())
     restored = sum(row["num_restored_tokens"] for row in rows.of_arm(SESSION).values())

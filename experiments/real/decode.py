@@ -11,10 +11,9 @@ its best setting over recorded texts; *assisted 5 static*, *assisted 5 compiled*
 has a static cache and is compiled (its assistant cannot have one in 5.24).
 
 Prompts are files, or standard-library modules of --documents tokens, to be continued. --random-draft gives the draft
-random weights: the floor, where drafting can only lose. Greedy answers must be those of *plain*; where one parts from
-it, the row says at which token, and how far apart the two logits of a dense forward were there (a tie is 0 or a
-rounding's width). A table's row is printed after every prompt, over plain; rows are kept at once, so a run goes on
-where it ended, its policies as new ones. Ends in one JSON line with intervals of a bootstrap over prompts.
+random weights: the floor. Greedy answers must be those of *plain*; where one parts from it, the row says at which
+token, and how far apart the two logits of a dense forward were there. A run goes on where it ended, its policies as new
+ones. Ends in one JSON line with intervals of a bootstrap over prompts.
 
     decode.py code=HumanEval.jsonl.gz math=gsm8k.jsonl chat=mt_bench.jsonl --target T --draft D --rows rows.jsonl
 """
@@ -22,12 +21,11 @@ where it ended, its policies as new ones. Ends in one JSON line with intervals o
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -40,6 +38,7 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import Prompt, choose_prompts
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
+from experiments.common.streams import timed
 from experiments.real.rows import Rows, add_row_arguments, first_divergence
 from spec_stack import SpecStackGenerator
 from spec_stack.calibrate.documents import MODULES, module_source
@@ -58,7 +57,6 @@ _ASK_FOR = {
 }
 # Behind it the project's own texts to copy begin to copy themselves.
 _COPY = "\n\n\n# The same once more"
-_KNOWN_BY = 160
 _DRAFT: dict[str, Any] = {"proposer": "model"}
 # Transformers sizes a static cache by the longest answer, and a proposal at the answer's end runs beyond it.
 _STATIC_ROOM = 16
@@ -75,18 +73,14 @@ class Ours:
     options: dict[str, Any]
 
     def __call__(self, prompt_ids: list[int]) -> Row:
-        began = process_time()
-        options = {"sparse_prefill": "draft_only"} | self.options
-        steps = self.generator.stream(input_ids=prompt_ids, max_tokens=self.num_tokens, policy=self.policy, **options)
-        outputs = [next(steps)]
-        first_s = process_time() - began
-        outputs += steps
-        metrics = outputs[-1].metrics
-        seconds = process_time() - began
+        options = {"sparse_prefill": "draft_only", "max_tokens": self.num_tokens} | self.options
+        start = partial(self.generator.stream, input_ids=prompt_ids, policy=self.policy, **options)
+        answer = timed(start, process_time)
+        metrics = answer.metrics
         return {
-            "cpu_s": seconds,
-            "decode_s": seconds - first_s,
-            "token_ids": [token for output in outputs for token in output.token_ids],
+            "cpu_s": answer.total_s,
+            "decode_s": answer.total_s - answer.first_s,
+            "token_ids": answer.token_ids,
             "num_steps": metrics.num_steps,
             "num_proposed": metrics.num_proposed,
             "num_accepted": metrics.num_accepted,
@@ -97,18 +91,8 @@ class Ours:
 class Theirs:
     """Transformers' generate over the same models.
 
-    Parameters
-    ----------
-    target : PreTrainedModel
-        Asked with a hook that counts what it is fed.
-    num_tokens : int
-        Most tokens of an answer.
-    draft : PreTrainedModel or None
-        The assistant.
-    settings : dict
-        Of the assistant's generation configuration. What transformers adapts there, it keeps from call to call.
-    options : dict
-        More arguments of `generate`.
+    settings: of the draft's generation configuration; what transformers adapts there, it keeps from call to call.
+    options: more arguments of `generate`.
     """
 
     target: PreTrainedModel
@@ -219,12 +203,6 @@ def as_chat(prompt: Prompt) -> Prompt:
     return replace(prompt, text=_ASK_FOR.get(prompt.task, "{}").format(text), is_chat=True)
 
 
-def read_known(tokenizer: Any, paths: Sequence[Path]) -> list[str]:
-    """The prompts of files of JSON lines that have one as token ids ("prompt"), as text."""
-    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
-    return [tokenizer.decode(row["prompt"]) for row in map(json.loads, lines) if "prompt" in row]
-
-
 def documents(tokenizer: Any, lengths: Sequence[int], per_length: int) -> list[tuple[str, Prompt]]:
     """Standard-library modules with a key each, cut to each length in tokens."""
     found = []
@@ -236,13 +214,12 @@ def documents(tokenizer: Any, lengths: Sequence[int], per_length: int) -> list[t
     return found
 
 
-def choose(sources: list[str], per_task: int, known: Sequence[str]) -> list[tuple[str, Prompt]]:
-    """Prompts with a key each, one of every task in turn; none whose first words stand in a known text."""
+def choose(sources: list[str], per_task: int) -> list[tuple[str, Prompt]]:
+    """Prompts with a key each, one of every task in turn."""
     by_task: dict[str, list[tuple[str, Prompt]]] = {}
     for prompt in choose_prompts(sources, 4 * per_task):
         of_task = by_task.setdefault(prompt.task, [])
-        first_words = prompt.text.strip()[:_KNOWN_BY]
-        if len(of_task) < per_task and not any(first_words in text for text in known):
+        if len(of_task) < per_task:
             of_task.append((f"{prompt.task}-{len(of_task)}", as_chat(prompt)))
     return [each for row in zip_longest(*by_task.values()) for each in row if each is not None]
 
@@ -364,9 +341,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=400, help="longer ones lose their middle")
     parser.add_argument("--gamma", type=int, default=3, help="of the arm fixed: the best one in the simulator")
-    parser.add_argument(
-        "--leave-out", nargs="*", type=Path, default=[], help='JSON lines with token ids as "prompt": not these prompts'
-    )
     add_out_argument(parser)
     arguments = parser.parse_args()
     rows = Rows(arguments.rows, arguments.minutes)
@@ -374,11 +348,10 @@ def main() -> None:
     generator = load_generator(arguments)
     if arguments.random_draft:
         generator = with_random_draft(generator)
-    known = read_known(generator.tokenizer, arguments.leave_out)
     if arguments.documents:
         prompts = documents(generator.tokenizer, arguments.documents, arguments.per_task)[: arguments.limit]
     else:
-        prompts = choose(arguments.prompts, arguments.per_task, known)[: arguments.limit]
+        prompts = choose(arguments.prompts, arguments.per_task)[: arguments.limit]
     make = make_arms(generator, arguments.tokens, arguments.gamma)
     arms = {name: make[name]() for name in names}
     for turn, (key, prompt) in enumerate(prompts):

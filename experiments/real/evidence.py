@@ -1,8 +1,8 @@
 """Measure what of the evidence each selection rule keeps of a prompt, over one pass of the draft a prompt.
 
 Prompts: one question behind each document, by kind; with --shapes documents with several questions, each asked in many
-shapes of prompts; with --multi-hop question sets whose evidence stands in several paragraphs; with --qmsum queries
-about meetings (all: evidence_prompts.py). Rules: the default, a calibration where one is named, BM25, the paper's, and
+shapes of prompts; with --multi-hop question sets whose evidence stands in several paragraphs (all:
+evidence_prompts.py). Rules: the default, a calibration where one is named, BM25, the paper's, and
 lines in random order. A row is written for every prompt and rule: the share of the prompt at which all of its evidence
 is kept, and how much of it is kept at 0.1, 0.2 and 0.3. A run goes on where it ended. Intervals: 95 %, by drawing
 documents again. Prints tables, ends in one JSON line. The target's weights are not used.
@@ -15,32 +15,43 @@ from __future__ import annotations
 
 import argparse
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from time import process_time
 from typing import Any
 from zlib import crc32
 
-import numpy as np
-import torch
-
+from experiments.common.bootstrap import mean_interval
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.captures import Encoded, Looks, Ranked, add_arguments, encode, look, measure_with, prompts_of
-from experiments.real.evidence_prompts import OTHER_WORDS, EvidencePrompt, multi_hop, shaped_prompts
+from experiments.real.evidence_prompts import (
+    OTHER_WORDS,
+    EvidencePrompt,
+    make_prompts,
+    multi_hop,
+    shaped_prompts,
+)
 from experiments.real.rows import Row, Rows, add_row_arguments
+from experiments.real.scoring import (
+    Encoded,
+    Looks,
+    Ranked,
+    Scorer,
+    add_pair_arguments,
+    add_prompt_arguments,
+    encode,
+    measure_with,
+)
+from experiments.real.settings import calibrated
 from spec_stack import PrefillConfig
-from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import load_tokenizer
-from spec_stack.prefill.calibration import Calibration
 
 RATES = (0.1, 0.2, 0.3)
 RANDOM = "random lines"
 _GRID = [at / 200 for at in range(4, 201)]
-_DRAWS = 2000
 Tell = Callable[[Row], float]
 
 
@@ -49,7 +60,7 @@ def rules(calibration: Path | None) -> dict[str, PrefillConfig | None]:
     default = PrefillConfig()
     found: dict[str, PrefillConfig | None] = {"default": default}
     if calibration is not None:
-        found["calibrated"] = replace(Calibration.load(calibration).apply(), draft_window=None)
+        found["calibrated"] = calibrated(calibration)
     return found | {
         "BM25": replace(default, scorer="bm25"),
         "paper": PrefillConfig.full_look_ahead(),
@@ -84,48 +95,25 @@ def _share(spans: Sequence[tuple[int, int]], kept: set[int]) -> float:
     return round(len(wanted & kept) / len(wanted), 4)
 
 
-def interval(values: Sequence[float], sources: Sequence[str], seed: int = 0) -> tuple[float, float, float]:
-    """Mean and its 95 % interval, by drawing sources with all their prompts."""
-    by_source: dict[str, list[float]] = defaultdict(list)
-    for value, source in zip(values, sources, strict=True):
-        by_source[source].append(value)
-    sums = np.array([[sum(own), len(own)] for own in by_source.values()])
-    drawn = np.random.default_rng(seed).integers(len(sums), size=(_DRAWS, len(sums)))
-    totals = sums[drawn].sum(1)
-    low, high = np.percentile(totals[:, 0] / totals[:, 1], [2.5, 97.5])
-    return float(np.mean(values)), float(low), float(high)
-
-
 def prompts_for(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[EvidencePrompt]:
     """The prompts that the arguments ask for, always the same and in the same order."""
+    data, num_tokens, seed, measure = arguments.data, arguments.num_tokens, arguments.seed, measure_with(tokenizer)
     if arguments.shapes:
-        yield from shaped_prompts(
-            arguments.data,
-            arguments.num_tokens,
-            arguments.documents,
-            measure_with(tokenizer),
-            arguments.seed,
-            arguments.per_shape,
-        )
-    elif arguments.multi_hop:
-        yield from multi_hop(arguments.multi_hop, arguments.limit)
-    else:
-        yield from prompts_of(arguments, tokenizer)
+        return shaped_prompts(data, num_tokens, arguments.documents, measure, seed, arguments.per_shape)
+    if arguments.multi_hop:
+        return multi_hop(arguments.multi_hop, arguments.limit)
+    return make_prompts(data, num_tokens, arguments.per_kind, measure, seed)
 
 
 def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], rows: Rows) -> None:
     """Judge what is left of the prompts."""
-    wanted, precision = rules(arguments.calibration), arguments.precision
-    pair = ModelPair.load(
-        arguments.target, arguments.draft, precision=precision, draft_precision=precision, target_weights=False
-    )
-    index = pair.open_index(PrefillConfig.prefill_chunk)
+    wanted, scorer = rules(arguments.calibration), Scorer.load(arguments)
     for prompt in prompts:
         left = rows.left(prompt.name, wanted)
         if not left:
             continue
-        began, encoded = process_time(), encode(pair.tokenizer, prompt)
-        looks = look(pair, index, encoded)
+        began, encoded = process_time(), encode(scorer.pair.tokenizer, prompt)
+        looks = scorer.look(encoded)
         told = {"kind": prompt.kind, "shape": prompt.shape, "source": prompt.source}
         for name, rule in left.items():
             found = judge_rule(prompt, encoded, looks, rule)
@@ -160,7 +148,7 @@ def table(
         own = [row for row in rows.of_arm(name).values() if keep(row)]
         if own:
             sources = [row["source"] for row in own]
-            cells = {str(rate): interval([tell(rate)(row) for row in own], sources) for rate in RATES}
+            cells = {str(rate): mean_interval([tell(rate)(row) for row in own], sources) for rate in RATES}
             report[name] = {rate: [round(each, 3) for each in cell] for rate, cell in cells.items()}
             shown = "  ".join(f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in cells.values())
             print(f"{title:24s}{name:14s} n={len(own):4d}  {shown}")
@@ -169,10 +157,8 @@ def table(
 
 def summary(rows: Rows, names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
     """All tables of a run."""
-    every = [row for row in rows.of_arm(names[0]).values()]
+    every = list(rows.of_arm(names[0]).values())
     print(f"kept at {RATES}, of {len(every)} prompts from {len({row['source'] for row in every})} documents")
-    if arguments.qmsum:
-        return {"share": table("share of it", rows, names, everything, told("share"))}
     report: dict[str, Any] = {"whole": table("all", rows, names, everything, whole)}
     for part in ("shape", "kind"):
         values = list(dict.fromkeys(row[part] for row in every))
@@ -191,25 +177,22 @@ def summary(rows: Rows, names: Sequence[str], arguments: argparse.Namespace) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--draft", type=Path, required=True, help="folder of the draft")
-    parser.add_argument("--calibration", type=Path, help="a calibration's file or folder, judged beside the rules")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    add_pair_arguments(parser, precision="fp32")
+    add_prompt_arguments(parser)
+    parser.add_argument("--per-kind", type=int, default=9, help="prompts of each kind (%(default)s)")
     parser.add_argument("--shapes", action="store_true", help="several questions a document, in many shapes of prompts")
-    parser.add_argument("--documents", type=int, default=24, help="with --shapes, so many (%(default)s)")
     parser.add_argument("--per-shape", type=int, default=2, help="with --shapes, questions a shape of a document")
     parser.add_argument("--multi-hop", type=Path, metavar="FILE", help="a set of multi-hop questions, JSON lines")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
     add_row_arguments(parser, limited=False)
     add_out_argument(parser)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     note_pair(str(arguments.target), str(arguments.draft))
     names, rows = list(rules(arguments.calibration)), Rows(arguments.rows, arguments.minutes)
-    prompts = list(prompts_for(arguments, load_tokenizer(str(arguments.target))))[: arguments.limit]
-    if any((prompt.name, name) not in rows for prompt in prompts for name in names):
+    prompts = list(islice(prompts_for(arguments, load_tokenizer(str(arguments.target))), arguments.limit))
+    keys = [prompt.name for prompt in prompts]
+    if rows.num_left(keys, names):
         run(arguments, prompts, rows)
-    left = sum((prompt.name, name) not in rows for prompt in prompts for name in names)
+    left = rows.num_left(keys, names)
     report = {"experiment": "evidence", **describe(), "num_tokens": arguments.num_tokens, "num_left": left}
     print_report({**report, **summary(rows, names, arguments)}, arguments.out)
 

@@ -4,7 +4,7 @@
 many shapes of prompts (`SHAPES`). `multi_hop`: question sets whose evidence stands in several paragraphs.
 
 Eleven kinds, with and without words in common with the question, in novels, Python modules, meetings, logs and JSON
-records. The wordings were written for this file and have chosen nothing; the texts come from folders that are given:
+records. The wordings (experiments/prompts/evidence.json) have chosen nothing; the texts come from a folder:
 `<data>/corpus/prose_novels_*.jsonl.xz`, `code_python_*.jsonl.xz` (records with "id" and "text") and
 `<data>/qmsum/val.jsonl`.
 """
@@ -17,13 +17,12 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 Measure = Callable[[str], int]
 Messages = tuple[tuple[str, str], ...]
-# Of a document, a question and a second one.
-Shape = Callable[[str, str, str], Messages]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ class EvidencePrompt:
     @property
     def messages(self) -> Messages:
         """What is sent: roles and texts."""
-        return SHAPES[self.shape](self.document, self.question, self.other)
+        parts = {"document": self.document, "question": self.question, "other": self.other}
+        return tuple((role, text.format(**parts)) for role, text in SHAPES[self.shape])
 
 
 @dataclass(frozen=True)
@@ -64,23 +64,8 @@ class Hidden:
     answers: tuple[str, ...]
 
 
-PEOPLE = (
-    "Ottilie Brandt",
-    "Ruben Achterberg",
-    "Ines Valcourt",
-    "Tobias Wren",
-    "Salma Idrissi",
-    "Piotr Nowacki",
-    "Greta Lindqvist",
-    "Hamish Dunmore",
-    "Noor Rahimi",
-    "Bela Kocsis",
-    "Yara Montes",
-    "Casimir Voss",
-)
-TOWNS = ("Harrowgate", "Lindmere", "Castelvane", "Ostrava Bay", "Tillbrook", "Perrin", "Skelton", "Vadsund")
-THINGS = ("umbrella", "barometer", "cello", "lantern", "typewriter", "sextant", "accordion", "microscope")
-COLOURS = ("vermilion", "teal", "ochre", "mauve", "ivory", "indigo")
+_WORDS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "prompts" / "evidence.json").read_text("utf-8"))
+PEOPLE, TOWNS, THINGS, COLOURS = (_WORDS[name] for name in ("people", "towns", "things", "colours"))
 
 
 def _fact(rng: random.Random) -> Hidden:
@@ -99,35 +84,8 @@ def _fact(rng: random.Random) -> Hidden:
 
 def _paraphrase(rng: random.Random) -> Hidden:
     who = rng.choice(PEOPLE).split()[0]
-    cases = [
-        (
-            f"{who} never touches meat, fish or anything that once had a face.",
-            "Who should be served the vegetarian meal?",
-        ),
-        (f"Since the accident {who} has walked only with two sticks.", "For whom would stairs be a difficulty?"),
-        (
-            f"{who} was sick over the rail from the first hour out of the harbour.",
-            "Which person does not cope well with travelling by boat?",
-        ),
-        (f"By Christmas {who} owed the baker, the tailor and both of the banks.", "Who was in financial trouble?"),
-        (f"{who} had won the village race four summers in a row.", "Whom would one call a fast runner?"),
-        (
-            f"All winter {who} slept beside the stove and still complained of the draught.",
-            "Who could not bear the cold?",
-        ),
-        (
-            f"{who} spoke to the ambassador in his own language without once hesitating.",
-            "Who could have worked as an interpreter?",
-        ),
-        (f"At the sight of the spider {who} was out of the window before anyone could laugh.", "Who has a phobia?"),
-        (
-            f"{who} kept forty hives behind the orchard and sold what they gave at the market.",
-            "Whose business was honey?",
-        ),
-        (f"When the candles failed {who} alone went on reading with the fingertips.", "Who must have been blind?"),
-    ]
-    line, question = rng.choice(cases)
-    return Hidden((line,), (), question, (who,))
+    line, question = rng.choice(_WORDS["paraphrase"])
+    return Hidden((line.format(who=who),), (), question, (who,))
 
 
 def _several(rng: random.Random) -> Hidden:
@@ -165,63 +123,12 @@ def _dialogue(rng: random.Random) -> Hidden:
 
 def _dialogue_other(rng: random.Random) -> Hidden:
     who = rng.choice(("Grad F", "PhD C", "Project Manager", "Postdoc E"))
-    cases = [
-        (
-            "I am afraid I will be on my honeymoon for the whole of that fortnight .",
-            "Which participant cannot attend on account of a wedding?",
-        ),
-        ("My bike got taken from right outside the lab again , lock and all .", "Who was the victim of a theft?"),
-        ("Honestly , if nobody pays me by the end of the month I am out of here .", "Which speaker threatens to quit?"),
-        (
-            "Could we open a window ? I can hardly breathe since they painted in here .",
-            "Who complains about the air in the room?",
-        ),
-        ("I bet my lunch that the disk fills up before the demo .", "Who expects that storage will run out?"),
-        ("The doctor says the knee needs an operation , so no stairs for me .", "Which speaker has a medical problem?"),
-    ]
-    line, question = rng.choice(cases)
+    line, question = rng.choice(_WORDS["dialogue_other"])
     return Hidden((f"{who}: {line}",), (), question, (who,))
 
 
 def _function(rng: random.Random) -> Hidden:
-    cases = [
-        (
-            "def squeeze_runs(values):\n    out = []\n    for value in values:\n"
-            "        if not out or out[-1] != value:\n            out.append(value)\n    return out\n",
-            "removes consecutive duplicates from a sequence",
-        ),
-        (
-            "def overlap(a, b):\n    return max(0, min(a[1], b[1]) - max(a[0], b[0]))\n",
-            "tells how long two intervals have in common",
-        ),
-        (
-            "def pluck(record, trail, missing=None):\n    for step in trail.split('.'):\n"
-            "        if step not in record:\n            return missing\n        record = record[step]\n"
-            "    return record\n",
-            "looks up a nested value by a dotted path",
-        ),
-        (
-            "def patience(call, tries=3, pause=0.5):\n    for turn in range(tries):\n        try:\n"
-            "            return call()\n        except OSError:\n            time.sleep(pause * 2 ** turn)\n"
-            "    return call()\n",
-            "repeats a failing operation with exponential backoff",
-        ),
-        (
-            "def slices(items, n):\n    return [items[i:i + n] for i in range(0, len(items), n)]\n",
-            "divides a list into batches of equal size",
-        ),
-        (
-            "def tidy(name):\n    kept = [c if c.isalnum() else '-' for c in name.lower()]\n"
-            "    return ''.join(kept).strip('-')\n",
-            "turns a title into something fit for a URL",
-        ),
-        (
-            "def middle(numbers):\n    ordered = sorted(numbers)\n    half = len(ordered) // 2\n"
-            "    return ordered[half] if len(ordered) % 2 else sum(ordered[half - 1:half + 1]) / 2\n",
-            "calculates the median",
-        ),
-    ]
-    code, question = rng.choice(cases)
+    code, question = rng.choice(_WORDS["function"])
     name = code.removeprefix("def ").partition("(")[0]
     return Hidden((code,), (), f"Which function in the code above {question}? Give its name.", (name,))
 
@@ -232,26 +139,13 @@ def _constant(rng: random.Random) -> Hidden:
     return Hidden((f"{name} = {value}",), (), f"To which value is {name} set in this module?", (str(value),))
 
 
-SERVICES = ("ingest", "billing", "gateway", "search", "mailer", "thumbnails", "audit", "scheduler")
-ORDINARY = (
-    "heartbeat ok",
-    "cache warmed in {} ms",
-    "request {} served in {} ms",
-    "connection {} opened",
-    "connection {} closed",
-    "rotated {} segments",
-    "job {} finished with status ok",
-    "flushed {} rows",
-)
-
-
 def _log_line(rng: random.Random, minute: int, level: str, text: str) -> str:
     stamp = f"2026-03-{11 + minute // 1440:02d}T{minute // 60 % 24:02d}:{minute % 60:02d}:{rng.randrange(60):02d}"
-    return f"{stamp}.{rng.randrange(1000):03d}Z {level:5} [{rng.choice(SERVICES)}-{rng.randrange(10)}] {text}"
+    return f"{stamp}.{rng.randrange(1000):03d}Z {level:5} [{rng.choice(_WORDS['services'])}-{rng.randrange(10)}] {text}"
 
 
 def _ordinary(rng: random.Random, minute: int) -> str:
-    text = rng.choice(ORDINARY)
+    text = rng.choice(_WORDS["ordinary"])
     while "{}" in text:
         text = text.replace("{}", str(rng.randrange(3, 90000)), 1)
     return _log_line(
@@ -267,23 +161,7 @@ def _log(rng: random.Random) -> Hidden:
 
 
 def _log_other(rng: random.Random) -> Hidden:
-    cases = [
-        ("ENOSPC while appending to /var/lib/queue/{:04x}", "At what time did a machine run out of disk space?"),
-        (
-            "certificate chain of upstream {:04x} not valid after today, handshake aborted",
-            "When did an expired TLS credential cause trouble?",
-        ),
-        (
-            "SIGKILL received by worker {:04x}, resident set 7.9 GiB",
-            "When was a process ended because it used too much memory?",
-        ),
-        (
-            "passphrase wrong for the 5th time from 203.0.113.{:d}, account frozen",
-            "When did somebody apparently try to guess a login?",
-        ),
-        ("replica {:04x} lags 412 s behind, reads diverted", "When was a database copy out of date?"),
-    ]
-    text, question = rng.choice(cases)
+    text, question = rng.choice(_WORDS["log_other"])
     line = _log_line(rng, rng.randrange(2000), "ERROR", text.format(rng.randrange(1, 250)))
     return Hidden((line,), (), question, (line[11:19],))
 
@@ -327,72 +205,9 @@ KINDS: dict[str, tuple[str, Callable[[random.Random], Hidden]]] = {
 OTHER_WORDS = ("paraphrase", "function", "log, other words", "dialogue, other words")
 
 
-_ESSAY = (
-    "Please structure your reply in the following way. Start with a heading that names the topic. Under it, write a "
-    "single sentence that a busy manager could read on a phone. Then add a section called Details in which you explain "
-    "how you arrived at your conclusion, citing the original wording where it helps, and a section called Caveats in "
-    "which you list anything that might make the conclusion wrong. Keep a neutral tone throughout, avoid jargon, do "
-    "not use bullet points or tables, and never refer to yourself. The whole reply must stay under 150 words and end "
-    "with a full stop."
-)
-_RAG = (
-    "You are an assistant for question-answering tasks. Use the following pieces of retrieved context to answer the "
-    "question. If you don't know the answer, say that you don't know. Use three sentences maximum and keep the answer "
-    "concise."
-)
-
-
-def _behind(text: str) -> Shape:
-    """A user message that begins with the document; `text` follows it."""
-    return lambda document, question, other: (
-        ("user", document + "\n\n" + text.format(question=question, other=other)),
-    )
-
-
-SHAPES: dict[str, Shape] = {
-    "bare": _behind("{question}"),
-    "briefly": _behind("{question} Answer briefly."),
-    "unknown": _behind('{question} If the text does not say it, answer "unknown".'),
-    "json": _behind(
-        '{question}\nReturn a JSON object with the fields "answer" (string), "confidence" (number from 0 to 1) and '
-        '"quote" (string). No markdown.'
-    ),
-    "steps": _behind(
-        "{question}\n\nThink step by step, quote the passages that matter, and put the final answer alone on the last "
-        "line."
-    ),
-    "essay": _behind("{question}\n\n" + _ESSAY),
-    "two questions": _behind("{question} And also: {other}"),
-    "rag": lambda document, question, other: (
-        ("system", _RAG),
-        ("user", f"Context: {document}\n\nQuestion: {question}\n\nHelpful Answer:"),
-    ),
-    "ahead": lambda document, question, other: (("user", f"{question}\n\n{document}"),),
-    "ahead, tags": lambda document, question, other: (
-        ("user", f"I need to know this: {question}\n\n<context>\n{document}\n</context>"),
-    ),
-    "ahead, reminder": lambda document, question, other: (
-        ("user", f"{question}\n\n---\n{document}\n---\n\nAnswer the question at the top."),
-    ),
-    "system message": lambda document, question, other: (
-        (
-            "system",
-            f"You are a helpful assistant. Your task: {question} Look it up in what the user provides.",
-        ),
-        ("user", document),
-    ),
-    "tool output": lambda document, question, other: (
-        ("user", question),
-        ("assistant", "I'll search the workspace for that."),
-        ("tool", document),
-    ),
-}
-"""Shape -> the messages. Their wordings are for judging and choose nothing. Those that begin with the document share a
-draft's pass over it."""
-
-
-def _begins_with_document(shape: str) -> bool:
-    return SHAPES[shape]("document", "", "")[0][1].startswith("document")
+SHAPES: dict[str, list[tuple[str, str]]] = _WORDS["shapes"]
+"""Shape -> roles, and texts around a document, a question and another one. Their wordings are for judging and choose
+nothing. Those that begin with the document share a draft's pass over it."""
 
 
 def shaped_prompts(
@@ -405,7 +220,7 @@ def shaped_prompts(
     """
     texts = _texts(data)
     media = ("novel", "log", "json", "code", "novel", "meeting")
-    together = [shape for shape in SHAPES if _begins_with_document(shape)]
+    together = [shape for shape, messages in SHAPES.items() if messages[0][1].startswith("{document}")]
     alone = [shape for shape in SHAPES if shape not in together and shape != "ahead"]
     for number in range(num_documents):
         medium = media[number % len(media)]
@@ -535,12 +350,8 @@ def _haystack(
     else:
         source = f"{medium} {rng.randrange(10**6)}"
         minute = rng.randrange(500)
-        made = (
-            (_record(rng) for _ in iter(int, 1))
-            if medium == "json"
-            else (_ordinary(rng, minute + step // 3) for step in iter(range(10**6).__iter__().__next__, None))
-        )
-        following = made
+        make = _record if medium == "json" else None
+        following = (make(rng) if make else _ordinary(rng, minute + step // 3) for step in count())
     for line in following:
         total += measure(line + "\n")
         if total > num_tokens - 120:
@@ -600,21 +411,3 @@ def _meetings(path: Path) -> list[tuple[str, str]]:
         (f"meeting {number}", "\n".join(f"{turn['speaker']}: {turn['content']}" for turn in turns))
         for number, turns in enumerate(meetings)
     ]
-
-
-def gold_turns(data: Path) -> Iterator[EvidencePrompt]:
-    """QMSum's queries with the turns that hold their answers (`<data>/qmsum_evidence/train.jsonl`)."""
-    with (data / "qmsum_evidence" / "train.jsonl").open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            record = json.loads(line)
-            turns = [turn.replace("\n", " ") for turn in record["turns"]]
-            starts = [0]
-            for turn in turns:
-                starts.append(starts[-1] + len(turn) + 1)
-            spans = tuple(
-                (starts[turn], starts[turn] + len(turns[turn]))
-                for first, last in record["evidence_turns"]
-                for turn in range(int(first), min(int(last), len(turns) - 1) + 1)
-            )
-            source = turns[0][:40] + str(len(turns))
-            yield EvidencePrompt(f"qmsum/{number}", "qmsum", source, "\n".join(turns), record["query"], spans)

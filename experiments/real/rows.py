@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -44,6 +45,10 @@ class Rows:
     def left(self, key: str, arms: Mapping[str, Any]) -> dict[str, Any]:
         """The arms that have no row of a key yet; none where no new work may begin."""
         return {arm: what for arm, what in arms.items() if (key, arm) not in self} if self.has_time else {}
+
+    def num_left(self, keys: Iterable[str], arms: Iterable[str]) -> int:
+        """How many rows of some keys and arms there are not."""
+        return sum((key, arm) not in self for key, arm in product(keys, list(arms)))
 
     def add(self, key: str, arm: str, values: Mapping[str, Any]) -> Row:
         """Keep a row, on disk at once."""

@@ -16,7 +16,6 @@ measure "$QWEN" qwen2.5-coder-0.5b qwen_shapes_4k 4096 --shapes --documents 8
 measure "$QWEN" qwen2.5-coder-0.5b qwen_2k 2048 --per-kind 9
 measure "$QWEN" qwen2.5-coder-0.5b qwen_4k 4096 --per-kind 3
 measure "$QWEN" qwen2.5-coder-0.5b qwen_8k 8192 --per-kind 2
-measure "$QWEN" qwen2.5-coder-0.5b qmsum 2048 --qmsum
 for questions in musique hotpotqa 2wikimultihopqa; do
   measure "$QWEN" qwen2.5-coder-0.5b "$questions" 2048 --multi-hop "$DATA/multihop/$questions.jsonl" --limit 40
 done

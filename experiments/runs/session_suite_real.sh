@@ -5,4 +5,4 @@ target=${1:?usage: session_suite_real.sh TARGET DRAFT ROWS.jsonl [options]} draf
 shift 3
 cd "$(dirname "$0")/../.."
 .venv/bin/python -m experiments.quality.session_suite --target "$target" --draft "$draft" --precision bf16 --draft-precision bf16 \
-    --threads 2 --families mixed --tokens 3000 --turns 5 --conversations 15 --first-seed 31000 --keep-rate 0.1 --rows "$rows" "$@"
+    --threads 2 --tokens 3000 --turns 5 --conversations 15 --first-seed 31000 --keep-rate 0.1 --rows "$rows" "$@"

@@ -1,21 +1,19 @@
-"""SGLang servers side by side: rates, conversations, long documents, and a stream while prompts arrive.
+"""SGLang servers side by side: conversations and long documents.
 
 Each arm is a server of its own: *off* (no speculation, none of ours), *STANDALONE* (SGLang's own, same draft), *dense*
 (SPEC_STACK with keep_rate 1), *slots* (a dense target whose draft decodes over its own slots), *SPEC_STACK* at its
 defaults, and any other: --arm NAME='--LAUNCH FLAGS'. All run at once and sleep while they have nothing to do; every
 request goes to one arm after the other, in a rotating order. Times are from sending a request to its first chunk.
 
-- rates: the highest rate of single requests about long documents of which 99 % are answered within --timeout.
 - conversations: documents with facts, one asked for in every turn: seconds to the first token, tokens given to the
-  target, right answers, memory. With --check every reply beside Transformers' greedy text over the same tokens at the
+  target, right answers. With --check every reply beside Transformers' greedy text over the same tokens at the
   same positions: where they part, and the gap of the two logits (a tie or not).
 - lengths: one and four documents at once: tokens/s, acceptance, and whether all tokens are those of *off*.
-- growing: a conversation to which every turn adds 1,000 tokens.
-- stream: the longest gap of a running stream while one prompt of 8K, then five of 4K, arrive.
 
-On a CPU it needs the stand-ins of tests/serving/support, and its times show a direction only. Ends in one JSON line.
+Request rates are what `python -m sglang.benchmark.serving` measures. On a CPU it needs the stand-ins of
+tests/serving/support, and its times show a direction only. Ends in one JSON line.
 
-    python -m experiments.serving.bench --parts rates conversations [--target TARGET --draft DRAFT]
+    python -m experiments.serving.bench --parts conversations lengths [--target TARGET --draft DRAFT]
 """
 
 from __future__ import annotations
@@ -26,23 +24,21 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from transformers import AutoTokenizer
 
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.answers import Target
+from experiments.real.target import Target
 from experiments.serving import parts
 from experiments.serving.client import Client, Prompts
 from experiments.serving.parts import OFF, Arms, Row
-from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, SglangServer, free_port, other_plugins
+from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, other_plugins, sglang_server
 from spec_stack.hf.loading import resolve_pair
 
 STANDALONE, DENSE, SLOTS, SPEC_STACK = "STANDALONE", "dense", "slots", "SPEC_STACK"
@@ -55,11 +51,11 @@ ARMS = {
     SLOTS: f"{_OURS} --spec-stack-sparse-prefill draft_only",
     SPEC_STACK: _OURS,
 }
-PARTS = ("rates", "conversations", "lengths", "growing", "stream")
+PARTS = ("conversations", "lengths")
 
 
-def server_of(flags: str, name: str, options: argparse.Namespace, folder: Path) -> SglangServer:
-    """An arm's server, launched with these flags over those of all arms."""
+def launch_of(flags: str, options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of an arm's server: these flags over those of all arms."""
     target, draft = resolve_pair(options.target, options.draft)
     arguments = ["--model-path", str(target), "--device", options.device, "--chunked-prefill-size", str(options.chunk)]
     arguments += CPU_ARGUMENTS if options.device == "cpu" else []
@@ -70,38 +66,21 @@ def server_of(flags: str, name: str, options: argparse.Namespace, folder: Path) 
     environment = dict(CPU_ENVIRONMENT) if options.device == "cpu" else {}
     if SPEC_STACK not in flags:
         environment["SGLANG_PLUGINS"] = other_plugins()
-    return SglangServer(arguments, environment, free_port(), folder / f"{name}.log", options.start_limit)
+    return arguments, environment
 
 
 def measure(options: argparse.Namespace, arms: Arms, tokenizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parts asked for, with what they found by arm, or by length, arm and turn."""
     prompts = Prompts(tokenizer)
-    of_one: dict[str, Callable[[Client], Any]] = {
-        "rates": lambda client: parts.rates(
-            client, tokenizer, options.rates, (min(options.lengths), max(options.lengths)), options.seconds,
-            options.timeout,
-        ),
-        "stream": lambda client: parts.stream(client, prompts),
-    }  # fmt: skip
-    of_all: dict[str, Callable[[], Any]] = {
+    measures: dict[str, Callable[[], Any]] = {
         "conversations": lambda: parts.conversations(
             arms, tokenizer, options.lengths, options.repeats, options.turns, options.max_tokens
         ),
         "lengths": lambda: parts.lengths(arms, prompts, options.lengths, options.repeats),
-        "growing": lambda: parts.growing(arms, prompts, options.turns, options.repeats),
     }
     for part in options.parts:
         arms.forget()
-        if part in of_all:
-            yield part, of_all[part]()
-        else:
-            yield part, {arm: of_one[part](client) for arm, client in arms.clients.items()}
-
-
-def memory_mb(pid: int) -> float:
-    """What a process and its children hold, a page that several have counted once in all (Linux)."""
-    process = psutil.Process(pid)
-    return sum(one.memory_full_info().pss for one in (process, *process.children(recursive=True))) / 1e6
+        yield part, measures[part]()
 
 
 @torch.inference_mode()
@@ -143,9 +122,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer, found = AutoTokenizer.from_pretrained(target), {}
     flags = {name: ARMS[name] for name in options.arms} | dict(arm.split("=", 1) for arm in options.arm)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        launch = partial(server_of, options=options, folder=Path(folder))
-        servers = {name: stack.enter_context(launch(own, name)) for name, own in flags.items()}
-        arms = Arms({name: Client(server.port, options.limit, "bench") for name, server in servers.items()})
+        clients = {}
+        for name, own in flags.items():
+            server = sglang_server(*launch_of(own, options), Path(folder) / f"{name}.log", options.start_limit)
+            clients[name] = Client(stack.enter_context(server), options.limit, "bench")
+        arms = Arms(clients)
         for client in arms.clients.values():
             client.ask(Prompts(tokenizer).document(3000, 791), 8)
         for part, figures in measure(options, arms, tokenizer):
@@ -153,7 +134,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{part}:", *(f"  {name:28} {json.dumps(own)}" for name, own in shown.items()), sep="\n", flush=True)
             if part == "conversations":
                 replies = figures
-        found["memory_mb"] = {name: memory_mb(server.pid) for name, server in servers.items()}
     if options.check and "conversations" in options.parts:
         found["partings"] = check(Path(target), options.precision, replies)
     return found
@@ -163,7 +143,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=[OFF, STANDALONE, DENSE, SPEC_STACK])
     parser.add_argument("--arm", action="append", default=[], metavar="NAME='--FLAG VALUE …'", help="one arm more")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["rates", "conversations"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["conversations"])
     parser.add_argument("--target", help="model folder or name (default: the embedded pair's)")
     parser.add_argument("--draft", help="model folder or name (default: the embedded pair's)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of --check (%(default)s)")
@@ -173,17 +153,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="conversations or documents (%(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="of each conversation (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a conversation's reply (%(default)s)")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.4, 0.6, 0.8, 1.1, 1.5, 2.1, 3.0, 4.2])
-    parser.add_argument("--seconds", type=float, default=12.0, help="how long each rate is kept up (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=5.0, help="seconds a request of a rate may take (%(default)s)")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds a client waits for a chunk (%(default)s)")
     parser.add_argument("--check", action="store_true", help="compare replies with Transformers' greedy text")
     parser.add_argument("--start-limit", type=float, default=300, metavar="S", help="(%(default)s)")
     parser.add_argument("--server-args", default="", metavar="'--FLAG VALUE …'", help="more launch arguments for all")
     add_out_argument(parser)
     options = parser.parse_args(argv)
-    if options.repeats < 1 or options.turns < 2 or min(options.rates) <= 0:
-        raise ValueError("--repeats must be 1 or more, --turns 2 or more, --rates over 0")
+    if options.repeats < 1 or options.turns < 2:
+        raise ValueError("--repeats must be 1 or more, --turns 2 or more")
     if wrong := [arm for arm in options.arm if "=" not in arm]:
         raise ValueError(f"--arm {wrong[0]!r} is not of the form NAME='--FLAG VALUE …'")
     return options

@@ -1,4 +1,4 @@
-"""A client of SGLang's own /generate that streams, times every chunk, and may hang up; and prompts of real text."""
+"""A client of SGLang's own /generate that streams and times every chunk; and prompts of real text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from itertools import pairwise
 from time import perf_counter, sleep
 from typing import Any
 
@@ -18,21 +17,16 @@ from spec_stack.hf.prompt import encode_messages
 
 @dataclass
 class Answer:
-    """One streamed reply. chunk_times: of every chunk, on the clock of this process. is_enough: set it to hang up."""
+    """One streamed reply. chunk_times: of every chunk, on the clock of this process."""
 
     started: float
     chunk_times: list[float] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
-    is_enough: bool = False
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ttft_s(self) -> float:
         return self.chunk_times[0] - self.started
-
-    def longest_gap_s(self, since: float, until: float) -> float:
-        times = [since, *(at for at in self.chunk_times if since < at < until), until]
-        return max(b - a for a, b in pairwise(times))
 
 
 class Client:
@@ -44,27 +38,20 @@ class Client:
         self._limit_s = limit_s
         self._wall = {} if extra_key is None else {"extra_key": extra_key}
 
-    def ask(
-        self,
-        input_ids: Sequence[int],
-        num_new: int,
-        answer: Answer | None = None,
-        may_end: bool = False,
-        **custom: Any,
-    ) -> Answer:
-        """Stream a greedy reply of num_new tokens, or of fewer where it may end; fills `answer` as it comes. Raises
-        OSError where none does."""
-        answer = answer or Answer(perf_counter())
-        connection = self._send(input_ids, num_new, custom, may_end)
-        reply = connection.getresponse()
-        for line in reply:
+    def ask(self, input_ids: Sequence[int], num_new: int, may_end: bool = False, **custom: Any) -> Answer:
+        """Stream a greedy reply of num_new tokens, or of fewer where it may end. Raises OSError where none comes."""
+        answer = Answer(perf_counter())
+        connection = http.client.HTTPConnection(HOST, self._port, timeout=self._limit_s)
+        sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": not may_end}
+        sampling["custom_params"] = dict(custom)
+        body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True, **self._wall}
+        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        for line in connection.getresponse():
             data = line.decode().removeprefix("data:").strip()
             if data and data != "[DONE]":
                 chunk = json.loads(data)
                 answer.chunk_times.append(perf_counter())
                 answer.output_ids, answer.meta_info = chunk["output_ids"], chunk["meta_info"]
-            if answer.is_enough:
-                break
         connection.close()
         return answer
 
@@ -80,16 +67,6 @@ class Client:
             sleep(0.5)
         raise ServerError("the server does not empty its caches, since it is not idle")
 
-    def _send(
-        self, input_ids: Sequence[int], num_new: int, custom: Mapping[str, Any], may_end: bool = False
-    ) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=self._limit_s)
-        sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": not may_end}
-        sampling["custom_params"] = dict(custom)
-        body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True, **self._wall}
-        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
-        return connection
-
 
 class Prompts:
     """Chats as token ids, of real text."""
@@ -102,11 +79,3 @@ class Prompts:
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return encode_messages(self._tokenizer, messages)[0]
-
-    def text(self, num_tokens: int, seed: int) -> str:
-        document = hide_fact(self._tokenizer, num_tokens + 100, seed).document
-        ids = self._tokenizer(document, add_special_tokens=False).input_ids[:num_tokens]
-        return str(self._tokenizer.decode(ids))
-
-    def words(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
-from threading import Thread
-from time import perf_counter, sleep
 from typing import Any
 
 from experiments.common.conversations import make_conversation
 from experiments.serving.client import Answer, Client, Prompts
-from experiments.serving.load import GOAL, arrival_times, figures, highest_rate, send_all
 from experiments.serving.server import ServerError
-from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.prompt import encode_messages
 
 OFF = "off"
@@ -44,28 +37,6 @@ class Arms:
             yield name, self.clients[name]
 
 
-def rates(
-    client: Client, tokenizer: Any, tried: Sequence[float], lengths: tuple[int, int], seconds: float, timeout_s: float
-) -> dict[str, Any]:
-    """The highest rate of single requests that one server carries, and its figures up to the first that it does not."""
-    num_new, found = 32, {}
-    for variant, rate in enumerate(sorted(tried)):
-        count = max(8, math.ceil(rate * seconds))
-        facts = [
-            hide_fact(tokenizer, lengths[0] + (lengths[1] - lengths[0]) * at // count, 1000 * variant + at)
-            for at in range(count)
-        ]
-        prompts = [(encode_messages(tokenizer, fact.messages)[0], fact.answer) for fact in facts]
-        starts_s = arrival_times(rate, count, seed=variant)
-        replies = send_all(prompts, starts_s, lambda ids: client.ask(ids, num_new), num_new, tokenizer.decode)
-        found[rate] = figures(replies, timeout_s)
-        client.forget()
-        if found[rate]["share_in_time"] < GOAL:
-            break
-    highest = highest_rate({rate: each["share_in_time"] for rate, each in found.items()})
-    return {"highest_rate": highest, "by_rate": {str(rate): each for rate, each in found.items()}}
-
-
 def conversations(
     arms: Arms, tokenizer: Any, lengths: Sequence[int], count: int, num_turns: int, num_new: int
 ) -> dict[str, list[list[Row]]]:
@@ -77,7 +48,7 @@ def conversations(
     for length in lengths:
         for seed in range(count):
             arms.forget()
-            conversation = make_conversation(tokenizer, length, 8, 5000 + seed, "mixed")
+            conversation = make_conversation(tokenizer, length, 8, 5000 + seed)
             histories: dict[str, list[dict[str, str]]] = {arm: [] for arm in arms.clients}
             turns: dict[str, list[Row]] = {arm: [] for arm in arms.clients}
             for turn in range(num_turns):
@@ -143,25 +114,6 @@ def lengths(arms: Arms, prompts: Prompts, tried: Sequence[int], repeats: int, nu
     return found
 
 
-def growing(arms: Arms, prompts: Prompts, num_turns: int, repeats: int, num_new: int = 64) -> dict[str, Any]:
-    """Medians by arm and turn of conversations that grow by 1,000 tokens a turn, on from the first arm's replies."""
-    rows: dict[str, list[list[dict[str, float]]]] = {arm: [[] for _ in range(num_turns)] for arm in arms.clients}
-    for at in range(repeats):
-        arms.forget()
-        messages: list[dict[str, str]] = []
-        for turn in range(num_turns):
-            text = prompts.text(1000, 1400 + num_turns * at + turn)
-            messages.append({"role": "user", "content": f"{text}\n\nWhat does part {turn} of this say?"})
-            prompt = prompts.chat(messages)
-            answers = {arm: client.ask(prompt, num_new) for arm, client in arms.in_turn()}
-            lead = answers[next(iter(arms.clients))].output_ids
-            for arm, answer in answers.items():
-                same = float(answer.output_ids == lead)
-                rows[arm][turn].append({"num_tokens": len(prompt), "as_first_arm": same, **decode_row(answer)})
-            messages.append({"role": "assistant", "content": prompts.words(lead)})
-    return {arm: {f"turn {turn + 1}": _medians(own) for turn, own in enumerate(each)} for arm, each in rows.items()}
-
-
 def decode_row(answer: Answer) -> dict[str, float]:
     """Seconds to the first token, tokens/s after it, and the share of drafted tokens that was accepted."""
     report = answer.meta_info.get("spec_stack", answer.meta_info)
@@ -176,37 +128,3 @@ def decode_row(answer: Answer) -> dict[str, float]:
 
 def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: round(median(row[name] for row in rows), 4) for name in rows[0]}
-
-
-def stream(client: Client, prompts: Prompts) -> dict[str, Any]:
-    """The longest gap of a running stream: alone, while one prompt of 8K arrives, and while five of 4K do."""
-    with _running_stream(client, prompts, 700) as running:
-        alone = [after - before for before, after in pairwise(running.chunk_times[5:60])]
-        found: dict[str, Any] = {"step_s": median(alone), "longest_step_s": max(alone)}
-        for name, arriving in (("one_8k", [8000]), ("five_4k", [4000] * 5)):
-            documents = [prompts.document(length, 710 + at + len(arriving)) for at, length in enumerate(arriving)]
-            since = perf_counter()
-            with ThreadPoolExecutor(len(arriving)) as pool:
-                answers = list(pool.map(lambda ids: client.ask(ids, 2), documents))
-            gap_s = running.longest_gap_s(since, perf_counter())
-            found[name] = {"longest_gap_s": gap_s, "ttfts_s": sorted(answer.ttft_s for answer in answers)}
-    return found
-
-
-@contextmanager
-def _running_stream(client: Client, prompts: Prompts, seed: int) -> Iterator[Answer]:
-    """A stream without drafting, with its first 60 chunks here; hangs up at the end."""
-    answer = Answer(perf_counter())
-    running = Thread(target=client.ask, args=(prompts.document(60, seed), 3000, answer), kwargs={"gamma": 0})
-    running.start()
-    try:
-        while len(answer.chunk_times) < 60:
-            if not running.is_alive():
-                raise ServerError("a stream ended before its 60th chunk")
-            sleep(0.02)
-        yield answer
-        if not running.is_alive():
-            raise ServerError("the stream ended before what it was to run beside; nothing was measured")
-    finally:
-        answer.is_enough = True
-        running.join()

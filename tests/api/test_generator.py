@@ -443,7 +443,7 @@ def test_every_policy_is_lossless_live(
     prompt = random_prompt(100)
     for helper in (draft, make_model(seed=1)):
         generator = SpecStackGenerator(target, helper, config=config)
-        options: dict[str, Any] = {"input_ids": prompt, "max_tokens": 60, "sparse_prefill": "on" if pruned else "off"}
+        options: dict[str, Any] = {"input_ids": prompt, "max_tokens": 36, "sparse_prefill": "on" if pruned else "off"}
         plain = generator.generate(gamma=0, **options)
         for _ in range(2):
             assert generator.generate(policy=policy, **options).token_ids == plain.token_ids

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.policies.oracles import BestFixed, TaskOracle, oracle
-from experiments.policies.replay import StepCosts, merge_runs, replay
+from experiments.policies.oracles import oracle
+from experiments.policies.replay import merge_runs, replay
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext
 from spec_stack.controller.batch import BatchThroughput
@@ -28,7 +28,7 @@ from spec_stack.controller.registry import (
 )
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
-from tests.support.controller_data import Greedy, context, step
+from tests.support.controller_data import Greedy, StepCosts, context, step
 
 
 def test_importing_the_controller_loads_no_torch_and_no_scikit_learn() -> None:
@@ -65,8 +65,6 @@ class ThreeAtMost(Policy):
 MAKERS: dict[str, Callable[[], Policy]] = {
     **{name: lambda name=name: make_policy(name) for name in POLICY_NAMES},  # type: ignore[misc]
     **{f"{name} for batches": lambda name=name: make_batch_policy(name) for name in BATCH_POLICY_NAMES},  # type: ignore[misc]
-    "best-fixed": lambda: BestFixed({"fp16": 3}),
-    "task-oracle": lambda: TaskOracle({("fp16", "chat"): 3}),
     "ThreeAtMost": ThreeAtMost,
 }
 
@@ -195,8 +193,6 @@ def test_an_object_that_is_no_policy_is_refused_with_what_to_write() -> None:
     ("make", "options", "message"),
     [
         ("fixed", {"gamma": 17}, "gamma must be a whole number, 0 to 16"),
-        (BestFixed, {"gammas": {}}, "needs gammas"),
-        (TaskOracle, {"gammas": {}}, "needs gammas"),
         ("heuristic", {"start": 9, "max_gamma": 8}, "start must be"),
         ("confidence", {"threshold": 1.5}, "threshold"),
         ("ema", {"weight": 0.0}, "weight"),
@@ -209,24 +205,15 @@ def test_an_object_that_is_no_policy_is_refused_with_what_to_write() -> None:
         ("speckv", {"objective": "tokens"}, "objective must be one of"),
     ],
 )
-def test_bad_options_are_refused_when_the_policy_is_built(
-    make: str | Callable[..., Policy], options: dict[str, object], message: str
-) -> None:
+def test_bad_options_are_refused_when_the_policy_is_built(make: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_policy(make, **options) if isinstance(make, str) else make(**options)
+        make_policy(make, **options)
 
 
 def test_fixed_proposes_its_gamma_and_never_stops_early() -> None:
     policy = make_policy("fixed", gamma=4)
     assert policy.choose(context()) == 4
     assert policy.keep_drafting(context(), DraftSignals([9.0], [0.01]))
-
-
-def test_best_fixed_and_task_oracle_name_what_they_were_not_measured_on() -> None:
-    with pytest.raises(ValueError, match="'nf4'"):
-        BestFixed({"fp16": 2}).choose(context(precision="nf4"))
-    with pytest.raises(ValueError, match="task 'chat'"):
-        TaskOracle({("fp16", "code"): 2}).choose(context())
 
 
 def test_heuristic_adds_two_after_full_acceptance_and_takes_one_otherwise() -> None:

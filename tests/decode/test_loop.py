@@ -62,9 +62,12 @@ DRAFTS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
 }
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize(
-    "gamma", [0, 1, 4, 8, *(pytest.param(gamma, marks=pytest.mark.slow) for gamma in (2, 3, 5, 6, 7, 16))]
+    ("draft", "gamma"),
+    [
+        *((draft, gamma) for draft in DRAFTS for gamma in (0, 1, 4, 8)),
+        *(("similar", gamma) for gamma in (2, 3, 5, 6, 7, 16)),
+    ],
 )
 def test_greedy_speculation_gives_the_targets_own_tokens(draft: str, gamma: int, target: PreTrainedModel) -> None:
     prompt = random_prompt(30)
@@ -92,10 +95,16 @@ def test_a_policy_that_changes_its_mind_every_step_changes_no_token(
     assert policy.records == result.records
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("draft_context", ["full", "kept"])
 @pytest.mark.parametrize(
-    ("queries", "look_ahead"), [("look_ahead", 0), ("look_ahead", 1), ("look_ahead", 8), ("prompt", 8)]
+    ("draft", "draft_context", "queries", "look_ahead"),
+    [
+        *(
+            ("similar", context, *queries)
+            for context in ("full", "kept")
+            for queries in (("look_ahead", 0), ("look_ahead", 1), ("look_ahead", 8), ("prompt", 8))
+        ),
+        *((draft, "full", *queries) for draft in ("random", "equal") for queries in (("look_ahead", 8), ("prompt", 8))),
+    ],
 )
 def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
     draft: str, draft_context: DraftContext, queries: ScoringQueries, look_ahead: int, target: PreTrainedModel

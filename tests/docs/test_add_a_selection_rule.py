@@ -16,6 +16,7 @@ PAGE = ROOT / "docs" / "add-a-selection-rule.md"
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rule_put_into_the_package_has_a_name_in_python_and_on_the_command_line(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "spec_stack", tmp_path / "spec_stack", ignore=shutil.ignore_patterns("__pycache__"))
     rule = next(block for block in blocks(PAGE) if block.language == "python")

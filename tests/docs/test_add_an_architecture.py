@@ -44,6 +44,7 @@ def _python(root: Path, *arguments: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_adds_an_architecture_whose_every_check_passes(tmp_path: Path) -> None:
     for folder in ("spec_stack", "tests", "experiments", "docs"):
         ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "results")

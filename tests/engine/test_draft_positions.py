@@ -18,7 +18,7 @@ def make_generator(config: SpecStackConfig | None = None) -> SpecStackGenerator:
 
 
 @pytest.mark.parametrize("sparse_prefill", [None, "on"])
-@pytest.mark.parametrize("num_prompt", [LIMIT - 8, LIMIT - 7, LIMIT, 3 * LIMIT])
+@pytest.mark.parametrize("num_prompt", [LIMIT - 8, LIMIT - 7, 3 * LIMIT])
 @pytest.mark.parametrize("max_tokens", [10, LIMIT])
 def test_a_drafts_few_positions_refuse_no_prompt_and_change_no_token(
     sparse_prefill: str | None, num_prompt: int, max_tokens: int

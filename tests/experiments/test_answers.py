@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from experiments.real.answers import Target, is_right
+from experiments.real.answers import is_right
+from experiments.real.target import DensePrefix, Target
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
 
@@ -31,6 +33,14 @@ def test_shifted_positions_answer_as_unshifted_ones(target: Target) -> None:
     prompt = random_prompt(60)
     plain, shifted = target.decode([target.prefill(prompt, range(60)), target.prefill(prompt, range(60), 7)], 12)
     assert plain == shifted
+
+
+def test_a_dense_prefill_resumes_the_one_before(target: Target) -> None:
+    dense, first = DensePrefix(target), random_prompt(60)
+    for prompt in (first, [*first[:40], *random_prompt(9, seed=2)], first[:30], first):
+        got, alone = dense.prefill(prompt), target.prefill(prompt, range(len(prompt)))
+        torch.testing.assert_close(got.logits, alone.logits, atol=1e-4, rtol=1e-3)
+        assert (got.position, got.cache.get_seq_length()) == (len(prompt), len(prompt))
 
 
 def test_an_answer_is_right_where_it_holds_all_parts() -> None:

@@ -43,30 +43,24 @@ def run_bench(out: Path, *options: str) -> tuple[dict[str, Any], str]:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
-    report, output = run_bench(tmp_path / "out.json", "--repeats", "2", "--precisions", "bf16", "--commit", "abc")
+    report, output = run_bench(tmp_path / "out.json", "--repeats", "2", "--commit", "abc")
     assert json.loads(output.splitlines()[-1]) == report
     assert report["commit"] == "abc"
     assert {"date", "device", "torch", "transformers", "shape", "budget_s", "spent_s"} <= set(report)
     assert report["skipped"] == {}
     cases = report["cases"]
     assert not [name for name, case in cases.items() if "error" in case]
-    assert cases["attention check"]["package_right"] is True
-    assert cases["attention check"]["verdicts"]["trap: fp32, neither cache nor mask"] == "wrong"
     for length in (256, 512):
         rows = cases[f"scoring attention {length}"]["rows"]
         assert set(rows) == {f"{name} {tokens}" for name in ("all", "window") for tokens in (length, length + 37)}
         assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in rows.values())
-    growing = cases["growing"]
+    growing = cases["growing eager"]
     assert growing["c"] == pytest.approx(growing["draft"]["median_ms"] / growing["target"]["median_ms"], rel=1e-3)
     assert growing["draft"]["ran"].startswith("eager")
     static = cases["growing static"]
     assert (static["draft"]["ran"], static["target"]["ran"]) == ("static", "static")
     assert static["draft"]["ahead_ms"] > 0
     assert static["target"]["verify_5_ms"] > 0
-    assert set(report["sdpa"]) == {"one token", "a prompt", "a chunk, masked"}
-    assert not any("unknown" in backend for backend in report["sdpa"].values())
-    assert len(cases["read-back"]["ms_per_token"]) == 3
-    assert all(value > 0 for value in cases["read-back"]["ms_per_token"].values())
     for length in (256, 512):
         prefill = cases[f"prefill {length}"]
         assert [row["keep_rate"] for row in prefill["rows"]] == [0.2, 0.5]
@@ -77,9 +71,8 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
             assert row["ttft_gain"] == pytest.approx(gain, rel=1e-2)
             assert row["bound"] == pytest.approx(1 / (prefill["r"] + row["s"]), rel=1e-2)
             assert row["share_of_bound"] == pytest.approx(row["ttft_gain"] / row["bound"], rel=1e-2)
-    assert set(cases["decode target bf16 192"]["over_one"]) == {str(size) for size in range(1, 10)}
-    assert set(cases["decode draft bf16 64"]["over_one"]) == {"1", "2"}
-    assert all(row["difference"] < 0.05 for row in cases["parts"]["attention"])
+    assert set(cases["decode target 192"]["over_one"]) == {str(size) for size in range(1, 10)}
+    assert set(cases["decode draft 64"]["over_one"]) == {"1", "2"}
 
 
 @pytest.mark.slow
@@ -87,7 +80,7 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
 def test_a_spent_budget_skips_every_case_and_says_so(tmp_path: Path) -> None:
     report, output = run_bench(tmp_path / "out.json", "--budget-s", "0")
     assert report["cases"] == {}
-    assert {"attention check", "prefill 512", "parts"} <= set(report["skipped"])
+    assert {"prefill 512", "growing eager"} <= set(report["skipped"])
     assert all("were left" in reason for reason in report["skipped"].values())
     assert "skipped prefill 512" in output
 
@@ -120,17 +113,6 @@ def test_the_shapes_have_the_models_sizes(shape: str, role: str, billions: float
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(getattr(gpu_shapes.SHAPES[shape], role))
     assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "percent"),
-    [((8192, 28672, 80, (64, 8), 128, 128256), 14.24), ((16384, 53248, 126, (128, 8), 128, 128256), 2.96)],
-)
-def test_the_operations_give_the_papers_ratios(sizes: tuple[Any, ...], percent: float) -> None:
-    """SpecPrefill, table 6: an 8B speculator over a 70B and a 405B base, at prompts of 32K."""
-    speculator, base = gpu_shapes.SHAPES["llama-8b"].target, gpu_shapes._config(*sizes)
-    ratio = gpu_shapes.prefill_macs(speculator, 32_000) / gpu_shapes.prefill_macs(base, 32_000)
-    assert 100 * ratio == pytest.approx(percent, abs=0.03)
 
 
 def test_a_python_that_is_too_old_is_named_before_anything_runs(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from experiments.real import decode
-from spec_stack import SpecStackGenerator
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -22,12 +21,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 def test_every_arm_gives_the_tokens_of_plain_and_a_second_run_asks_for_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts, rows, known = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl", tmp_path / "known.jsonl"
-    texts = ["def add(a, b):\n", "class Stack:\n", "import os\n", "def known():\n"]
+    prompts, rows = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+    texts = ["def add(a, b):\n", "class Stack:\n", "import os\n"]
     prompts.write_text("\n".join(json.dumps({"task": "code", "text": text}) for text in texts))
-    tokenizer = SpecStackGenerator.from_pretrained().tokenizer
-    known.write_text(json.dumps({"prompt": tokenizer.encode("please complete def known():\n return")}) + "\n")
-    options = f"--rows {rows} --leave-out {known} --per-task 4 --tokens 8 --device cpu --precision fp32 --gamma 2"
+    options = f"--rows {rows} --per-task 4 --tokens 8 --device cpu --precision fp32 --gamma 2"
     run(monkeypatch, f"code={prompts}", *options.split(), "--draft-precision", "fp32", "--limit", "2")
     told = capsys.readouterr().out.splitlines()
     report = json.loads(told[-1])
@@ -43,7 +40,7 @@ def test_every_arm_gives_the_tokens_of_plain_and_a_second_run_asks_for_nothing_a
     run(monkeypatch, f"code={prompts}", *options.split(), "--draft-precision", "fp32", "--arms", "draft")
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(report["all"]) == {"plain", "draft"}
-    assert report["num_prompts"] == 3, "the known prompt is left out"
+    assert report["num_prompts"] == 3
 
 
 @pytest.mark.slow
@@ -64,8 +61,7 @@ def test_a_function_to_complete_is_asked_for_in_words_and_tasks_take_turns(tmp_p
         files[task] = tmp_path / f"{task}.jsonl"
         row = {"task": task, "text": "def f():"} if task == "code" else {"question": "How many?", "answer": "2"}
         files[task].write_text("\n".join(json.dumps(row) for _ in range(3)))
-    chosen = decode.choose([f"{task}={path}" for task, path in files.items()], 2, known=[])
+    chosen = decode.choose([f"{task}={path}" for task, path in files.items()], 2)
     assert [key for key, _ in chosen] == ["code-0", "math-0", "code-1", "math-1"]
     assert all(prompt.is_chat for _, prompt in chosen)
     assert chosen[0][1].text.startswith("Complete this Python function:")
-    assert decode.choose([f"math={files['math']}"], 2, known=["he asks: How many?"]) == []

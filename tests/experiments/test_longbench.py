@@ -86,8 +86,7 @@ def test_a_run_answers_every_arm_once_and_goes_on_where_it_ended(
     data, rows = tmp_path / "dev.jsonl", tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, tasks)), encoding="utf-8")
     target, draft = map(str, resolve_pair(None, None))
-    captures, given = tmp_path / "captures", ["--precision", "fp32", "--max-tokens", "4"]
-    command = ["quality", str(data), "--target", target, "--draft", draft, "--captures", str(captures), *given]
+    command = ["quality", str(data), "--target", target, "--draft", draft, "--precision", "fp32", "--max-tokens", "4"]
     monkeypatch.setattr("sys.argv", [*command, "--rows", str(rows), "--limit", "1"])
     quality.main()
     first = rows.read_text(encoding="utf-8")

@@ -94,34 +94,6 @@ def test_the_authors_steps_become_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        ("mean_draft_entropy", "nan", "not finite"),
-        ("acceptance_rate", "", "not a number"),
-        ("min_draft_confidence", "inf", "not finite"),
-        ("compression", "int4", "unknown precision 'int4'"),
-        ("gamma", "17", "unknown gamma 17"),
-        ("gamma", "2.5", "not a count"),
-        ("accepted", "9", "9 accepted of 2 proposed"),
-    ],
-)
-def test_a_wrong_cell_of_the_authors_file_is_named_by_place(
-    tmp_path: Path, column: str, value: str, message: str
-) -> None:
-    reduce(authors_runs(1), tmp_path)
-    path = tmp_path / published.STEPS_FILE
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    rows[1][column] = value
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, PUBLISHED_COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    with pytest.raises(ValueError, match=rf"results\.csv, line 3, column '{column}': .*{message}"):
-        read_steps(path)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "missing columns compression"),
@@ -151,6 +123,5 @@ def test_the_evaluation_ends_in_one_json_line_with_every_policy(tmp_path: Path) 
     )
     line = json.loads(done.stdout.splitlines()[-1])
     rows = line["summary"]["fp16"]
-    assert {"throughput", "speckv", "best-fixed", "task-oracle", "oracle"} <= set(rows)
-    assert all(abs(error) < 0.01 for error in line["replay_errors"].values())
+    assert {"throughput", "speckv", "best-fixed", "confidence tuned", "oracle"} <= set(rows)
     assert all(rows["oracle"]["tokens_per_s"] >= row["tokens_per_s"] for row in rows.values())

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from experiments.common.environment import describe, fingerprint, note_pair, pair_fingerprint
-from experiments.common.headlines import commit_of
+from experiments.common.headlines import BEGIN, END, commit_of, with_table
 from experiments.common.report import print_report
-from experiments.common.results import BEGIN, END, with_table
 
 RESULTS = Path(__file__).resolve().parents[2] / "experiments" / "results"
 

@@ -49,6 +49,10 @@ EXACT_DECODING = [name for name in CONFIGS if abilities(CONFIGS[name]).decode.le
 SCORERS = [name for name in EXACT_DECODING if abilities(CONFIGS[name]).score.level == "exact"]
 SLIDING = [name for name in CONFIGS if "sliding" in reference_architectures.attention_layers(CONFIGS[name])]
 RECURRENT = [name for name in CONFIGS if has_states(CONFIGS[name])]
+# One of each kind: plain, sliding windows, sinks, an attention with a recurrent state before and beside it.
+KINDS = ("Llama", "Gemma3", "GPT-OSS", "Qwen3.5", "Falcon-H1")
+BY_KIND = [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in EXACT_DECODING]
+WINDOWS = [(8, 3, 4096), (8, 0, 9), (1, 5, 17), (24, 4, 33)]
 STATEFUL = [name for name in EXACT_DECODING if abilities(CONFIGS[name]).sparse_prefill.level == "approximate"]
 
 
@@ -66,9 +70,13 @@ def test_sparse_prefill_equals_a_forward_without_cache_at_the_original_positions
     assert matrix.sparse_error(name, prefill_chunk) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", EXACT_DECODING)
-@pytest.mark.parametrize("kept", [range(NUM_PROMPT), KEPT], ids=["whole", "with gaps"])
-@pytest.mark.parametrize(("window", "num_sinks", "prefill_chunk"), [(8, 3, 4096), (8, 0, 9), (1, 5, 17), (24, 4, 33)])
+@pytest.mark.parametrize(
+    ("name", "kept", "window", "num_sinks", "prefill_chunk"),
+    [
+        *((name, kept, *window) for name in KINDS for kept in (range(NUM_PROMPT), KEPT) for window in WINDOWS),
+        *((name, KEPT, *WINDOWS[at % 4]) for at, name in enumerate(EXACT_DECODING) if name not in KINDS),
+    ],
+)
 def test_a_prompt_prefilled_with_a_window_equals_an_explicit_mask(
     name: str, kept: Sequence[int], window: int, num_sinks: int, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +151,7 @@ def test_only_tokens_whose_logits_are_wanted_pass_the_last_layer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXACT_DECODING)
+@pytest.mark.parametrize("name", BY_KIND)
 def test_greedy_speculation_gives_the_targets_own_tokens_past_acceptances_and_rejections(name: str) -> None:
     runs = [matrix.decoded(name, seed) for seed in range(3)]
     assert [run.num_equal for run in runs] == [run.num_tokens for run in runs]
@@ -152,7 +160,7 @@ def test_greedy_speculation_gives_the_targets_own_tokens_past_acceptances_and_re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXACT_DECODING)
+@pytest.mark.parametrize("name", BY_KIND)
 def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(name: str) -> None:
     # Its disturbed self may propose nothing but its own tokens, and another model hardly any of them.
     own = name if name in SCORERS else "Mistral"
@@ -169,8 +177,7 @@ def test_target_and_draft_may_be_of_different_architectures(target: str, draft: 
     assert run.num_equal == run.num_tokens
 
 
-@pytest.mark.parametrize("name", EXACT_DECODING)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("name", "seed"), [*((name, 0) for name in EXACT_DECODING), *((name, 1) for name in KINDS)])
 def test_after_any_mix_of_forwards_and_rollbacks_cache_and_state_equal_a_fresh_prefill(name: str, seed: int) -> None:
     assert matrix.rollback_error(name, seed) < TOLERANCE
 

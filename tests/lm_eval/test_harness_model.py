@@ -13,8 +13,6 @@ import torch
 pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 
 from lm_eval.api.registry import get_model, model_registry
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
 
 from spec_stack.lm_eval.harness_model import SpecStackLM, sampling_of
 
@@ -141,23 +139,3 @@ def test_a_chat_gets_one_bos(dense: SpecStackLM) -> None:
     assert ids == dense.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_dict=False
     )
-
-
-@pytest.mark.slow
-def test_the_local_tasks_run_from_end_to_end(sparse: SpecStackLM) -> None:
-    metadata = {
-        "max_seq_lengths": [1024],
-        "num_samples": 2,
-        "tokenizer": str(ROOT / "spec_stack" / "assets" / "target"),
-        "haystack": str(ROOT / "docs"),
-    }
-    manager = TaskManager(include_path=str(ROOT / "experiments" / "quality" / "lm_eval_tasks"), metadata=metadata)
-    tasks = ["local_niah", "local_vt", "local_cwe", "local_fwe"]
-    report = simple_evaluate(sparse, tasks=tasks, task_manager=manager, metadata=metadata)
-    assert report is not None
-    for task in tasks:
-        scores = {name.split(",")[0]: value for name, value in report["results"][task].items()}
-        assert 0 <= scores["1024"] <= 1
-        assert scores["2048"] == -1
-        (document,) = [sample for sample in report["samples"][task] if sample["doc_id"] == 0]
-        assert document["doc"]["length"] <= 1024

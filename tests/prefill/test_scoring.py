@@ -65,8 +65,7 @@ def candidates_of(prompt: list[int], protected: list[tuple[int, int]] | None = N
     }
 
 
-@pytest.mark.parametrize("prefill_chunk", [4096, 31])
-@pytest.mark.parametrize("queries", ["prompt", "look_ahead"])
+@pytest.mark.parametrize(("queries", "prefill_chunk"), [("prompt", 31), ("look_ahead", 4096)])
 def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(queries: str, prefill_chunk: int) -> None:
     asked = {**BASE, "scoring_queries": queries}
     config = PrefillConfig(**asked, draft_window=16, draft_sinks=4, prefill_chunk=prefill_chunk)  # type: ignore[arg-type]
@@ -118,8 +117,9 @@ def test_heads_score_as_they_alone_do_in_eager_attention() -> None:
 TURNS = [(0, 30), (120, 128), (240, 246)]
 
 
-@pytest.mark.parametrize("protected", [[], TURNS], ids=["plain", "turns"])
-@pytest.mark.parametrize("heads", [((0, 3), (2, 1)), ((1, 0), (1, 2), (0, 1)), None])
+@pytest.mark.parametrize(
+    ("heads", "protected"), [(((0, 3), (2, 1)), []), (((1, 0), (1, 2), (0, 1)), TURNS), (None, []), (None, TURNS)]
+)
 def test_segments_of_the_question_score_as_loops_over_eager_attention(
     heads: tuple[tuple[int, int], ...] | None, protected: list[tuple[int, int]]
 ) -> None:

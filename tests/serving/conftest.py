@@ -57,10 +57,13 @@ SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of this folder is marked, so that `-m "not serving"` leaves it out."""
+    """All of this folder is marked, so that `-m "not serving"` leaves it out. Tests that share a server are a group
+    of `--dist loadgroup`: those of the server of most tests, and otherwise those of a file."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
+            shares = "server" in getattr(item, "fixturenames", ())
             item.add_marker(pytest.mark.serving)
+            item.add_marker(pytest.mark.xdist_group("the server of most tests" if shares else item.path.stem))
 
 
 class ServerDiedError(Exception):

@@ -55,9 +55,8 @@ def _saved(name: str, folder: Path, vocab_size: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["Phi3", *(pytest.param(name, marks=pytest.mark.nightly) for name in _CONFIGS if name != "Phi3")]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", _CONFIGS)
 def test_a_pair_of_this_architecture_is_pruned_as_plain_transformers_would(
     launch: Any, reference: Reference, tmp_path: Path, name: str
 ) -> None:

@@ -70,31 +70,22 @@ def test_the_doctor_knows_a_scoring_model_beside_another_algorithm(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         ((*_PAIR, *_SPEC_STACK, *_CPU, "--speculative-use-rejection-sampling"), "--speculative-use-rejection-sampling"),
-        pytest.param(
-            (*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-keep-rate", "2"),
-            "keep_rate must be in (0, 1]",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
+        ((*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-keep-rate", "2"), "keep_rate must be in (0, 1]"),
+        (
             (*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-sparse-prefill", "draft_only", "--page-size", "16"),
             "--page-size 1 can; leave it out",
-            marks=pytest.mark.nightly,
         ),
-        pytest.param((*_PAIR, *_CPU), "add --speculative-algorithm SPEC_STACK", marks=pytest.mark.nightly),
-        pytest.param(
+        ((*_PAIR, *_CPU), "add --speculative-algorithm SPEC_STACK"),
+        (
             (*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-scoring-model", str(ASSETS / "draft")),
             "SPEC_STACK scores with its draft",
-            marks=pytest.mark.nightly,
         ),
-        pytest.param(
-            (*_PAIR, "--spec-stack-keeprate", "1"),
-            "unrecognized arguments: --spec-stack-keeprate",
-            marks=pytest.mark.nightly,
-        ),
+        ((*_PAIR, "--spec-stack-keeprate", "1"), "unrecognized arguments: --spec-stack-keeprate"),
     ],
 )
 def test_the_doctor_says_why_a_launch_would_end(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
@@ -203,6 +194,24 @@ def test_sglang_takes_every_launch_that_the_page_shows(environment: Mapping[str,
     assert len(parsed) >= 5
     assert {args.speculative_algorithm for args in parsed} == {"SPEC_STACK", "NGRAM", None}
     assert all(args.speculative_draft_model_path for args in parsed if args.speculative_algorithm == "SPEC_STACK")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(("--spec-stack-keep-rate", "2"), "keep_rate must be in"), (("--spec-stack-config", "/nowhere.json"), "nowhere")],
+)
+def test_settings_that_cannot_work_are_refused_as_a_launch_reads_them(
+    environment: Mapping[str, str], flags: tuple[str, ...], named: str
+) -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    from spec_stack.sglang.server_args import ServerConfig
+
+    load_plugins()
+    prepare_server_args([*_PAIR, *_SPEC_STACK, *_CPU, *flags])
+    with pytest.raises(ValueError, match=named):
+        ServerConfig.from_environment()
 
 
 def test_sglangs_benchmark_has_every_flag_that_the_page_gives_it() -> None:

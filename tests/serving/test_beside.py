@@ -38,7 +38,13 @@ _TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     [
         pytest.param(_NGRAM, ("--chunked-prefill-size", "256"), {}, id="ngram", marks=_HAS_NGRAM),
         # Chunks of prompts ride with decoding requests, and steps begin before the last one's result.
-        pytest.param((), ("--chunked-prefill-size", "256", "--enable-mixed-chunk"), {}, id="none"),
+        pytest.param(
+            (),
+            ("--chunked-prefill-size", "256", "--enable-mixed-chunk"),
+            {},
+            id="none",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(_NGRAM, (), _RETRACTIONS, id="ngram-retracted", marks=[pytest.mark.nightly, _HAS_NGRAM]),
         pytest.param((), ("--disable-overlap-schedule",), _RETRACTIONS, id="none-retracted", marks=pytest.mark.nightly),
         pytest.param(_STANDALONE, (), {}, id="standalone", marks=pytest.mark.nightly),

@@ -16,7 +16,8 @@ POLICIES = ("throughput", "ema")
 def test_policies_change_gamma_and_no_token(
     server: Server, reference: Reference, policy: str, num_requests: int
 ) -> None:
-    prompts = [reference.prompt(100 + 30 * index, seed=50 + index) for index in range(8)]
+    num_prompts = 3 if num_requests == 1 else 8
+    prompts = [reference.prompt(100 + 30 * index, seed=50 + index) for index in range(num_prompts)]
     gammas: set[int] = set()
     for start in range(0, len(prompts), num_requests):
         together = prompts[start : start + num_requests]

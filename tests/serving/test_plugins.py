@@ -1,15 +1,21 @@
-"""A rule and a policy of the user's own module, on a server: the page "Add a selection rule", followed to its end."""
+"""A server with a rule and a policy of the user's own module, settings from a file, and padded embeddings.
+
+The rule is that of the page "Add a selection rule", followed to its end.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 from tests.support.pages import ROOT, blocks
 
-from .conftest import Reference
+from .conftest import ASSETS, SERVE, Launcher, Reference, Server, generate_body
+from .test_serving_launch import padded
 
 PAGE = ROOT / "docs" / "add-a-selection-rule.md"
 POLICY = """
@@ -31,26 +37,46 @@ BATCH_POLICIES["twos"] = Twos
 """
 
 
-def test_a_rule_and_a_policy_of_ones_own_module_work_on_a_server(
-    launch: Any, reference: Reference, tmp_path: Path, monkeypatch: Any
-) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the user's module."""
+    folder = tmp_path_factory.mktemp("own")
     rule = next(block for block in blocks(PAGE) if block.language == "python")
     (registers,) = [block for block in blocks(PAGE) if block.title.startswith("rare_words.py")]
-    (tmp_path / "rare_words.py").write_text(rule.code + registers.code + POLICY, encoding="utf-8")
-    settings = tmp_path / "settings.json"
-    prefill = {"scorer": "rare_words", "keep_rate": 0.3, "on_scoring_error": "raise"}
-    settings.write_text(json.dumps({"prefill": prefill, "policy": "twos", "calibration": "none"}), encoding="utf-8")
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    plugins = {"PYTHONPATH": path, "SPEC_STACK_PLUGINS": "rare_words", "SPEC_STACK_SGLANG": "{}"}
-    server = launch("--max-total-tokens", "8000", "--spec-stack-config", str(settings), environment=plugins)
+    (folder / "rare_words.py").write_text(rule.code + registers.code + POLICY, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(launch: Launcher, folder: Path) -> Iterator[Server]:
+    """Started by `sglang serve`; a flag goes over the settings' file, and both models have surplus embeddings."""
+    prefill = {"scorer": "rare_words", "on_scoring_error": "raise"}
+    settings = {"prefill": prefill, "keep_rate": 0.9, "min_prompt_tokens": 100, "policy": "twos", "calibration": "none"}
+    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    server = launch(
+        *("--max-total-tokens", "8000", "--spec-stack-config", str(folder / "settings.json")),
+        *("--spec-stack-keep-rate", "0.3"),
+        environment={"PYTHONPATH": path, "SPEC_STACK_PLUGINS": "rare_words", "SPEC_STACK_SGLANG": "{}"},
+        command=SERVE,
+        target=padded(ASSETS / "target", folder / "target", 64, factor=0),
+        # Were they not cut, it would propose nothing else.
+        draft=padded(ASSETS / "draft", folder / "draft", 64, factor=9),
+    )
+    yield server
+    server.stop()
+
+
+def test_a_rule_and_a_policy_of_ones_own_module_work_on_a_server(
+    own: Server, reference: Reference, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [f"def step_{number}(value):\n    return value + {number}\n" for number in range(40)]
     lines[17] = "LANTERN_WATTS = 60\n"
     prompt = reference.tokenizer("".join(lines) + "\n# What is LANTERN_WATTS?\n").input_ids
-    reply = server.generate(prompt, sparse_prefill="on", explain=True)
+    reply = own.generate(prompt, explain=True, follow_up="afresh")
     info = reply["meta_info"]["spec_stack"]
-    server.stop()
     kept = [position for start, stop in info["kept_spans"] for position in range(start, stop)]
-    assert kept == _selected_by(tmp_path, monkeypatch, reference, prompt)
+    assert kept == _selected_by(folder, monkeypatch, reference, prompt)
     assert "LANTERN_WATTS = 60" in reference.tokenizer.decode([prompt[position] for position in kept])
     # The rule asks no draft.
     assert (info["sparse_prefill"], info["num_draft_tokens"]) == (True, 0)
@@ -58,7 +84,22 @@ def test_a_rule_and_a_policy_of_ones_own_module_work_on_a_server(
     assert reply["output_ids"] == reference.tokens_over(prompt, info["kept_spans"], len(reply["output_ids"]))
 
 
-def _selected_by(folder: Path, monkeypatch: Any, reference: Reference, prompt: list[int]) -> list[int]:
+def test_a_flag_goes_over_the_file_and_the_file_over_defaults(own: Server) -> None:
+    prefill = own.state()["settings"]["prefill"]
+    assert (prefill["keep_rate"], prefill["min_prompt_tokens"], prefill["scorer"]) == (0.3, 100, "rare_words")
+
+
+def test_a_pair_with_one_tokenizer_and_padded_embeddings_works(own: Server, reference: Reference) -> None:
+    prompt = reference.prompt(300, seed=8)
+    reply = own.generate(prompt, 40, gamma=4, sparse_prefill="off")
+    assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=40)
+    assert reply["meta_info"]["spec_stack"]["num_accepted"] > 5
+    surplus = reference.generator.target.config.vocab_size + 20
+    assert own.post("/generate", generate_body([*prompt, surplus], 4, gamma=4))[0] == 200
+    assert own.is_alive
+
+
+def _selected_by(folder: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference, prompt: list[int]) -> list[int]:
     """What the same module's rule keeps of the prompt in this process."""
     from spec_stack.config import PrefillConfig
     from spec_stack.prefill.rule import Evidence

@@ -172,6 +172,7 @@ def test_pages_of_sixteen_slots_change_no_token(launch: Any, reference: Referenc
     server.stop()
 
 
+@pytest.mark.nightly
 def test_two_ranks_agree_on_selection_and_gamma_and_on_the_failure_of_one(launch: Any, reference: Reference) -> None:
     """The test support lets one rank fail at prompts of over 600 tokens, while the other is well."""
     server = launch(
@@ -223,10 +224,11 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
     server.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param({"scoring_layers": 1, "draft_window": 96, "draft_sinks": 32}, marks=pytest.mark.nightly),
+        {"scoring_layers": 1, "draft_window": 96, "draft_sinks": 32},
         # As a calibration chooses: chosen heads.
         {
             "scoring_heads": [[0, 1], [1, 2]],

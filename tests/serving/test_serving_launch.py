@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from .conftest import ASSETS, SERVE, Reference, generate_body
+from .conftest import ASSETS, Reference, generate_body
 
 _ACCEPTED: dict[str, Any] = {
     "speculative_draft_model_path": "draft",
@@ -63,7 +63,7 @@ def test_a_switch_that_leaves_holes_in_the_drafts_kv_is_refused(monkeypatch: pyt
     validate(SimpleNamespace(**_ACCEPTED))
 
 
-def _padded(model: Path, folder: Path, num_rows: int, factor: float) -> Path:
+def padded(model: Path, folder: Path, num_rows: int, factor: float) -> Path:
     """A copy of a model whose embeddings have rows more that no tokenizer makes an id for, factor times the first."""
     from safetensors.torch import load_file, save_file
 
@@ -78,13 +78,14 @@ def _padded(model: Path, folder: Path, num_rows: int, factor: float) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("wider", ["target", pytest.param("draft", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("wider", ["target", "draft"])
 def test_a_pair_with_one_tokenizer_and_padded_embeddings_starts(
     launch: Any, reference: Reference, tmp_path: Path, wider: str
 ) -> None:
     """A padded draft would propose nothing else than its surplus ids, were they not cut; a padded target's are read."""
     num_ids = reference.generator.target.config.vocab_size
-    models = {wider: _padded(ASSETS / wider, tmp_path / wider, 64, factor=9 if wider == "draft" else 0)}
+    models = {wider: padded(ASSETS / wider, tmp_path / wider, 64, factor=9 if wider == "draft" else 0)}
     server = launch("--max-total-tokens", "8000", **models)
     prompt = reference.prompt(300, seed=8)
     reply = server.generate(prompt, 40, gamma=4)
@@ -96,11 +97,12 @@ def test_a_pair_with_one_tokenizer_and_padded_embeddings_starts(
     server.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["--spec-stack-keep-rate", "2"], "keep_rate must be in (0, 1]"),
-        pytest.param(["--spec-stack-config", "/nowhere.json"], "/nowhere.json", marks=pytest.mark.nightly),
+        (["--spec-stack-config", "/nowhere.json"], "/nowhere.json"),
     ],
 )
 def test_settings_that_cannot_work_end_the_launch_before_anything_is_loaded(
@@ -117,25 +119,3 @@ def test_a_server_without_the_plugins_hooks_refuses_to_start(launch: Any) -> Non
     server = launch(wait=False, environment={"SPEC_STACK_TEST_BREAK_HOOK": "1"})
     assert server.exit_code(180) != 0
     assert "SPEC_STACK cannot serve: SGLang did not apply its hooks on" in server.log.read_text()
-
-
-def test_sglang_serve_takes_settings_from_a_file_and_flags_over_them(
-    launch: Any, tmp_path: Path, reference: Reference
-) -> None:
-    settings = {
-        "keep_rate": 0.9,
-        "min_prompt_tokens": 100,
-        "policy": "fixed",
-        "policy_options": {"gamma": 2},
-        "gammas": [2, 4],
-    }
-    path = tmp_path / "settings.json"
-    path.write_text(json.dumps(settings))
-    flags = ("--spec-stack-config", str(path), "--spec-stack-keep-rate", "0.3")
-    server = launch("--max-total-tokens", "8000", *flags, command=SERVE)
-    prompt = reference.prompt(500, seed=3)
-    reply = server.generate(prompt)
-    info = reply["meta_info"]["spec_stack"]
-    assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on", keep_rate=0.3)
-    assert (info["sparse_prefill"], info["policy"], set(info["gamma_trace"])) == (True, "fixed", {2})
-    server.stop()

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
-from experiments.policies.replay import StepCosts
+from experiments.policies.replay import Costs
 from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+
+
+@dataclass(frozen=True)
+class StepCosts(Costs):
+    """Seconds of a step: draft_base + draft_per_token * gamma (nothing at gamma 0), verify likewise (always)."""
+
+    draft_base_s: float
+    draft_per_token_s: float
+    verify_base_s: float
+    verify_per_token_s: float
+
+    def draft_s(self, gamma: int) -> float:
+        return self.draft_base_s + self.draft_per_token_s * gamma if gamma else 0.0
+
+    def verify_s(self, gamma: int) -> float:
+        return self.verify_base_s + self.verify_per_token_s * gamma
+
 
 COSTS = StepCosts(0.0, 0.01, 0.03, 0.0)
 

@@ -129,7 +129,7 @@ def test_a_padded_pair_is_lossless_in_both_phases(widths: tuple[int, int]) -> No
     prompt = random_prompt(100, vocab=widths[0])
     dense = reference.greedy(target, prompt, 40)
     assert widths[0] <= widths[1] or max(prompt + dense) >= widths[1]
-    for gamma in (0, 1, 4, 8):
+    for gamma in (1, 8):
         options = {"input_ids": prompt, "max_tokens": 40, "gamma": gamma}
         assert generator.generate(sparse_prefill="off", **options).token_ids == dense
         pruned = generator.generate(sparse_prefill="on", **options)

@@ -1,0 +1,161 @@
+"""Pass a draft over prompts, once each: every selection rule is then judged without another pass.
+
+`Scorer.look` gives what the scoring queries of a prompt, and those of a look-ahead, attended to; `kept_positions` and
+`Ranked` say what a rule keeps of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.real.evidence_prompts import EvidencePrompt
+from spec_stack import PrefillConfig
+from spec_stack.calibrate.judged import open_prompt
+from spec_stack.calibrate.prompts import Prompt, encode_evidence
+from spec_stack.config import ScoringQueries
+from spec_stack.decode.propose import propose
+from spec_stack.decode.sampler import Sampler
+from spec_stack.engine.pair import ModelPair
+from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.registry import make_rule, needs_attention
+from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.scoring import look_at
+from spec_stack.prefill.selection import select
+from spec_stack.prefill.units import Units, make_units
+from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.types import Proposal
+
+Looks = Mapping[ScoringQueries, CapturedAttention]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt in the target's tokens: what is protected of it, where the evidence is, and the text of every token."""
+
+    token_ids: list[int]
+    protected: Sequence[Span]
+    spans: Sequence[Span]
+    pieces: list[str]
+
+
+def encode(tokenizer: Any, prompt: EvidencePrompt) -> Encoded:
+    """Render a prompt's messages, and find its parts among the tokens: the evidence, then the hops' answers."""
+    messages = [{"role": role, "content": content} for role, content in prompt.messages]
+    spans = [*prompt.spans, *(span for hop in prompt.hops for span in hop)]
+    made = encode_evidence(tokenizer, messages, prompt.document, spans)
+    return Encoded(made.token_ids, made.protected, made.spans, Pieces(tokenizer).of(made.token_ids))
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A draft beside its target's tokenizer, without the target's weights."""
+
+    pair: ModelPair
+    index: CachedModel
+
+    @classmethod
+    def load(cls, arguments: argparse.Namespace) -> Scorer:
+        """The pair that `add_pair_arguments` asks for."""
+        torch.set_num_threads(arguments.threads)
+        precision = arguments.precision
+        pair = ModelPair.load(
+            arguments.target, arguments.draft, precision=precision, draft_precision=precision, target_weights=False
+        )
+        return cls(pair, pair.open_index(PrefillConfig.prefill_chunk))
+
+    def look(self, encoded: Encoded) -> Looks:
+        """Pass the draft over what a prompt does not share with the one before it, by default and as the paper has
+        it."""
+        pair = self.pair
+        tokenization, problem = pair.tokenize_for_draft(encoded.token_ids)
+        if problem:
+            raise ValueError(f"the draft cannot score prompts: {problem}")
+        draft = open_prompt(pair, self.index, Prompt(encoded.token_ids, (), encoded.protected, tokenization))
+
+        def look_ahead(committed_ids: Sequence[int], num_tokens: int) -> Proposal:
+            return propose(draft, committed_ids, num_tokens, Sampler(), pair.end_ids)
+
+        looks: dict[ScoringQueries, CapturedAttention] = {}
+        for config in (PrefillConfig(), PrefillConfig.full_look_ahead()):
+            looks[config.scoring_queries], _ = look_at(
+                draft,
+                encoded.token_ids,
+                look_ahead,
+                config,
+                tokenization,
+                pieces=encoded.pieces,
+                protected=encoded.protected,
+            )
+        return looks
+
+
+def evidence_of(encoded: Encoded, looks: Looks, config: PrefillConfig) -> Evidence:
+    """What a rule scores by."""
+    attention = looks[config.scoring_queries] if needs_attention(config.scorer) else None
+    return Evidence(encoded.token_ids, attention, encoded.protected, encoded.pieces)
+
+
+def kept_positions(encoded: Encoded, looks: Looks, config: PrefillConfig) -> Sequence[int]:
+    """The tokens of a prompt that a rule keeps."""
+    evidence = evidence_of(encoded, looks, config)
+    if evidence.attention is not None:
+        evidence = replace(evidence, importance=evidence.attention.importance(config))
+    return select(evidence, config, encoded.protected).positions
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A prompt's units with scores, of which any share can be kept."""
+
+    encoded: Encoded
+    config: PrefillConfig
+    units: Units
+    scores: torch.Tensor
+
+    @classmethod
+    def by_rule(cls, encoded: Encoded, looks: Looks, config: PrefillConfig) -> Ranked:
+        units = make_units(len(encoded.token_ids), encoded.pieces, config)
+        scores = make_rule(config.scorer).score(evidence_of(encoded, looks, config), units, config)
+        return cls(encoded, config, units, scores)
+
+    @classmethod
+    def by_chance(cls, encoded: Encoded, seed: int) -> Ranked:
+        """Lines in random order."""
+        units = make_units(len(encoded.token_ids), encoded.pieces, config := PrefillConfig())
+        return cls(encoded, config, units, torch.rand(len(units), generator=torch.Generator().manual_seed(seed)))
+
+    def kept(self, keep_rate: float) -> set[int]:
+        """The tokens that are kept at such a share."""
+        protected = {at for start, stop in self.encoded.protected for at in range(start, stop)}
+        return self.units.chosen(self.scores, self.config, keep_rate, protected) | protected
+
+
+def measure_with(tokenizer: Any) -> Callable[[str], int]:
+    """Counts the tokens of a text."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser, precision: str = "bf16") -> None:
+    """A pair of which the draft scores, and the rule beside the default one."""
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target")
+    parser.add_argument("--draft", type=Path, required=True, help="folder of the draft")
+    parser.add_argument("--calibration", type=Path, help="a calibration's file or folder")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default=precision)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """Prompts with known evidence."""
+    parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
+    parser.add_argument("--num-tokens", type=int, default=2048, help="length of the prompts, about (%(default)s)")
+    parser.add_argument("--documents", type=int, default=24, help="of prompts in shapes, so many (%(default)s)")
+    parser.add_argument("--seed", type=int, default=29, help="what the prompts are drawn by (%(default)s)")
+    parser.add_argument("--limit", type=int, default=10**9, help="most prompts of a call")
