@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from spec_stack.config import DecodeConfig
 from spec_stack.controller.base import BatchMember, Policy, StepContext, StepRecord, check_gammas
 from spec_stack.controller.step_cost import TOLERANCE, length_scale
+from spec_stack.controller.tuning import TUNING
 
 Floats = NDArray[np.float64]
 # Requests that are remembered, and steps whose result may be outstanding.
@@ -25,16 +25,8 @@ _MAX_REQUESTS, _MAX_PENDING = 4096, 8
 _TYPICAL_ACCEPTANCE = 0.7
 # What a wrong and a right token count in averages of acceptance: the odds of 0 and 1 are 0 and infinite.
 _WRONG, _RIGHT = 0.02, 0.98
-# Share of the wait that another gamma must save: a change has a cost, and estimates have errors.
-_WORTH_A_CHANGE = 0.03
 # An unmeasured gamma is tried where its expected wait is within this factor of the best.
 _WORTH_A_TRY = 0.2
-# One step in so many tries the neighbour of the best gamma with the oldest measurement.
-_PROBE_EVERY = 64
-# Consecutive steps without seconds (a load of short replies) after which trying ends.
-_MOST_IN_VAIN = 20
-# Expected seconds of unmeasured gammas are computed anew after so many steps.
-_REFRESH_EVERY = 32
 
 
 @dataclass(slots=True)
@@ -59,18 +51,15 @@ _Row = tuple[int, int]
 class StepSeconds:
     """Seconds of a server's steps by gamma, batch size and context length, in powers of two. Mutated by `observe`.
 
-    Unmeasured cells scale the nearest measured size and length. profile: known seconds by batch size, by gamma.
+    Unmeasured cells scale the nearest measured size and length.
     """
 
-    def __init__(self, gammas: Sequence[int], profile: Mapping[int, Mapping[int, float]]) -> None:
+    def __init__(self, gammas: Sequence[int]) -> None:
         self._gammas = list(gammas)
         self._rows: dict[_Row, dict[int, _Cell]] = {}
         self._has_run: set[tuple[int, int]] = set()
         self._expected: dict[_Row, Floats] = {}
         self.num_seen = 0
-        for size, row in profile.items():
-            known = {gamma: _Cell(seconds, num_seen=2) for gamma, seconds in row.items() if gamma in self._gammas}
-            self._rows[_row_of(size, 0)] = known
 
     def observe(self, gamma: int, batch_size: int, num_slots: float, seconds: float) -> None:
         key = _row_of(batch_size, num_slots)
@@ -85,7 +74,7 @@ class StepSeconds:
                 row[gamma] = _Cell(seconds, at=self.num_seen)
             else:
                 row[gamma].add(seconds, self.num_seen)
-            if is_new or self.num_seen % _REFRESH_EVERY == 0:
+            if is_new or self.num_seen % TUNING.check_every == 0:
                 self._expected.clear()
             elif key in self._expected:
                 self._expected[key][self._gammas.index(gamma)] = row[gamma].seconds
@@ -190,9 +179,6 @@ class BatchThroughput(Policy):
         The candidates; include 0 to allow plain decoding.
     weight : float
         Of the last step in a request's acceptance, in (0, 1].
-    profile : mapping, optional
-        Seconds of a step by batch size, by gamma, as /server_info of an earlier launch shows them: the expected seconds
-        before any step has run.
 
     Notes
     -----
@@ -205,7 +191,6 @@ class BatchThroughput(Policy):
 
     gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
     weight: float = 0.1
-    profile: Mapping[Any, Mapping[Any, float]] | None = None
     _seconds: StepSeconds = field(init=False, repr=False)
     _rates: AcceptanceRates = field(init=False, repr=False)
     _pending: OrderedDict[int, _Pending] = field(init=False, repr=False, default_factory=OrderedDict)
@@ -225,7 +210,7 @@ class BatchThroughput(Policy):
             raise ValueError(f"weight must be in (0, 1], got {self.weight}")
         self._candidates = sorted(self.gammas)
         self._rates = AcceptanceRates(self._candidates[-1], self.weight)
-        self._seconds = StepSeconds(self._candidates, _checked_profile(self.profile))
+        self._seconds = StepSeconds(self._candidates)
 
     def choose(self, context: StepContext) -> int:
         self._num_slots = context.num_target_slots
@@ -237,12 +222,12 @@ class BatchThroughput(Policy):
         seconds = self._seconds.expected(context.batch_size, self._num_slots)[: len(gammas)]
         waits: list[float] = (seconds * (1 / (1 + expected[:, gammas])).sum(axis=0)).tolist()
         best = waits.index(min(waits))
-        if self._usual in gammas and (1 - _WORTH_A_CHANGE) * waits[gammas.index(self._usual)] < waits[best]:
+        if self._usual in gammas and waits[gammas.index(self._usual)] < TUNING.least_speedup * waits[best]:
             best = gammas.index(self._usual)
         self._usual = gammas[best]
         self._num_chosen += 1
         self._in_vain += 1
-        if self._in_vain > _MOST_IN_VAIN and not self._seconds.num_seen:
+        if self._in_vain > TUNING.check_every and not self._seconds.num_seen:
             # No step had known seconds: the default gamma then.
             return max((gamma for gamma in gammas if gamma <= DecodeConfig.gamma), default=gammas[0])
         return self._to_try(context, gammas, waits, best)
@@ -254,10 +239,10 @@ class BatchThroughput(Policy):
     def _to_try(self, context: StepContext, gammas: Sequence[int], waits: Sequence[float], best: int) -> int:
         """The best gamma, or now and then a candidate whose unknown seconds may make it better."""
         measured = self._seconds.measured(context.batch_size, self._num_slots)
-        if self._num_chosen % _PROBE_EVERY == 0:
+        if self._num_chosen % (2 * TUNING.check_every) == 0:
             near = [gamma for gamma in gammas[max(best - 1, 0) : best + 2] if gamma != gammas[best]]
             return min(near, key=lambda gamma: measured[gamma].at if gamma in measured else -1, default=gammas[best])
-        if self._in_vain > _MOST_IN_VAIN:
+        if self._in_vain > TUNING.check_every:
             return gammas[best]
         hopeful = {
             gamma: wait
@@ -287,19 +272,8 @@ class BatchThroughput(Policy):
         self._newest = BatchMember(record.request_id)
 
     def step_seconds(self, batch_sizes: Sequence[int]) -> dict[int, dict[int, float]]:
-        """Measured seconds at the newest step's context length, in the form of `profile`; empty before any."""
+        """Measured seconds at the newest step's context length, by batch size, by gamma; empty before any."""
         if not self._seconds.num_seen:
             return {}
         rows = {size: self._seconds.expected(size, self._num_slots).tolist() for size in batch_sizes}
         return {size: dict(zip(self._candidates, row, strict=True)) for size, row in rows.items()}
-
-
-def _checked_profile(profile: Mapping[Any, Mapping[Any, float]] | None) -> dict[int, dict[int, float]]:
-    """The profile with integer keys, which JSON holds as strings."""
-    try:
-        found = {int(size): {int(g): float(s) for g, s in row.items()} for size, row in (profile or {}).items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"profile must map batch sizes to gammas to seconds: {error}") from error
-    if not all(size > 0 and 0 < s < math.inf for size, row in found.items() for s in row.values()):
-        raise ValueError("profile must hold batch sizes of 1 or more, and seconds over 0")
-    return found

@@ -29,14 +29,13 @@ class Tuning:
     # Rates, and probabilities.
     rate_keep: float = 0.97
     """What each step leaves of a rate's past."""
-    prior_weight: float = 6.0
-    """Plain steps that a rate's start counts for."""
+    prior_weight: float = 5.0
+    """Plain steps that a rate's start counts for, and tokens that the acceptance of all requests counts for against a
+    request's own."""
     shared_weight: float = 4.0
     """Plain steps that the rate of all requests counts for against a request's own."""
     trust: float = 20.0
     """Examples that the shipped weights of an online regression count for."""
-    own_trust: float = 5.0
-    """Tokens that the estimate of all requests counts for against a request's own outcomes."""
     forgetting: float = 0.999
     """What each example leaves of an online regression's certainty, and each step of the rate by whole answers."""
 
@@ -48,7 +47,8 @@ class Tuning:
     idle_keep: float = 0.99
     """What each step without a drafted token leaves of the drafting rate's past, so that a successful try counts."""
     check_every: int = 32
-    """Steps between such plain steps, and between steps for the source of tokens that is held to be worse."""
+    """Steps between such plain steps, and between steps for the source of tokens that is held to be worse. A server
+    tries another gamma half as often, and gives up after so many steps of unknown seconds."""
     start_speedup: float = 1.3
     """The assumed gain of an untried draft. Below it, a plain step is taken now and then, to learn its time."""
     start_prefill: float = 0.3

@@ -41,11 +41,10 @@ class CapturedLayer(Protocol):
 class CapturedAttention:
     """The scoring queries and the prompt's keys, of the layers that see the whole prompt.
 
-    layers: by index; queries (num_heads, n, head_dim), keys (num_kv_heads, num_draft_tokens, head_dim), scaling, sinks.
-    num_in_place: the first queries, of the prompt's own last tokens; the others are behind the prompt. ranges: for
-    every target token its half-open range of draft tokens, for another tokenizer. first: first target token with
-    importance. segments: of the queries, in draft tokens; empty where all queries count alike. opening: queries in
-    place that open the answer. candidates: of the whole prompt, in target tokens, that the segments come from.
+    layers: by index. num_in_place: the first queries, of the prompt's own last tokens. ranges: for every target token
+    its half-open range of draft tokens, for another tokenizer. first: first target token with importance. segments: of
+    the queries, in draft tokens; empty where all count alike. opening: queries in place that open the answer.
+    candidates: of the whole prompt, in target tokens, that the segments come from.
     """
 
     layers: Mapping[int, ScoredLayer]
@@ -82,8 +81,7 @@ class CapturedAttention:
     def importance(self, config: PrefillConfig) -> torch.Tensor:
         """Importance (num_prompt_tokens - first,), fp32, on the host.
 
-        Reads scoring_heads or skipped_layers, head_vote and pool_kernel. Raises ValueError where no layer sees the
-        whole prompt, a chosen head does not exist, or the attention is not finite.
+        Raises ValueError where no layer sees the whole prompt, or the attention is not finite.
         """
         layers = self.voting(config)
         queries = self.num_in_place, self.segments, self.weights(config)

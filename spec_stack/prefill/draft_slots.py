@@ -30,17 +30,7 @@ _NEWEST_SHARE = 0.25
 class DraftKVBudget:
     """The positions of one growing text that a draft's KV cache may hold, and when they are chosen anew.
 
-    Parameters
-    ----------
-    num_slots : int
-        Most chosen positions.
-    choose : callable
-        The rule: increasing positions of a text, at most num_slots.
-
-    Attributes
-    ----------
-    num_known : int
-        Length of the text when slots were chosen last; 0 before the first choice.
+    num_slots: most chosen positions. choose: the rule. num_known: length of the text when slots were chosen last.
     """
 
     def __init__(self, num_slots: int, choose: Callable[[Text, int], Sequence[int]]) -> None:
@@ -64,10 +54,9 @@ class DraftKVBudget:
         return np.array(self._choose(text_ids, self.num_slots), dtype=np.int64)
 
     def renew(self, text_ids: Text, held: Ints, num_read: int) -> tuple[npt.NDArray[np.bool_], Ints]:
-        """Choose anew.
+        """Which of the held positions stay, and those to prefill behind them: recalled ones, then unread ones.
 
-        held: the cache's positions, in its order. num_read: tokens that the draft has read. Returns which of the held
-        positions stay, and those to prefill behind them: the recalled ones, then the unread ones.
+        held: the cache's positions, in its order. num_read: tokens that the draft has read.
         """
         chosen = self.choose(text_ids)
         missing = np.setdiff1d(chosen, held)
@@ -76,12 +65,11 @@ class DraftKVBudget:
 
 
 def choose_slots(text_ids: Text, num_slots: int, chunk_size: int, num_sinks: int) -> list[int]:
-    """At most num_slots positions of a text for the draft, increasing: sinks, newest text, and chunks similar to its
-    end.
+    """At most num_slots increasing positions of a text: sinks, newest text, and chunks similar to its end.
 
-    A chunk's score is the sum over the tokens of the text's end that it contains, each by its squared inverse document
-    frequency over the chunks (Robertson and Spärck Jones, https://doi.org/10.1002/asi.4630270302), so that rare words
-    lead, and by its distance to the end; or a share of the score of the one or two chunks before it.
+    A chunk's score sums the tokens in common with the text's end, by squared inverse document frequency (Robertson and
+    Spärck Jones, https://doi.org/10.1002/asi.4630270302) and distance to the end; or it is a share of the score of the
+    one or two chunks before it.
     """
     num_tokens = len(text_ids)
     if num_tokens <= num_slots:

@@ -31,12 +31,10 @@ def attention_to_prompt(
     sinks: torch.Tensor | None = None,
     num_in_place: int = 1,
 ) -> torch.Tensor:
-    """Softmax over the prompt keys, and the head's sink where there is one, in fp32: (num_heads, n, num_prompt_tokens).
+    """Softmax over the prompt keys and any sink, in fp32: (num_heads, n, num_prompt_tokens).
 
-    queries (num_heads, n, head_dim); keys (num_kv_heads, num_prompt_tokens, head_dim); sinks (num_heads,): with one the
-    rows sum to less than one. num_in_place: the first queries are those of the prompt's last tokens, each of which sees
-    itself and the tokens before it; the other queries are behind the prompt. Heads that share a key head are folded
-    into the queries, so keys are never repeated.
+    queries (num_heads, n, head_dim); keys (num_kv_heads, num_prompt_tokens, head_dim); sinks (num_heads,).
+    num_in_place: the first queries are those of the prompt's last tokens, and causal; the others are behind the prompt.
     """
     num_heads, num_queries, head_dim = queries.shape
     num_kv_heads, num_prompt_tokens, _ = keys.shape
@@ -81,10 +79,7 @@ class Segment:
 
 
 def opening_attention(layers: Iterable[ScoredLayer], num_in_place: int, opening: int) -> torch.Tensor:
-    """Mean attention (num_prompt_tokens,), fp32, of the answer's opening tokens, over heads and tokens.
-
-    opening: how many tokens open the answer, the last of those in place. Raises ValueError for no layers.
-    """
+    """Mean attention (num_prompt_tokens,), fp32, of the last `opening` queries in place; ValueError for no layers."""
     total: torch.Tensor | None = None
     num_heads = 0
     for queries, keys, scaling, *rest in layers:
@@ -98,10 +93,7 @@ def opening_attention(layers: Iterable[ScoredLayer], num_in_place: int, opening:
 
 
 def segment_weights(attention: torch.Tensor, segments: Sequence[Segment], opening: int) -> list[float]:
-    """The weight, up to 1, of each segment's queries: the opening tokens' attention to the segment.
-
-    attention: (num_prompt_tokens,), of `opening_attention`; the opening tokens' attention to themselves is ignored.
-    """
+    """The weight, up to 1, of each segment's queries, by `opening_attention` (num_prompt_tokens,) to the segment."""
     others = attention.cpu()[: len(attention) - opening]
     seen = torch.stack([others[slice(*segment.span)].mean() for segment in segments])
     seen = seen * torch.tensor([_QUESTION_MARK if segment.is_question else 1.0 for segment in segments])
@@ -115,10 +107,9 @@ def over_queries(
 ) -> torch.Tensor:
     """Reduce attention (..., n, num_prompt_tokens) over its queries: (..., num_prompt_tokens).
 
-    Without segments it is the mean, as in the paper. With segments it is the maximum over queries of attention times
-    the segment's weight, less the mean attention of the queries outside the question: every query attends to sinks and
-    separators. A segment's queries do not score the segment itself; the tokens of the segment with the largest weight,
-    the question, get the mean of as many of the most important ones, so that it is kept.
+    Without segments the mean, as in the paper. With segments the maximum over queries of attention times the segment's
+    weight, less the background: the mean attention of the queries outside the question. A segment's queries do not
+    score the segment itself. The segment with the largest weight, the question, gets the mean of the largest scores.
     """
     if not segments:
         return attention.mean(dim=-2)
@@ -156,10 +147,9 @@ def token_importance(
 
 
 def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_place: int = 1) -> torch.Tensor:
-    """Pooled attention (n, num_prompt_tokens), fp32, the maximum over layers and heads. pool_kernel: odd, in tokens.
+    """Pooled attention (n, num_prompt_tokens), fp32, the maximum over layers and heads, by one key head at a time.
 
-    Key heads are processed one at a time: the peak is (heads per key head, n, num_prompt_tokens) of scores, with at
-    most `_KEYS_PER_TILE` fp32 keys. Raises ValueError for no layers.
+    pool_kernel: odd, in tokens. Raises ValueError for no layers.
     """
     best: torch.Tensor | None = None
     for queries, keys, scaling, *rest in layers:
@@ -192,9 +182,7 @@ def mean_importance(
     segments: Sequence[Segment] = (),
     weights: Sequence[float] = (),
 ) -> torch.Tensor:
-    """Importance (num_prompt_tokens,): the mean over the heads. Raises ValueError for no layers or a non-finite
-    result.
-    """
+    """Mean importance over the heads, (num_prompt_tokens,). Raises ValueError for no layers or a non-finite result."""
     heads = [head_importance(layer, num_in_place, segments, weights) for layer in layers]
     if not heads:
         raise ValueError(_NO_LAYER)

@@ -37,9 +37,8 @@ class Candidates:
     """The segments of a prompt that may hold its question.
 
     segments: half-open spans of tokens, in order. is_question: whether each holds a question mark. num_repeated: so
-    many first segments are before the window; their tokens have not seen the document, so the draft reads them again
-    behind the prompt. start: first token of the window, whose queries are taken in place up to the end. opening: last
-    tokens of the prompt, which open the answer.
+    many first segments are before the window, and are repeated behind the prompt. start: first token of the window.
+    opening: last tokens of the prompt, which open the answer.
     """
 
     segments: tuple[Span, ...]

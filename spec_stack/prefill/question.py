@@ -27,7 +27,8 @@ def question_and_bodies(evidence: Evidence, units: Units) -> tuple[dict[Hashable
     in place of words.
     """
     asked = question_words(evidence.candidates)
-    bodies = [_words(evidence, [at for at in range(*unit) if asked.get(at, 0.0) < _ASKED]) for unit in units]
+    others = ([at for at in range(*unit) if asked.get(at, 0.0) < _ASKED] for unit in units)
+    bodies = [[word for word, _ in _words_by_token(evidence, tokens)] for tokens in others]
     return _weights(evidence, asked), bodies
 
 
@@ -63,14 +64,8 @@ def _runs(tokens: Sequence[int]) -> list[range]:
     return [range(tokens[start], tokens[stop - 1] + 1) for start, stop in pairwise(cuts) if start < stop]
 
 
-def _words(evidence: Evidence, tokens: Sequence[int]) -> list[Hashable]:
-    if evidence.pieces is None:
-        return [evidence.prompt_ids[at] for at in tokens]
-    return list(_WORD.findall("".join(evidence.pieces[at] for at in tokens).lower()))
-
-
-def _words_by_token(evidence: Evidence, tokens: range) -> list[tuple[Hashable, int]]:
-    """The words of a run of tokens, each with the token in which it ends."""
+def _words_by_token(evidence: Evidence, tokens: Sequence[int]) -> list[tuple[Hashable, int]]:
+    """The words of these tokens, each with the token in which it ends."""
     if evidence.pieces is None:
         return [(evidence.prompt_ids[at], at) for at in tokens]
     owner = [at for at in tokens for _ in evidence.pieces[at].lower()]

@@ -70,9 +70,8 @@ def recall(
 ) -> list[int]:
     """Recalled positions, increasing: dropped units with high attention, or words in common with the new text.
 
-    importance: (num_prompt_tokens,), of the whole conversation; None without a pass of the draft. dropped: old
-    positions that the target lacks. units: of the old text. words: (num_units,), of `shared_words`. room: most recalled
-    positions; lower-ranked units give way.
+    importance: (num_prompt_tokens,), of the whole conversation. dropped: old positions that the target lacks. units: of
+    the old text. words: (num_units,), of `shared_words`. room: most recalled positions.
     """
     most = config.max_restored_chunks, prefill.chunk_size
     wanted = [] if importance is None else _by_attention(importance, units, config.restore_threshold, *most)
@@ -119,12 +118,9 @@ def order_slots(
 ) -> tuple[int, list[int]]:
     """How many held slots stay, and the positions written behind them, increasing.
 
-    Recalled text helps little behind a question and answers that were written without it; rewriting from its own place
-    is dear where that is early. Rewriting behind everything that was dropped, or the last MOST_REWRITTEN slots, answers
-    as well (experiments/LOG.md, Sessions).
-
-    held: positions in the cache, in write order. restored: recalled positions, none of them held. lost: positions to be
-    prefilled again. in_place: recalled tokens are written in text order (contiguous positions).
+    Recalled text is written behind everything that was dropped, or before the last MOST_REWRITTEN slots; with in_place
+    (contiguous positions) in text order. held: positions in the cache, in write order. restored: recalled positions.
+    lost: positions to be prefilled again.
     """
     num_staying = len(held)
     if restored and in_place:
@@ -149,9 +145,8 @@ def select_turn(
 ) -> Selection:
     """Select the target's prefill in a turn: recalled old text, then the kept new text.
 
-    held: positions in the target's cache, all under num_cached, in write order. restored: recalled positions. config:
-    None keeps all of the new text. lost: positions that a cancelled turn has left out. in_place: as in `order_slots`.
-    The selection's num_held says how many held slots stay; the others are rolled back, and are part of it.
+    config: None keeps all of the new text. The other arguments are those of `order_slots`. The selection's num_held
+    says how many held slots stay; the others are rolled back, and are part of it.
     """
     num_staying, back = order_slots(held, restored, num_cached, lost, in_place)
     prompt_ids = evidence.prompt_ids

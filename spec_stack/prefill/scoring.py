@@ -43,9 +43,7 @@ class ScoringModel(SteppableModel, Protocol):
 class LookAhead(Protocol):
     """Drafts up to num_tokens tokens after the prompt, greedily at any temperature (`decode.propose.propose`).
 
-    The selection depends on these tokens. Drawn tokens would make the target's distribution depend on the draws that it
-    verifies, and rejection sampling would no longer be exact. Greedy tokens keep it exact, with one selection for all
-    seeds.
+    The selection depends on these tokens, so rejection sampling would not be exact with drawn ones.
     """
 
     def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
@@ -73,9 +71,8 @@ def look_at(
     Returns the captured attention, and the look-ahead as the first proposal, empty where the text's own tokens are the
     queries. The draft holds nothing or a prefix of the text, and afterwards the whole text and the look-ahead.
 
-    tokenization: the text in the draft's own tokens, for another tokenizer. num_layers: layers that run, where the
-    text's own tokens are the queries; None is all, and fewer make the draft useless for anything else. on_prefilled:
-    called when the draft has seen all but the last queries. pieces, protected: as in `queries.find_candidates`.
+    tokenization: the text in the draft's own tokens. num_layers: layers that run; None is all, and fewer make the draft
+    useless for anything else. on_prefilled: called when the draft has seen all but the last queries.
     """
     num_tokens = len(prompt_ids)
     found = find_candidates(num_tokens, pieces, protected) if config.asks_prompt else None
@@ -181,16 +178,11 @@ def score_prompt(
     """Score the prompt with the draft, and select the target's part (SpecPrefill, https://arxiv.org/abs/2502.02789,
     alg. 1).
 
-    Returns the selection, and the look-ahead as the first proposal. It is empty where scoring needs none: drafting it
-    before the first token would only delay that token.
+    Returns the selection, and the look-ahead as the first proposal. Afterwards the draft holds the prompt and any
+    look-ahead; only the kept slots under draft_context="kept", and where not all layers saw the prompt.
 
-    The draft is fresh, or holds a prefix of the prompt. Afterwards it holds the prompt and any look-ahead; only the
-    kept slots under draft_context="kept" where its cache can drop slots, and always where not all layers saw the
-    prompt.
-
-    protected: half-open token spans that are always kept. tokenization: the prompt in the draft's own tokens; each
-    prompt token gets the maximum of those it overlaps. whole: run all layers even where scoring needs fewer, to reuse
-    the draft; an explicit config.scoring_layers still holds. on_prefilled: as in `look_at`.
+    protected: half-open token spans that are always kept. whole: run all layers even where scoring needs fewer, to
+    reuse the draft; an explicit config.scoring_layers still holds. Other arguments as in `look_at`.
     """
     attention, proposal, num_layers = None, Proposal(), None
     goes_over = needs_attention(config.scorer)

@@ -25,8 +25,7 @@ _COMMON_SHARE = 4
 def shared_words(prompt_ids: Sequence[int], units: Units, found: Candidates) -> torch.Tensor:
     """Scores (num_units,): words of every old unit in common with the new text's question.
 
-    The larger of rare n-grams and of common words side by side. Where no segment of the new text has a question mark,
-    its end is the question.
+    Where no segment of the new text has a question mark, its end is the question.
     """
     num_tokens, num_old = len(prompt_ids), units.num_tokens
     marked = [
@@ -46,12 +45,10 @@ def shared_words(prompt_ids: Sequence[int], units: Units, found: Candidates) -> 
 
 
 def pair_scores(prompt_ids: Sequence[int], question: Span, units: Units) -> torch.Tensor:
-    """Scores (num_units,): pairs of question words, in any order, that stand together in a unit. No model.
+    """Scores (num_units,): pairs of question words, in any order, that stand together in a unit.
 
-    Two different question tokens within 8 tokens of each other, at most 4 times in the text, give 1 divided by that
-    count to each unit that the place touches. So a line is found that shares several common words with the question. A
-    token with more than 4 occurrences, and more than one per four units, does not count. The question must be short:
-    all its pairs count.
+    Two different question tokens within _NEAR tokens of each other, at most _MAX_OCCURRENCES times in the text, give 1
+    divided by that count to each unit that the place touches. Common tokens do not count.
     """
     ids, num_units = torch.as_tensor(prompt_ids), len(units)
     body, words = ids[: units.num_tokens], torch.unique(ids[slice(*question)])
@@ -82,13 +79,10 @@ def pair_scores(prompt_ids: Sequence[int], question: Span, units: Units) -> torc
 
 
 def rare_words(prompt_ids: Sequence[int], question: Span, units: Units, half_life: float = math.inf) -> torch.Tensor:
-    """Scores (num_units,): rare n-grams in common with the question. No model; milliseconds.
+    """Scores (num_units,): rare n-grams in common with the question, after PFlash.
 
-    Every n-gram (n is 1 or 2) of the question with 1 to 4 occurrences in the text before it gives n divided by that
-    count to each unit that an occurrence touches. question: half-open span. units: of the prompt or its prefix.
-    half_life: an n-gram's weight halves with every so many tokens to the question's end.
-
-    After PFlash, which anchors chunks by words in common with the prompt's end; n and half-life are our own choice.
+    Every n-gram of the question with at most _MAX_OCCURRENCES in the text before it gives n divided by that count to
+    each unit that an occurrence touches. half_life: of an n-gram's weight, in tokens to the question's end.
     """
     ids = torch.as_tensor(prompt_ids)
     scores = torch.zeros(len(units), dtype=torch.float64)

@@ -26,6 +26,18 @@ def _record(number: int, request_id: str, gamma: int, num_accepted: int, seconds
     return replace(made, request_id=request_id, step=number, signals=DraftSignals())
 
 
+def _measured(seconds: dict[int, float]) -> BatchThroughput:
+    """A policy that has observed every gamma at batch sizes 1 to 4, twice: the first step of a size is warm-up."""
+    policy = BatchThroughput(gammas=tuple(seconds))
+    numbers = itertools.count(-100)
+    for size, gamma in itertools.product((1, 2, 4), [*seconds] * 2):
+        members = tuple(BatchMember(f"before-{at}") for at in range(size))
+        number = next(numbers)
+        policy.choose(_context(number, *members))
+        policy.observe(_record(number, members[0].request_id, gamma, 0, seconds[gamma] / size))
+    return policy
+
+
 def test_one_requests_acceptance_says_little_of_another() -> None:
     """Two requests side by side, one always right, one always wrong."""
     rates = AcceptanceRates(max_gamma=8, weight=0.1)
@@ -46,16 +58,16 @@ def test_more_accepted_tokens_than_gamma_count_as_all() -> None:
 
 def test_a_batch_waits_for_its_slowest_request() -> None:
     """The gamma that is best for a request that is always right is not the batch's beside one that never is."""
-    profile = {size: {0: 1.0, 8: 2.6} for size in (1, 2)}
+    taken = {0: 1.0, 8: 2.6}
     chosen = {}
     for others in ((), ("wrong",)):
-        policy = BatchThroughput(gammas=(0, 8), profile=profile)
+        policy = BatchThroughput(gammas=(0, 8))
         members = tuple(BatchMember(name) for name in ("right", *others))
         for number in range(120):
             gamma = policy.choose(_context(number, *members))
             for member in members:
                 num_accepted = gamma if member.request_id == "right" else 0
-                seconds = profile[2][gamma] / len(members)
+                seconds = taken[gamma] / len(members)
                 policy.observe(_record(number, member.request_id, gamma, num_accepted, seconds))
         chosen[others] = [policy.choose(_context(number, *members)) for number in range(120, 130)]
     assert chosen[()].count(8) >= 9
@@ -74,20 +86,19 @@ def test_the_gamma_is_that_under_which_finite_answers_end_soonest() -> None:
     for _ in range(20):
         base, slope = rng.uniform(0.5, 2), rng.uniform(0.02, 0.4)
         seconds = {gamma: base + slope * gamma for gamma in (0, 1, 2, 4, 8)}
-        policy = BatchThroughput(gammas=tuple(seconds), profile={1: seconds, 2: seconds, 4: seconds})
+        policy = _measured(seconds)
         rates = [rng.choice([0.2, 0.5, 0.9]) for _ in range(3)]
         members = tuple(BatchMember(str(at)) for at in range(3))
         accepted = np.array([[sum(rate**at for at in range(1, gamma + 1)) for gamma in range(9)] for rate in rates])
         policy.expected_accepted = lambda members, found=accepted: found  # type: ignore[method-assign]
         waits = {gamma: sum(seconds[gamma] * 100 / (1 + accepted[row, gamma]) for row in range(3)) for gamma in seconds}
-        # The profile is believed, and what is about as good may be tried.
         assert waits[policy.choose(_context(9, *members))] < 1.1 * min(waits.values())
 
 
 def test_gamma_changes_only_for_what_is_worth_a_change() -> None:
     """Two gammas, by turns the better one: by a hundredth of the wait, then by a tenth."""
     seconds = {gamma: 1.0 for gamma in (2, 4)}
-    policy = BatchThroughput(gammas=tuple(seconds), profile={1: seconds, 2: seconds})
+    policy = _measured(seconds)
     member, better, turns = BatchMember("a"), 0.01, itertools.count()
 
     def expected(members: Sequence[BatchMember]) -> np.ndarray:
@@ -138,8 +149,6 @@ def test_a_draft_that_is_always_wrong_ends_its_drafting() -> None:
     [
         ({"gammas": ()}, "gammas"),
         ({"weight": 0.0}, "weight"),
-        ({"profile": {"4": 0.1}}, "profile"),
-        ({"profile": {"4": {"2": 0}}}, "profile"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, object], named: str) -> None:
@@ -161,7 +170,7 @@ def _seconds(gamma: int, size: int) -> float:
 
 
 def test_seconds_are_those_measured_and_what_was_not_is_scaled_from_the_nearest() -> None:
-    rng, known = random.Random(0), StepSeconds(GAMMAS, {})
+    rng, known = random.Random(0), StepSeconds(GAMMAS)
     for _ in range(400):
         gamma, size = rng.choice(GAMMAS), rng.choice((1, 4))
         known.observe(gamma, size, 700, _seconds(gamma, size) * rng.uniform(0.9, 1.1))
@@ -173,17 +182,9 @@ def test_seconds_are_those_measured_and_what_was_not_is_scaled_from_the_nearest(
 
 
 def test_the_first_step_of_a_shape_and_one_stall_move_little() -> None:
-    known = StepSeconds(GAMMAS, {})
+    known = StepSeconds(GAMMAS)
     known.observe(4, 1, 0, 9.0)
     for _ in range(20):
         known.observe(4, 1, 0, 0.01)
     known.observe(4, 1, 0, 5.0)
     assert known.expected(1)[3] < 0.0125
-
-
-def test_a_profile_is_believed_until_steps_say_otherwise() -> None:
-    known = StepSeconds(GAMMAS, {1: {gamma: _seconds(gamma, 1) for gamma in GAMMAS}})
-    assert known.expected(1).tolist() == [_seconds(gamma, 1) for gamma in GAMMAS]
-    for _ in range(60):
-        known.observe(4, 1, 0, 2 * _seconds(4, 1))
-    assert known.expected(1)[3] == pytest.approx(2 * _seconds(4, 1), rel=0.05)
