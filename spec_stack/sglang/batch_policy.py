@@ -146,8 +146,13 @@ class BatchPolicy:
             num_target_slots=num_slots,
         )
 
-    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
-        """Learn from the oldest pending step."""
+    def on_state_activated(self, steps: int) -> None:
+        """Called by later versions of SGLang with the active gamma, which is the chosen one."""
+
+    def on_verify_complete(
+        self, num_correct_drafts_per_req: list[int], batch_size: int, num_steps: int | None = None
+    ) -> None:
+        """Learn from the oldest pending step. num_steps: its gamma, from later versions of SGLang only."""
         now = self._clock()
         while self._pending and len(self._pending[0].requests) != batch_size:
             self._pending.popleft()

@@ -164,6 +164,18 @@ def test_a_choice_that_fails_is_agreed_on_all_the_same() -> None:
     assert asks == [0]
 
 
+@pytest.mark.parametrize("said", [{}, {"num_steps": 4}, {"num_steps": None}])
+def test_a_result_may_come_with_its_gamma(said: dict[str, Any]) -> None:
+    """Later versions of SGLang tell it, and which state is activated; no gamma is asked for by either answer."""
+    gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
+    request = request_of("a")
+    gamma.begin_step([request])
+    assert gamma.get_steps_for_batch(1) == 4
+    assert gamma.on_state_activated(4) is None
+    assert gamma.on_verify_complete([3], 1, *said.values()) is None
+    assert request.customized_info[STATE][1] == [4, 3]
+
+
 def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
     gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
     stays, gone = request_of("a"), request_of("b")
