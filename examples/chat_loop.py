@@ -26,7 +26,7 @@ def main() -> None:
             metrics = result.metrics
             print(f"{question} {result.text.strip()}")
             print(
-                f"  {metrics.num_new_tokens} new, {metrics.num_cached_tokens} cached, {metrics.num_restored_tokens} "
+                f"  {metrics.num_new_tokens} new, {metrics.num_cached_tokens} cached, {metrics.num_recalled_tokens} "
                 f"restored; first token after {metrics.ttft_s:.2f} s"
             )
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from spec_stack.config import (
         DecodeConfig,
         PrefillConfig,
+        PrefixCacheConfig,
         SamplingParams,
         SessionConfig,
         SpecStackConfig,
-        StoreConfig,
     )
     from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
     from spec_stack.types import GenerationResult, Metrics, Selection, StepOutput, TokenLogprobs
@@ -50,7 +50,7 @@ _HOMES = {
     "SessionConfig": "config",
     "Selection": "types",
     "StepOutput": "types",
-    "StoreConfig": "config",
+    "PrefixCacheConfig": "config",
     "TokenLogprobs": "types",
     "FidelityReport": "api.fidelity_report",
     "measure_fidelity": "api.fidelity",
@@ -64,6 +64,7 @@ __all__ = [
     "Metrics",
     "Policy",
     "PrefillConfig",
+    "PrefixCacheConfig",
     "PruneResult",
     "Pruner",
     "PrunerConversation",
@@ -76,7 +77,6 @@ __all__ = [
     "StepContext",
     "StepOutput",
     "StepRecord",
-    "StoreConfig",
     "TokenLogprobs",
     "measure_fidelity",
     "with_draft",

@@ -102,7 +102,7 @@ class PrefillConfig:
         "share of the prompt that the target prefills, over 0 to 1; 1.0 is dense prefill. Or a curve: (num_tokens, "
         "keep_rate) pairs, linear in the logarithm of the length between them and level beyond",
     )
-    unit: Unit = option(
+    granularity: Unit = option(
         "lines",
         "the segments that are kept or dropped whole: 'lines' and sentences of the text, ranked within a token "
         "budget, or 'chunks' of chunk_size tokens. Without a tokenizer chunks are used",
@@ -119,7 +119,7 @@ class PrefillConfig:
         "'look_ahead'; they are the first proposal too. 0 scores by the last prompt token alone",
     )
     pool_kernel: int = option(
-        13, "width, in tokens, of the average that smooths attention under head_vote 'max'; odd, 1 is none"
+        13, "width, in tokens, of the average that smooths attention under head_reduction 'max'; odd, 1 is none"
     )
     chunk_size: int = option(32, "tokens per chunk; also the unit of keep_first and keep_last, whatever `unit` is")
     keep_first: int = option(1, "chunks at the beginning that are always kept")
@@ -135,9 +135,10 @@ class PrefillConfig:
         "auto",
         "'auto' prunes prompts of min_prompt_tokens and more, and in a session new text of that length; 'on' prunes "
         "any, 'off' none: both models prefill the whole prompt; 'draft_only' keeps the target dense and has the draft "
-        "decode over its draft_slots, which changes no token. Under 'auto' a prompt that is not pruned is 'draft_only'",
+        "decode over its draft_kv_budget, which changes no token. Under 'auto' a prompt that is not pruned is "
+        "'draft_only'",
     )
-    draft_slots: int = option(
+    draft_kv_budget: int = option(
         512,
         "KV budget, in tokens, of the draft if the target is dense: the prompt's first, the newest text, and chunks "
         "that share rare words with it, chosen again as the answer grows; a shorter prompt is prefilled whole",
@@ -149,20 +150,20 @@ class PrefillConfig:
         "layers with a smaller window keep it",
     )
     draft_sinks: int = option(64, "first positions of the prompt that stay visible outside the draft_window")
-    scoring_layers: int | None = option(
+    num_scoring_layers: int | None = option(
         None,
         "layers of the draft that prefill and score the whole prompt, by the prompt's own queries; the draft then "
         "prefills the kept tokens with all layers. None is all",
     )
     scoring_heads: Sequence[tuple[int, int]] | None = option(
         None,
-        "(layer, head) pairs whose attention scores the prompt; None is all after the skipped_layers. Under "
+        "(layer, head) pairs whose attention scores the prompt; None is all after the first_scoring_layer. Under "
         "scoring_queries 'prompt' no layer after the last of them runs before the first token",
     )
-    skipped_layers: int = option(
+    first_scoring_layer: int = option(
         2, "first layers whose heads do not score unless scoring_heads names them; at most half of the draft's"
     )
-    head_vote: HeadVote = option(
+    head_reduction: HeadVote = option(
         "mean",
         "reduction over the scoring heads: the 'mean' of their attention, or the 'max' of their pooled attention, as "
         "in the paper",
@@ -177,7 +178,7 @@ class PrefillConfig:
         "the target's positions of the kept tokens: 'original' is where they stand in the prompt, as in the paper; "
         "'contiguous' makes them an ordinary, shorter prompt, which any architecture takes",
     )
-    on_scoring_error: OnScoringError = option(
+    on_scoring_failure: OnScoringError = option(
         "dense",
         "effect of a failed scoring: 'dense' prefill, with the traceback in the log, or an exception ('raise')",
     )
@@ -196,15 +197,15 @@ class PrefillConfig:
         require_int("keep_last", self.keep_last, 1, hint="; decoding continues from the last prompt token")
         require_int("min_prompt_tokens", self.min_prompt_tokens, 0)
         require_int("prefill_chunk", self.prefill_chunk, 1)
-        require_int("draft_slots", self.draft_slots, 4)
+        require_int("draft_kv_budget", self.draft_kv_budget, 4)
         require_window(self.draft_window)
         require_int("draft_sinks", self.draft_sinks, 0)
-        if self.scoring_layers is not None:
-            require_int("scoring_layers", self.scoring_layers, 1, hint="; None is all layers")
+        if self.num_scoring_layers is not None:
+            require_int("num_scoring_layers", self.num_scoring_layers, 1, hint="; None is all layers")
         if self.scoring_heads is not None:
             require_heads(self.scoring_heads)
         require_choices(self)
-        require_int("skipped_layers", self.skipped_layers, 0)
+        require_int("first_scoring_layer", self.first_scoring_layer, 0)
         check_name("scorer", self.scorer, KNOWN_SCORERS)
 
     def rate_for(self, num_prompt_tokens: int) -> float:
@@ -222,18 +223,18 @@ class PrefillConfig:
         return window if num_prompt_tokens >= shortest else None
 
     @property
-    def asks_prompt(self) -> bool:
+    def queries_from_prompt(self) -> bool:
         """Whether the prompt's own queries score it, without look-ahead: the first layers alone cannot draft one."""
-        return self.scoring_queries == "prompt" or self.scoring_layers is not None
+        return self.scoring_queries == "prompt" or self.num_scoring_layers is not None
 
     @property
-    def num_asked_layers(self) -> int | None:
+    def resolved_scoring_layers(self) -> int | None:
         """Number of the draft's first layers that score a prompt; None for all. With the prompt's own queries no layer
         after the last chosen head is needed."""
-        if not self.asks_prompt or self.scoring_heads is None:
-            return self.scoring_layers
+        if not self.queries_from_prompt or self.scoring_heads is None:
+            return self.num_scoring_layers
         needed = 1 + max(layer for layer, _ in self.scoring_heads)
-        return needed if self.scoring_layers is None else min(self.scoring_layers, needed)
+        return needed if self.num_scoring_layers is None else min(self.num_scoring_layers, needed)
 
     @property
     def forced_tokens(self) -> tuple[int, int]:
@@ -256,7 +257,7 @@ class PrefillConfig:
         """The paper's "Full LAH" variant: eight look-ahead tokens, chunks, all layers; no calibration changes it."""
         return cls(
             keep_rate=cls.keep_rate if keep_rate is None else keep_rate,
-            unit="chunks",
+            granularity="chunks",
             scoring_queries="look_ahead",
             look_ahead=8,
             pool_kernel=13,
@@ -265,10 +266,10 @@ class PrefillConfig:
             keep_last=2,
             draft_window=None,
             draft_sinks=cls.draft_sinks,
-            scoring_layers=None,
+            num_scoring_layers=None,
             scoring_heads=None,
-            skipped_layers=0,
-            head_vote="max",
+            first_scoring_layer=0,
+            head_reduction="max",
             scorer="attention",
         )
 
@@ -464,23 +465,23 @@ class SessionConfig:
     most), which is prefilled again.
     """
 
-    restore: bool = option(
+    recall: bool = option(
         True,
         "whether dropped chunks are recalled if a later turn's scoring queries attend to them",
     )
-    restore_threshold: float = option(
+    recall_threshold: float = option(
         8.0, "multiple of the old text's mean importance from which a dropped chunk is recalled"
     )
-    max_restored_chunks: int = option(
+    max_recalled_chunks: int = option(
         16, "most chunks of earlier turns that a turn considers, best first; the dropped ones among them are recalled"
     )
-    restore_margin: int = option(
+    recall_margin: int = option(
         16, "tokens on either side of a recalled chunk that are recalled too, so that lines across its border are whole"
     )
-    anchor_threshold: float | None = option(
+    recall_word_threshold: float | None = option(
         1.0,
         "sum of shared rare words, each counted as one over its occurrences, from which a dropped chunk is recalled "
-        "whatever its attention; best first, at most max_restored_chunks. None uses attention alone",
+        "whatever its attention; best first, at most max_recalled_chunks. None uses attention alone",
     )
     max_cached_tokens: int | None = option(
         None,
@@ -490,16 +491,16 @@ class SessionConfig:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        require(isinstance(self.restore, bool), f"restore must be True or False, got {self.restore!r}")
-        require_number("restore_threshold", self.restore_threshold)
-        require(self.restore_threshold >= 0, f"restore_threshold must be 0 or more, got {self.restore_threshold}")
-        require_int("max_restored_chunks", self.max_restored_chunks, 0, hint="; 0 restores nothing")
-        require_int("restore_margin", self.restore_margin, 0)
-        if self.anchor_threshold is not None:
-            require_number("anchor_threshold", self.anchor_threshold)
+        require(isinstance(self.recall, bool), f"recall must be True or False, got {self.recall!r}")
+        require_number("recall_threshold", self.recall_threshold)
+        require(self.recall_threshold >= 0, f"recall_threshold must be 0 or more, got {self.recall_threshold}")
+        require_int("max_recalled_chunks", self.max_recalled_chunks, 0, hint="; 0 restores nothing")
+        require_int("recall_margin", self.recall_margin, 0)
+        if self.recall_word_threshold is not None:
+            require_number("recall_word_threshold", self.recall_word_threshold)
             require(
-                self.anchor_threshold > 0,
-                f"anchor_threshold must be over 0, got {self.anchor_threshold}; None asks attention alone",
+                self.recall_word_threshold > 0,
+                f"recall_word_threshold must be over 0, got {self.recall_word_threshold}; None asks attention alone",
             )
         if self.max_cached_tokens is not None:
             require_int("max_cached_tokens", self.max_cached_tokens, 1)
@@ -507,7 +508,7 @@ class SessionConfig:
 
 @documented
 @dataclass(frozen=True)
-class StoreConfig:
+class PrefixCacheConfig:
     """What a generator stores of answered prompts, for calls outside a session with the same prefix."""
 
     max_tokens: int = option(
@@ -533,11 +534,11 @@ class SpecStackConfig:
         Drafting.
     session : SessionConfig
         Cache limits and recall of sessions.
-    store : StoreConfig
+    store : PrefixCacheConfig
         Stored prompts outside sessions.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
-    store: StoreConfig = field(default_factory=StoreConfig)
+    store: PrefixCacheConfig = field(default_factory=PrefixCacheConfig)

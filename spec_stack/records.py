@@ -176,8 +176,8 @@ def _problems(record: StepRecord) -> Iterator[tuple[str, str]]:
             yield name, f"{value} must be finite and 0 or more"
     if not record.request_id:
         yield "request_id", "empty"
-    if record.num_looked_up > record.gamma:
-        yield "num_looked_up", f"{record.num_looked_up} of {record.gamma} proposed tokens"
+    if record.num_ngram_tokens > record.gamma:
+        yield "num_ngram_tokens", f"{record.num_ngram_tokens} of {record.gamma} proposed tokens"
     if record.num_accepted > record.gamma:
         yield "num_accepted", f"{record.num_accepted} accepted of {record.gamma} proposed"
     if record.num_tokens > record.num_accepted + 1:

@@ -49,7 +49,7 @@ class TargetModel(SteppableModel, Protocol):
 class DraftingModel(SteppableModel, Protocol):
     """A model that proposes tokens."""
 
-    def num_unread(self, num_tokens: int) -> int:
+    def draft_lag(self, num_tokens: int) -> int:
         """Tokens of a text of this length that are not cached yet."""
         ...
 
@@ -132,23 +132,23 @@ class Proposal:
     """Drafted tokens, gamma of them (0 in plain decoding).
 
     draft_probs: (gamma, vocab) warped distributions, one-hot rows for tokens not sampled; None if none was sampled.
-    signals: per-token statistics of the draft. num_looked_up: looked-up tokens, the last ones. match_length: tokens of
-    the n-gram match. is_finite: False if drafting stopped at non-finite logits.
+    signals: per-token statistics of the draft. num_ngram_tokens: looked-up tokens, the last ones. match_length: tokens
+    of the n-gram match. is_finite: False if drafting stopped at non-finite logits.
     """
 
     token_ids: list[int] = field(default_factory=list)
     draft_probs: torch.Tensor | None = None
     signals: DraftSignals = field(default_factory=DraftSignals)
-    num_looked_up: int = 0
+    num_ngram_tokens: int = 0
     match_length: int = 0
     is_finite: bool = True
 
     @property
     def proposer(self) -> str:
         """The proposer's name in records."""
-        if self.num_looked_up == 0:
+        if self.num_ngram_tokens == 0:
             return "model"
-        return "lookup" if self.num_looked_up == len(self.token_ids) else "model+lookup"
+        return "ngram" if self.num_ngram_tokens == len(self.token_ids) else "model+lookup"
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Metrics:
     """The cost and the statistics of a request.
 
     Durations are in seconds, without the pauses of a stream's caller. `precision` is the target's; the bytes are those
-    of the weights in memory. `proposer` is the enabled proposer ("model", "lookup", "both"); looked-up tokens are also
+    of the weights in memory. `proposer` is the enabled proposer ("model", "ngram", "both"); looked-up tokens are also
     counted separately. `sparse_prefill` is whether the prompt was pruned, `sparse_prefill_reason` the reason, and
     `decode_reason` whether the draft can propose to this target. `seed` is a sampled request's seed: the same call with
     the same `gamma` gives the same tokens. Under a policy that depends on timing, drafted lengths differ between runs.
@@ -245,8 +245,8 @@ class Metrics:
     seed: int | None
     num_new_tokens: int
     num_cached_tokens: int = 0
-    num_restored_tokens: int = 0
-    num_rewritten_tokens: int = 0
+    num_recalled_tokens: int = 0
+    num_recomputed_tokens: int = 0
     decode_reason: str = ""
     draft_step: str = ""
     target_step: str = ""
@@ -258,11 +258,11 @@ class Metrics:
     num_proposed: int = 0
     num_accepted: int = 0
     proposer: str = "model"
-    num_looked_up: int = 0
-    num_looked_up_accepted: int = 0
+    num_ngram_tokens: int = 0
+    num_ngram_accepted: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
-    controller_s: float = 0.0
+    policy_s: float = 0.0
     forward_s: float = 0.0
     gamma_trace: list[int] = field(default_factory=list)
 
@@ -275,11 +275,11 @@ class Metrics:
         self.num_tokens += record.num_tokens
         self.num_proposed += record.gamma
         self.num_accepted += record.num_accepted
-        self.num_looked_up += record.num_looked_up
-        self.num_looked_up_accepted += record.num_accepted - record.num_drafted_accepted
+        self.num_ngram_tokens += record.num_ngram_tokens
+        self.num_ngram_accepted += record.num_accepted - record.num_drafted_accepted
         self.draft_s += record.draft_s
         self.verify_s += record.verify_s
-        self.controller_s += record.controller_s
+        self.policy_s += record.policy_s
         self.gamma_trace.append(record.gamma)
 
     @property

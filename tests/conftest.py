@@ -46,5 +46,5 @@ def draft() -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def embedded() -> SpecStackGenerator:
     """By the paper's rule. Scoring that fails is raised, so that no test passes by the dense fallback."""
-    strict = SpecStackConfig(PrefillConfig(on_scoring_error="raise"))
+    strict = SpecStackConfig(PrefillConfig(on_scoring_failure="raise"))
     return SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=strict, calibration=False)

@@ -63,8 +63,8 @@ def test_the_three_variants_of_the_paper_are_configurations() -> None:
     assert (ahead.look_ahead, ahead.pool_kernel, ahead.chunk_size) == (8, 13, 32)
     assert raw.keep_rate == full.keep_rate == ahead.keep_rate == 0.1
     for variant in (raw, full, ahead):
-        assert (variant.unit, variant.scoring_queries, variant.head_vote) == ("chunks", "look_ahead", "max")
-        assert (variant.scorer, variant.skipped_layers, variant.scoring_heads) == ("attention", 0, None)
+        assert (variant.granularity, variant.scoring_queries, variant.head_reduction) == ("chunks", "look_ahead", "max")
+        assert (variant.scorer, variant.first_scoring_layer, variant.scoring_heads) == ("attention", 0, None)
     assert PrefillConfig.raw().keep_rate == PrefillConfig.full().keep_rate == PrefillConfig().keep_rate
 
 

@@ -185,7 +185,7 @@ def test_a_path_that_cannot_be_appended_to_is_refused_before_any_work(tmp_path: 
         ("num_accepted", 9, "9 accepted of 4 proposed"),
         ("draft_s", None, "None is no float"),
         ("draft_s", -0.1, "finite and 0 or more"),
-        ("controller_s", math.nan, "finite and 0 or more"),
+        ("policy_s", math.nan, "finite and 0 or more"),
         ("verify_s", "fast", "'fast' is no float"),
         ("keep_rate", math.inf, "must be in"),
         ("keep_rate", 0, "must be in"),

@@ -300,7 +300,7 @@ def replay(
             signals=signals,
             draft_s=costs.draft_s(gamma),
             verify_s=costs.verify_s(gamma),
-            controller_s=0.0,
+            policy_s=0.0,
             lag=lag,
         )
         late.append(record)

@@ -50,8 +50,8 @@ def ask(session: Session, messages: list[dict[str, str]], options: dict[str, Any
     answer = timed(partial(session.stream, messages=messages, **options), process_time)
     metrics = answer.metrics
     return answer.text, {
-        "recalled": metrics.num_restored_tokens,
-        "prefilled_again": metrics.num_rewritten_tokens,
+        "recalled": metrics.num_recalled_tokens,
+        "prefilled_again": metrics.num_recomputed_tokens,
         "ttft_cpu_s": answer.first_s,
         "ttft_s": metrics.ttft_s,
     }

@@ -183,7 +183,7 @@ def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dic
         "compiled": by_step("compiled"),
         "fixed": ours("fixed", _DRAFT, gamma=gamma),
         "whole": ours("fixed", _DRAFT | {"sparse_prefill": "off"}, gamma=gamma),
-        "own look-up": ours(policy, {"proposer": "lookup"}),
+        "own look-up": ours(policy, {"proposer": "ngram"}),
         **{name: by_draft(name) for name in OTHER_POLICIES},
     }
 

@@ -26,10 +26,10 @@ from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.registry import make_rule, needs_attention
-from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.scoring import look_at
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.scoring import run_draft
+from spec_stack.prefill.segments import Segments, make_segments
 from spec_stack.prefill.selection import select
-from spec_stack.prefill.units import Units, make_units
 from spec_stack.tokenizers.pieces import Pieces
 from spec_stack.types import Proposal
 
@@ -69,7 +69,7 @@ class Scorer:
         pair = ModelPair.load(
             arguments.target, arguments.draft, precision=precision, draft_precision=precision, target_weights=False
         )
-        return cls(pair, pair.open_index(PrefillConfig.prefill_chunk))
+        return cls(pair, pair.new_draft_cache(PrefillConfig.prefill_chunk))
 
     def look(self, encoded: Encoded) -> Looks:
         """Pass the draft over what a prompt does not share with the one before it, by default and as the paper has
@@ -85,7 +85,7 @@ class Scorer:
 
         looks: dict[ScoringQueries, CapturedAttention] = {}
         for config in (PrefillConfig(), PrefillConfig.full_look_ahead()):
-            looks[config.scoring_queries], _ = look_at(
+            looks[config.scoring_queries], _ = run_draft(
                 draft,
                 encoded.token_ids,
                 look_ahead,
@@ -97,10 +97,10 @@ class Scorer:
         return looks
 
 
-def evidence_of(encoded: Encoded, looks: Looks, config: PrefillConfig) -> Evidence:
+def evidence_of(encoded: Encoded, looks: Looks, config: PrefillConfig) -> ScoringInputs:
     """What a rule scores by."""
     attention = looks[config.scoring_queries] if needs_attention(config.scorer) else None
-    return Evidence(encoded.token_ids, attention, encoded.protected, encoded.pieces)
+    return ScoringInputs(encoded.token_ids, attention, encoded.protected, encoded.pieces)
 
 
 def kept_positions(encoded: Encoded, looks: Looks, config: PrefillConfig) -> Sequence[int]:
@@ -113,29 +113,29 @@ def kept_positions(encoded: Encoded, looks: Looks, config: PrefillConfig) -> Seq
 
 @dataclass(frozen=True)
 class Ranked:
-    """A prompt's units with scores, of which any share can be kept."""
+    """A prompt's segments with scores, of which any share can be kept."""
 
     encoded: Encoded
     config: PrefillConfig
-    units: Units
+    segments: Segments
     scores: torch.Tensor
 
     @classmethod
     def by_rule(cls, encoded: Encoded, looks: Looks, config: PrefillConfig) -> Ranked:
-        units = make_units(len(encoded.token_ids), encoded.pieces, config)
-        scores = make_rule(config.scorer).score(evidence_of(encoded, looks, config), units, config)
-        return cls(encoded, config, units, scores)
+        segments = make_segments(len(encoded.token_ids), encoded.pieces, config)
+        scores = make_rule(config.scorer).score(evidence_of(encoded, looks, config), segments, config)
+        return cls(encoded, config, segments, scores)
 
     @classmethod
     def by_chance(cls, encoded: Encoded, seed: int) -> Ranked:
         """Lines in random order."""
-        units = make_units(len(encoded.token_ids), encoded.pieces, config := PrefillConfig())
-        return cls(encoded, config, units, torch.rand(len(units), generator=torch.Generator().manual_seed(seed)))
+        segments = make_segments(len(encoded.token_ids), encoded.pieces, config := PrefillConfig())
+        return cls(encoded, config, segments, torch.rand(len(segments), generator=torch.Generator().manual_seed(seed)))
 
     def kept(self, keep_rate: float) -> set[int]:
         """The tokens that are kept at such a share."""
         protected = {at for start, stop in self.encoded.protected for at in range(start, stop)}
-        return self.units.chosen(self.scores, self.config, keep_rate, protected) | protected
+        return self.segments.chosen(self.scores, self.config, keep_rate, protected) | protected
 
 
 def measure_with(tokenizer: Any) -> Callable[[str], int]:

@@ -127,13 +127,13 @@ class GenerationMixin(ABC):
         sparse_prefill : {"auto", "on", "off", "draft_only"}, optional
             "auto" prunes the prompt, in a session its new text, from `PrefillConfig.min_prompt_tokens` tokens on; "on"
             whatever its length; "off" prefills it whole; with "draft_only" the target prefills it whole too, and the
-            draft decodes over `draft_slots` of it. None is the configuration's.
+            draft decodes over `draft_kv_budget` of it. None is the configuration's.
         policy : str or Policy, optional
             Policy for gamma, the number of tokens drafted per step; None is the generator's.
         gamma : int, optional
             Short for the policy "fixed" with this many tokens, 0 to 16; 0 is plain decoding.
         proposer : str, optional
-            The proposer: "model", "lookup", "both" or "auto" (see `DecodeConfig`); None is the generator's.
+            The proposer: "model", "ngram", "both" or "auto" (see `DecodeConfig`); None is the generator's.
         request_id, task : str, optional
             Labels of the records.
         on_progress : callable, optional

@@ -27,8 +27,8 @@ from spec_stack.engine.prefilled import PrefilledPrompt, token_logprobs
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import Message, Span
 from spec_stack.prefill.calibration import fingerprint
-from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.units import Units
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.segments import Segments
 from spec_stack.types import Proposal, Selection
 
 if TYPE_CHECKING:
@@ -282,10 +282,10 @@ class _Seen:
         self._config = config
         self.kind = self.question = ""
 
-    def scored(self, evidence: Evidence) -> None:
-        self.kind, self.question = _kind_of(evidence, self._config)
+    def scored(self, inputs: ScoringInputs) -> None:
+        self.kind, self.question = _kind_of(inputs, self._config)
 
-    def voted(self, units: Units, scores: torch.Tensor) -> None:
+    def voted(self, segments: Segments, scores: torch.Tensor) -> None:
         """Scores are not needed."""
 
     def selected(self, selection: Selection, look_ahead: Proposal) -> None:
@@ -304,18 +304,18 @@ def _call_of(prompt: Prompt, tokenizer: Any, number: int) -> Call:
     raise ValueError(f'prompt {number} must be a text, or have "messages" (a list), "prompt" or "text" (a string)')
 
 
-def _kind_of(evidence: Evidence, config: PrefillConfig) -> tuple[str, str]:
+def _kind_of(inputs: ScoringInputs, config: PrefillConfig) -> tuple[str, str]:
     """The kind of a prompt, and the text of its question: the heaviest scoring segment, one with a question mark where
     there is one."""
-    found, weights = evidence.candidates, evidence.weights_by_attention(config) or evidence.weights_by_words()
+    found, weights = inputs.candidates, inputs.weights_by_attention(config) or inputs.weights_by_words()
     marked = [span for span, is_question in zip(found.segments, found.is_question, strict=True) if is_question]
     start, stop = max(marked or found.segments, key=lambda span: weights.get(span, 0.0))
-    question = " ".join("".join((evidence.pieces or [])[start:stop]).split())[:_QUESTION_CHARACTERS]
+    question = " ".join("".join((inputs.pieces or [])[start:stop]).split())[:_QUESTION_CHARACTERS]
     if not marked:
         return "no question mark", question
     if stop <= found.start:
         return "question first", question
-    num_behind = len(evidence.prompt_ids) - found.opening - stop
+    num_behind = len(inputs.prompt_ids) - found.opening - stop
     return "instructions behind the question" if num_behind >= _INSTRUCTIONS else "question last", question
 
 

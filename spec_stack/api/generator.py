@@ -15,7 +15,7 @@ from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import DraftStep, HubConfig, LoadConfig, PrefillConfig, SessionConfig, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import policy_class
-from spec_stack.decode.ngram_index import TextMemory
+from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
@@ -224,17 +224,17 @@ class SpecStackGenerator(GenerationMixin):
             "Threads may share one; another process makes its own with from_pretrained"
         )
 
-    def session(self, config: SessionConfig | None = None, memory: TextMemory | None = None) -> Session:
+    def session(self, config: SessionConfig | None = None, ngram_cache: SharedNgramCache | None = None) -> Session:
         """A conversation with persistent caches (see `Session`).
 
         Parameters
         ----------
         config : SessionConfig, optional
             Cache limits and recall; None is the generator's.
-        memory : TextMemory, optional
+        ngram_cache : SharedNgramCache, optional
             Other sessions' answers for look-ups (see `Session`).
         """
-        return Session(self.engine, config, memory)
+        return Session(self.engine, config, ngram_cache)
 
     def load_session(self, path: str | Path, config: SessionConfig | None = None) -> Session:
         """Load a session from a file of `Session.save`.
@@ -266,8 +266,8 @@ class SpecStackGenerator(GenerationMixin):
     ) -> list[GenerationResult]:
         """Answer several prompts, one after the other, each as `generate` does.
 
-        A common prefix is prefilled once if a store is configured (`StoreConfig`), with unchanged answers. Prompts are
-        not batched.
+        A common prefix is prefilled once if a store is configured (`PrefixCacheConfig`), with unchanged answers.
+        Prompts are not batched.
 
         Parameters
         ----------
@@ -312,11 +312,11 @@ class SpecStackGenerator(GenerationMixin):
         return request, self.engine.run(request)
 
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
-        with self.session(SessionConfig(restore=False)) as session:
+        with self.session(SessionConfig(recall=False)) as session:
             return session._sample(calls)
 
-    def clear_store(self) -> None:
-        """Drop all stored prompts (`StoreConfig.max_tokens`), and free their memory."""
+    def reset_prefix_cache(self) -> None:
+        """Drop all stored prompts (`PrefixCacheConfig.max_tokens`), and free their ngram_cache."""
         self.engine.store.clear()
 
 

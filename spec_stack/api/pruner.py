@@ -20,9 +20,9 @@ from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.scoring import look_at, num_layers_needed
-from spec_stack.prefill.units import line_borders
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.scoring import num_layers_needed, run_draft
+from spec_stack.prefill.segments import line_borders
 from spec_stack.types import Proposal
 
 if TYPE_CHECKING:
@@ -149,7 +149,9 @@ class Pruner:
         if tokenizer is None:
             raise ValueError("a Pruner needs the draft's tokenizer")
         self._pair = ModelPair.assemble(draft, draft, tokenizer)
-        self.config = replace(config or PrefillConfig(), unit="lines", scoring_queries="prompt", positions="contiguous")
+        self.config = replace(
+            config or PrefillConfig(), granularity="lines", scoring_queries="prompt", positions="contiguous"
+        )
 
     @classmethod
     def from_pretrained(
@@ -258,7 +260,7 @@ class PrunerConversation:
 
     def __init__(self, pair: ModelPair, config: PrefillConfig, session: SessionConfig) -> None:
         self._pair, self._config, self._session = pair, config, session
-        self._draft: CachedModel = pair.open_index(config.prefill_chunk)
+        self._draft: CachedModel = pair.new_draft_cache(config.prefill_chunk)
         self._token_ids: list[int] = []
         self._kept: set[int] = set()
 
@@ -316,16 +318,16 @@ class PrunerConversation:
         self, prompt: _Prompt, config: PrefillConfig | None, held: list[int], num_old: int, max_tokens: int | None
     ) -> tuple[set[int], int]:
         """The kept tokens, and the number of recalled ones. config: None keeps all new text."""
-        evidence = self._evidence(prompt)
+        inputs = self._inputs(prompt)
         dropped = dropped_positions(held, num_old)
-        recalled = recall_dropped(evidence, dropped, num_old, self._config, self._session)
+        recalled = recall_dropped(inputs, dropped, num_old, self._config, self._session)
         num_new = len(prompt.token_ids) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.protected, num_old))
         room = (max_tokens or 0) - len(held) - len(recalled) - num_protected
         for _ in range(_MOST_TRIES):
             if config is not None and max_tokens is not None:
                 config = replace(config, keep_rate=min(1.0, max(1, room) / num_new))
-            turn = select_turn(evidence, held, num_old, recalled, config, prompt.protected, in_place=True)
+            turn = select_turn(inputs, held, num_old, recalled, config, prompt.protected, in_place=True)
             kept = {*held, *recalled, *turn.positions}
             over = len(_whole_segments(prompt, kept, True)) - (max_tokens or 0)
             if max_tokens is None or over <= 0 or room <= 1:
@@ -333,14 +335,14 @@ class PrunerConversation:
             room -= over
         return kept, len(recalled)
 
-    def _evidence(self, prompt: _Prompt) -> Evidence:
+    def _inputs(self, prompt: _Prompt) -> ScoringInputs:
         config, token_ids = self._config, prompt.token_ids
         if not needs_attention(config.scorer):
-            return Evidence(token_ids, None, prompt.protected, prompt.pieces)
+            return ScoringInputs(token_ids, None, prompt.protected, prompt.pieces)
         draft = self._draft
-        draft.forget_from(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
+        draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
-            attention, _ = look_at(
+            attention, _ = run_draft(
                 draft,
                 token_ids,
                 lambda *_: Proposal(),
@@ -350,9 +352,9 @@ class PrunerConversation:
                 protected=prompt.protected,
             )
         except BaseException:
-            self._draft = self._pair.open_index(config.prefill_chunk)
+            self._draft = self._pair.new_draft_cache(config.prefill_chunk)
             raise
-        return Evidence(token_ids, attention, prompt.protected, prompt.pieces, attention.importance(config))
+        return ScoringInputs(token_ids, attention, prompt.protected, prompt.pieces, attention.importance(config))
 
     def _read(self, messages: Prunable, question: str | None, protect: Sequence[str]) -> tuple[_Prompt, int]:
         """The prompt as the draft reads it, and its number of tokens from earlier turns."""

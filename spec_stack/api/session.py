@@ -12,7 +12,7 @@ from typing import Any
 
 from spec_stack.api.answering import GenerationMixin, collect
 from spec_stack.config import SessionConfig
-from spec_stack.decode.ngram_index import TextMemory
+from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.conversation_file import load_conversation, save_conversation
 from spec_stack.engine.engine import Engine
@@ -42,7 +42,7 @@ class Session(GenerationMixin):
         The generator's engine (`SpecStackGenerator.session` opens sessions).
     config : SessionConfig, optional
         Cache limits and recall; None is the generator's.
-    memory : TextMemory, optional
+    ngram_cache : SharedNgramCache, optional
         Further answers for look-ups, to which this session's are added. Share one only between sessions of one user.
 
     Notes
@@ -65,19 +65,21 @@ class Session(GenerationMixin):
     True
     """
 
-    def __init__(self, engine: Engine, config: SessionConfig | None = None, memory: TextMemory | None = None) -> None:
+    def __init__(
+        self, engine: Engine, config: SessionConfig | None = None, ngram_cache: SharedNgramCache | None = None
+    ) -> None:
         if config is not None and not isinstance(config, SessionConfig):
             raise ValueError(f"config must be a SessionConfig, got {type(config).__name__}")
-        if memory is not None and not isinstance(memory, TextMemory):
-            raise ValueError(f"memory must be a TextMemory, got {type(memory).__name__}")
-        if engine.config.prefill.scoring_layers is not None:
+        if ngram_cache is not None and not isinstance(ngram_cache, SharedNgramCache):
+            raise ValueError(f"memory must be a SharedNgramCache, got {type(ngram_cache).__name__}")
+        if engine.config.prefill.num_scoring_layers is not None:
             raise ValueError(
                 "a session's draft holds the whole conversation in all of its layers; open the generator with "
-                "scoring_layers=None, and with calibration=False where a calibration sets it"
+                "num_scoring_layers=None, and with calibration=False where a calibration sets it"
             )
         self.config = config or engine.config.session
         self._engine = engine
-        self._held: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk, memory)
+        self._held: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk, ngram_cache)
         self._answering = threading.Lock()
         self._warnings = OnceEach()
         self.tells_of_beginnings = True
@@ -163,7 +165,7 @@ class Session(GenerationMixin):
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
         results = [collect(*self._begin(calls[0]))]
         for call in calls[1:]:
-            with self.fork(SessionConfig(restore=False)) as other:
+            with self.fork(SessionConfig(recall=False)) as other:
                 results.append(collect(*other._begin(call)))
         return results
 

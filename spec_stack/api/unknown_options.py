@@ -84,7 +84,7 @@ _ALTERNATIVES = {
     "close the stream when it has taken long enough": ("max_time",),
     'sampling="model" applies what the checkpoint sets': ("use_model_defaults",),
     "it is for model.generate (`from spec_stack import with_draft`)": ("custom_generate",),
-    'proposer="lookup" proposes from the text': ("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    'proposer="ngram" proposes from the text': ("prompt_lookup_num_tokens", "max_matching_ngram_size"),
     'policy="heuristic" is the schedule "heuristic", gamma= the constant one': ("num_assistant_tokens_schedule",),
     'policy="confidence" has it at 0.4, Confidence(threshold=...) at others': ("assistant_confidence_threshold",),
     "policy= and gamma= say how tokens are proposed": (

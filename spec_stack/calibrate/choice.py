@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from spec_stack.calibrate.heads import WORDS, Case, Head, Ranks, Setting, need, settings_of
+from spec_stack.calibrate.heads import WORDS, Case, Head, HeadRanking, Setting, need, settings_of
 from spec_stack.config import PrefillConfig
 
 RATES = (0.04, 0.05, 0.06, 0.07, 0.085, 0.1, 0.125, 0.15, 0.2)
@@ -52,7 +52,7 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
         few = f"{len(choosing)} prompts are too few to choose by, so the default stays; more time gives more of them."
         return Choice({}, {}, {}, {}, [few])
     heads = [(int(layer), int(head)) for layer, head in choosing[0].judged.heads]
-    ranks = Ranks(choosing, heads)
+    ranks = HeadRanking(choosing, heads)
     found = _best_setting(choosing, ranks)
     needs = {
         "chosen": [ranks.needs(found, case) for case in cases],
@@ -72,7 +72,7 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
     return Choice(settings, recalls, needs, _by_head(choosing, heads), notes)
 
 
-def _best_setting(cases: Sequence[Case], ranks: Ranks) -> Setting:
+def _best_setting(cases: Sequence[Case], ranks: HeadRanking) -> Setting:
     """The setting with the fewest layers among those near the best recall."""
     worth = {
         setting: _balanced(cases, [_worth(ranks.needs(setting, case)) for case in cases])

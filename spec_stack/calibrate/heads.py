@@ -1,5 +1,5 @@
-"""Ranking of a draft's heads, and the candidate settings, without models. `Ranks(cases, heads).needs(setting, case)`: a
-prompt's needed share under heads ranked on other families."""
+"""Ranking of a draft's heads, and the candidate settings, without models. `HeadRanking(cases, heads).needs(setting,
+case)`: a prompt's needed share under heads ranked on other families."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spec_stack.calibrate.judged import Judged, needed
+from spec_stack.calibrate.judged import ScoredPrompt, needed
 from spec_stack.calibrate.prompts import Task
 
 _NUM_HEADS = (2, 4, 8, 16)
@@ -25,7 +25,7 @@ class Case:
     """A judged prompt with its task."""
 
     task: Task
-    judged: Judged
+    judged: ScoredPrompt
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class Setting:
     num_heads: int
     depth: int = 1 << 30
 
-    def scores(self, judged: Judged, heads: Sequence[int]) -> torch.Tensor:
-        """Scores (num_units,) of the heads in these rows, as in the selection rule."""
+    def scores(self, judged: ScoredPrompt, heads: Sequence[int]) -> torch.Tensor:
+        """Scores (num_segments,) of the heads in these rows, as in the selection rule."""
         return judged.by_head[list(heads)].mean(dim=0) if self.num_heads else judged.words
 
     def fields(self, heads: Sequence[Head]) -> dict[str, Any]:
         """The setting's fields of PrefillConfig."""
         if not self.num_heads:
-            return {"unit": "lines", "scorer": "bm25"}
+            return {"granularity": "lines", "scorer": "bm25"}
         return {
-            "unit": "lines",
+            "granularity": "lines",
             "scoring_queries": "prompt",
             "scoring_heads": tuple(sorted(heads)),
-            "scoring_layers": None,
+            "num_scoring_layers": None,
             "draft_window": None,
-            "head_vote": "mean",
+            "head_reduction": "mean",
             "scorer": "attention",
         }
 
@@ -65,7 +65,7 @@ def settings_of(heads: Sequence[Head]) -> list[Setting]:
     return [*(Setting(number, depth) for depth, number in product(depths, numbers)), WORDS]
 
 
-class Ranks:
+class HeadRanking:
     """Ranks heads by the share of the prompts that each needs alone. cases: the selecting prompts. heads: (layer, head)
     of each row."""
 
@@ -96,7 +96,7 @@ class Ranks:
 
 
 def need(case: Case, scores: torch.Tensor) -> float:
-    """The prompt's share needed under scores (num_units,)."""
+    """The prompt's share needed under scores (num_segments,)."""
     return float(needed(case.judged, scores))
 
 

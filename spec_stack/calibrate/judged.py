@@ -1,6 +1,6 @@
-"""A prompt's scores from one draft pass, enough to judge every setting. `judge(pair, index, prompt)` makes a `Judged`,
-which can be stored; `needed(judged, scores)` is the smallest share of the prompt that keeps the evidence under these
-scores."""
+"""A prompt's scores from one draft pass, enough to judge every setting. `judge(pair, index, prompt)` makes a
+`ScoredPrompt`, which can be stored; `needed(judged, scores)` is the smallest share of the prompt that keeps the
+evidence under these scores."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.question import rare_word_factor
 from spec_stack.prefill.registry import make_rule
-from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.scoring import look_at
-from spec_stack.prefill.units import Units, forced_ends, make_units
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.scoring import run_draft
+from spec_stack.prefill.segments import Segments, forced_ends, make_segments
 from spec_stack.types import Proposal
 
-BY_HEAD = PrefillConfig(head_vote="mean")
+BY_HEAD = PrefillConfig(head_reduction="mean")
 """How heads are judged: by the mean of their attention, over lines."""
 WORDS = PrefillConfig(scorer="bm25")
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A prompt's scores per unit after the draft's pass.
+class ScoredPrompt:
+    """A prompt's scores per segment after the draft's pass.
 
-    heads: (num_heads, 2), layer and head of each row. by_head: (num_heads, num_units), the unit's score by each head
-    alone. words, default: (num_units,), scores of BM25 and of the default rule. costs: (num_units,), tokens of a unit
-    that are not kept anyway. wanted: (num_units,) bool, units with evidence that is not kept anyway. num_tokens: (2,),
-    of the prompt and of its always kept ends.
+    heads: (num_heads, 2), layer and head of each row. by_head: (num_heads, num_segments), the segment's score by each
+    head alone. words, default: (num_segments,), scores of BM25 and of the default rule. costs: (num_segments,), tokens
+    of a segment that are not kept anyway. wanted: (num_segments,) bool, segments with evidence that is not kept anyway.
+    num_tokens: (2,), of the prompt and of its always kept ends.
     """
 
     heads: torch.Tensor
@@ -60,13 +60,13 @@ class Judged:
         part.replace(file)
 
     @classmethod
-    def load(cls, file: Path) -> Judged:
+    def load(cls, file: Path) -> ScoredPrompt:
         return cls(**load_file(file))
 
 
-def needed(judged: Judged, scores: torch.Tensor) -> torch.Tensor:
-    """The share of a prompt at which all evidence is kept, by scores (..., num_units). Any larger share keeps it too; a
-    smaller one may, if a unit that does not fit is skipped for evidence."""
+def needed(judged: ScoredPrompt, scores: torch.Tensor) -> torch.Tensor:
+    """The share of a prompt at which all evidence is kept, by scores (..., num_segments). Any larger share keeps it
+    too; a smaller one may, if a segment that does not fit is skipped for evidence."""
     num_tokens, num_forced = judged.num_tokens
     order = scores.argsort(dim=-1, descending=True, stable=True)
     spent = judged.costs[order].cumsum(dim=-1)
@@ -77,29 +77,29 @@ def needed(judged: Judged, scores: torch.Tensor) -> torch.Tensor:
 
 def judge(
     pair: ModelPair, index: CachedModel, prompt: Prompt, on_piece: Callable[[int, float], None] | None = None
-) -> Judged:
-    """Score the part of a prompt that the index does not hold yet. index: the draft (`ModelPair.open_index`), empty or
-    with the previous prompt. on_piece: as in `hf.model.CachedModel`. The target's weights are not used."""
+) -> ScoredPrompt:
+    """Score the part of a prompt that the index does not hold yet. index: the draft (`ModelPair.new_draft_cache`),
+    empty or with the previous prompt. on_piece: as in `hf.model.CachedModel`. The target's weights are not used."""
     token_ids, protected = prompt.token_ids, prompt.protected
     pieces = pair.pieces(token_ids)
     draft = open_prompt(pair, index, prompt, on_piece)
-    look, _ = look_at(
+    look, _ = run_draft(
         draft, token_ids, lambda *_: Proposal(), BY_HEAD, prompt.tokenization, pieces=pieces, protected=protected
     )
-    units = make_units(len(token_ids), pieces, BY_HEAD)
-    evidence = Evidence(token_ids, look, protected, pieces)
-    by_head, factor = look.by_head(BY_HEAD), rare_word_factor(evidence, units)
-    forced = forced_ends(units.num_tokens, BY_HEAD)
-    is_free = _marked(units, [(at, at + 1) for at in forced] + list(protected))
-    wanted = _marked(units, prompt.spans)
-    return Judged(
+    segments = make_segments(len(token_ids), pieces, BY_HEAD)
+    evidence = ScoringInputs(token_ids, look, protected, pieces)
+    by_head, factor = look.by_head(BY_HEAD), rare_word_factor(evidence, segments)
+    forced = forced_ends(segments.num_tokens, BY_HEAD)
+    is_free = _marked(segments, [(at, at + 1) for at in forced] + list(protected))
+    wanted = _marked(segments, prompt.spans)
+    return ScoredPrompt(
         heads=torch.tensor(list(by_head)),
-        by_head=torch.stack([factor * units.worth(importance, BY_HEAD) for importance in by_head.values()]),
-        words=make_rule("bm25").score(evidence, units, WORDS),
-        default=make_rule(PrefillConfig.scorer).score(evidence, units, PrefillConfig()),
-        costs=_count(units, ~is_free),
-        wanted=_count(units, wanted & ~is_free) > 0,
-        num_tokens=torch.tensor([units.num_tokens, len(forced)]),
+        by_head=torch.stack([factor * segments.worth(importance, BY_HEAD) for importance in by_head.values()]),
+        words=make_rule("bm25").score(evidence, segments, WORDS),
+        default=make_rule(PrefillConfig.scorer).score(evidence, segments, PrefillConfig()),
+        costs=_count(segments, ~is_free),
+        wanted=_count(segments, wanted & ~is_free) > 0,
+        num_tokens=torch.tensor([segments.num_tokens, len(forced)]),
     )
 
 
@@ -108,8 +108,8 @@ def open_prompt(
 ) -> DraftModel:
     """The draft with the prompt's prefix that it shares with the previous prompt."""
     index.on_piece = on_piece
-    index.forget_from(num_shared(index.token_ids, draft_ids(prompt)))
-    return pair.view_draft(index, prompt.tokenization)
+    index.truncate(num_shared(index.token_ids, draft_ids(prompt)))
+    return pair.draft_in_target_vocab(index, prompt.tokenization)
 
 
 def draft_ids(prompt: Prompt) -> Sequence[int]:
@@ -117,14 +117,14 @@ def draft_ids(prompt: Prompt) -> Sequence[int]:
     return prompt.token_ids if prompt.tokenization is None else prompt.tokenization.token_ids
 
 
-def _marked(units: Units, spans: Sequence[Span]) -> torch.Tensor:
+def _marked(segments: Segments, spans: Sequence[Span]) -> torch.Tensor:
     """Mask (num_tokens,) of these spans."""
-    marked = torch.zeros(units.num_tokens, dtype=torch.bool)
+    marked = torch.zeros(segments.num_tokens, dtype=torch.bool)
     for start, stop in spans:
         marked[start:stop] = True
     return marked
 
 
-def _count(units: Units, marked: torch.Tensor) -> torch.Tensor:
-    """Marked tokens per unit, (num_units,)."""
-    return torch.bincount(units.owner, weights=marked.double(), minlength=len(units)).long()
+def _count(segments: Segments, marked: torch.Tensor) -> torch.Tensor:
+    """Marked tokens per segment, (num_segments,)."""
+    return torch.bincount(segments.owner, weights=marked.double(), minlength=len(segments)).long()

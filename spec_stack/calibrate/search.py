@@ -18,7 +18,7 @@ from typing import Any
 from spec_stack.calibrate.choice import RATES, Choice, choose, recall
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.calibrate.heads import Case
-from spec_stack.calibrate.judged import BY_HEAD, Judged, draft_ids, judge
+from spec_stack.calibrate.judged import BY_HEAD, ScoredPrompt, draft_ids, judge
 from spec_stack.calibrate.prompts import Prompt, PromptMaker, Task, fitting, plan
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.pair import ModelPair
@@ -27,8 +27,8 @@ from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.calibration import Calibration, Point, describe_setting, fingerprint
 from spec_stack.prefill.cost import Shape, counted_break_even
+from spec_stack.prefill.segments import make_segments
 from spec_stack.prefill.shipped import sketch
-from spec_stack.prefill.units import make_units
 
 # Shares of the budget for the shortest length, if there are others, and for the final choice.
 _SHARE_OF_FIRST = 0.75
@@ -93,7 +93,7 @@ def calibrate(
         folder.mkdir(parents=True, exist_ok=True)
         held = {file.stem.rpartition("-")[0] for file in folder.glob("*.safetensors")}
         budget = _Budget(started, config.budget_s, [task.num_tokens for task in tasks])
-        index = pair.open_index(PrefillConfig.prefill_chunk)
+        index = pair.new_draft_cache(PrefillConfig.prefill_chunk)
         cases: list[Case] = []
         for task in tasks:
             # Making a prompt takes time, wasted if it can be neither judged nor found.
@@ -102,7 +102,7 @@ def calibrate(
             prompt = maker.make(task)
             file = folder / f"{_prefix(task)}-{_digest(pair, prompt, identity)}.safetensors"
             if file.is_file():
-                judged = Judged.load(file)
+                judged = ScoredPrompt.load(file)
             elif budget.has_time(task.num_tokens):
                 judged = budget.judge(pair, index, prompt)
                 judged.save(file)
@@ -132,7 +132,7 @@ class _Budget:
         expected = a_token * num_tokens * math.sqrt(max(1.0, num_tokens / at))
         return monotonic() + expected < (self._end_of_first if num_tokens == self._first else self._end)
 
-    def judge(self, pair: ModelPair, index: CachedModel, prompt: Prompt) -> Judged:
+    def judge(self, pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
         """Judge a prompt, and learn the speed from a document's first one."""
         begun, num_tokens = monotonic(), len(prompt.token_ids)
         is_new = num_tokens > 2 * num_shared(index.token_ids, draft_ids(prompt))
@@ -147,9 +147,9 @@ def _prefix(task: Task) -> str:
 
 
 def _digest(pair: ModelPair, prompt: Prompt, identity: str) -> str:
-    """A digest of the prompt, draft, text and unit rules."""
+    """A digest of the prompt, draft, text and segment rules."""
     ids = prompt.token_ids
-    borders = make_units(len(ids), pair.pieces(ids), BY_HEAD).borders
+    borders = make_segments(len(ids), pair.pieces(ids), BY_HEAD).borders
     what = json.dumps([identity, ids, prompt.spans, prompt.protected, borders, _FORMAT])
     return hashlib.sha256(what.encode()).hexdigest()[:16]
 

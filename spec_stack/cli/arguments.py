@@ -43,7 +43,7 @@ NONE = "none"
 _SILENT_S = 1.0
 PAIR = ("target", "draft", "precision", "draft_precision", "draft_step", "device")
 # Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
-PRUNING = (*CHOSEN, "draft_slots", "positions")
+PRUNING = (*CHOSEN, "draft_kv_budget", "positions")
 _SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed")
 # Options of `stream` that have a flag.
 ANSWERED = (*_SAMPLED, "sampling", "stop", "ignore_eos", "sparse_prefill", "policy", "gamma", "proposer")
@@ -83,7 +83,7 @@ def window(text: str) -> int | tuple[int, int]:
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "keep_rate": float,
     "draft_window": _or_none(window),
-    "scoring_layers": _or_none(int),
+    "num_scoring_layers": _or_none(int),
     "scoring_heads": _or_none(heads),
 }
 
@@ -131,7 +131,7 @@ def _add_chat(commands: Any) -> None:
     _add_list(parser, "--file", "document for the first turn", type=Path)
     parser.add_argument("--system", help="a system message")
     _add_answer_arguments(parser)
-    recall = ("restore_threshold", "max_restored_chunks", "restore_margin", "anchor_threshold")
+    recall = ("recall_threshold", "max_recalled_chunks", "recall_margin", "recall_word_threshold")
     _add(parser, SessionConfig, *recall)
 
 

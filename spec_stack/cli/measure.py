@@ -205,10 +205,10 @@ def _draft_pass(generator: SpecStackGenerator, ids: list[int], timer: Timer) -> 
         return 0.0
     tokenization, _ = pair.tokenize_for_draft(ids)
     own_ids = ids if tokenization is None else list(tokenization.token_ids)
-    index = pair.open_index(config.prefill_chunk)
+    index = pair.new_draft_cache(config.prefill_chunk)
     window = config.window_for(len(ids))
     began = _now(generator, timer)
-    index.prefill(own_ids, range(len(own_ids)), window, config.draft_sinks, config.num_asked_layers)
+    index.prefill(own_ids, range(len(own_ids)), window, config.draft_sinks, config.resolved_scoring_layers)
     return _now(generator, timer) - began
 
 
@@ -222,7 +222,7 @@ def _now(generator: SpecStackGenerator, timer: Timer) -> float:
 def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: Timer) -> float:
     """Seconds of a forward of num_tokens after a few hundred cached tokens."""
     pair, chunk = generator.pair, generator.config.prefill.prefill_chunk
-    cached = pair.open_target(chunk) if model is pair.target else pair.open_index(chunk)
+    cached = pair.open_target(chunk) if model is pair.target else pair.new_draft_cache(chunk)
     cached.prefill([5] * _CACHED, range(_CACHED))
     taken = []
     for _ in range(_STEPS):

@@ -75,20 +75,20 @@ class StepRecord:
     verify_s : float
         Seconds of the target's forward and the acceptance test. NaN where unknown, as on a server after a
         prefill: such a record updates acceptance alone.
-    controller_s : float
+    policy_s : float
         Seconds in the policy.
-    draft_read_prompt : bool
+    draft_prefilled_prompt : bool
         The draft prefilled the whole prompt in this step, as the first one that drafts after a dense prefill does; its
         draft_s says nothing of later ones.
     num_recomputed : int
         Tokens that the target recomputed in this step because a rollback had undone its recurrent state (0 for models
         without one); verify_s has their cost.
-    num_unread : int
+    draft_lag : int
         Tokens that the draft was fed before it could draft in this step, the last committed one included; 0 where it
         drafted nothing. draft_s has their cost.
     proposer : str
-        The source: "model", "lookup", or "model+lookup", the draft first. Meaningless where gamma is 0.
-    num_looked_up : int
+        The source: "model", "ngram", or "model+lookup", the draft first. Meaningless where gamma is 0.
+    num_ngram_tokens : int
         Proposed tokens that were looked up, the last ones of the proposal.
     lag : int
         How many steps before this one the newest record was of when its gamma was chosen; see `StepContext.lag`.
@@ -109,12 +109,12 @@ class StepRecord:
     signals: DraftSignals
     draft_s: float
     verify_s: float
-    controller_s: float
-    draft_read_prompt: bool = False
+    policy_s: float
+    draft_prefilled_prompt: bool = False
     num_recomputed: int = 0
-    num_unread: int = 0
+    draft_lag: int = 0
     proposer: str = "model"
-    num_looked_up: int = 0
+    num_ngram_tokens: int = 0
     lag: int = 1
     num_target_slots: int = 0
     num_draft_slots: int = 0
@@ -123,12 +123,12 @@ class StepRecord:
     @property
     def seconds(self) -> float:
         """Seconds of the whole step; NaN where they are unknown."""
-        return self.draft_s + self.verify_s + self.controller_s
+        return self.draft_s + self.verify_s + self.policy_s
 
     @property
     def num_drafted(self) -> int:
         """Proposed tokens that the draft model made, the first ones of the proposal."""
-        return self.gamma - self.num_looked_up
+        return self.gamma - self.num_ngram_tokens
 
     @property
     def num_drafted_accepted(self) -> int:
@@ -137,7 +137,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchMember:
+class BatchRequest:
     """A request in a server's step. max_gamma: the most tokens of its proposal that may be accepted."""
 
     request_id: str
@@ -161,7 +161,7 @@ class StepContext:
         The target's precision, and the request's label.
     batch_size : int
         Requests that take the step together, or the size of the captured graph that they run in; 1 outside a server.
-    num_unread : int
+    draft_lag : int
         Committed tokens that the draft has not been fed, and has to be before it can draft: 1 in the usual step, the
         whole prompt after a dense prefill. 0 where they are not counted.
     num_target_slots, num_draft_slots : int
@@ -170,7 +170,7 @@ class StepContext:
     lag : int
         How many steps before this one the newest record is of: 1, or more where a server begins a step before it knows
         how the last one went.
-    members : tuple of BatchMember
+    members : tuple of BatchRequest
         The requests of a server's step, at most batch_size of them; empty where they are not known.
     """
 
@@ -180,9 +180,9 @@ class StepContext:
     precision: str
     task: str = ""
     batch_size: int = 1
-    num_unread: int = 0
+    draft_lag: int = 0
     lag: int = 1
-    members: tuple[BatchMember, ...] = ()
+    members: tuple[BatchRequest, ...] = ()
     num_target_slots: int = 0
     num_draft_slots: int = 0
 

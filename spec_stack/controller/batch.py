@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec_stack.config import DecodeConfig
-from spec_stack.controller.base import BatchMember, Policy, StepContext, StepRecord, check_gammas
+from spec_stack.controller.base import BatchRequest, Policy, StepContext, StepRecord, check_gammas
 from spec_stack.controller.step_cost import TOLERANCE, length_scale
 from spec_stack.controller.tuning import TUNING
 
@@ -142,7 +142,7 @@ class AcceptanceRates:
             outcome = _RIGHT if place < num_accepted else _WRONG
             self._by_place[place] += 0.5 * self._weight * (outcome - self._by_place[place])
 
-    def expected_accepted(self, members: Sequence[BatchMember]) -> Floats:
+    def expected_accepted_tokens(self, members: Sequence[BatchRequest]) -> Floats:
         """Expected accepted tokens per request and gamma from 0 on, (num_members, max_gamma + 1)."""
         own = [self._requests.get(member.request_id, self._typical) for member in members]
         rates = np.array([*own, self._typical, *self._by_place])
@@ -200,7 +200,7 @@ class BatchThroughput(Policy):
     _in_vain: int = field(init=False, repr=False, default=0)
     _num_slots: float = field(init=False, repr=False, default=0)
     # The request of the newest record, for a context without members.
-    _newest: BatchMember = field(init=False, repr=False, default=BatchMember(""))
+    _newest: BatchRequest = field(init=False, repr=False, default=BatchRequest(""))
 
     name = "throughput"
 
@@ -218,7 +218,7 @@ class BatchThroughput(Policy):
         gammas = [gamma for gamma in self._candidates if gamma <= context.max_gamma]
         if not gammas:
             return 0
-        expected = self.expected_accepted(context.members or (self._newest,))
+        expected = self.expected_accepted_tokens(context.members or (self._newest,))
         seconds = self._seconds.expected(context.batch_size, self._num_slots)[: len(gammas)]
         waits: list[float] = (seconds * (1 / (1 + expected[:, gammas])).sum(axis=0)).tolist()
         best = waits.index(min(waits))
@@ -232,9 +232,9 @@ class BatchThroughput(Policy):
             return max((gamma for gamma in gammas if gamma <= DecodeConfig.gamma), default=gammas[0])
         return self._to_try(context, gammas, waits, best)
 
-    def expected_accepted(self, members: Sequence[BatchMember]) -> Floats:
+    def expected_accepted_tokens(self, members: Sequence[BatchRequest]) -> Floats:
         """Expected accepted tokens per request and gamma from 0 on, (num_members, max(gammas) + 1)."""
-        return self._rates.expected_accepted(members)
+        return self._rates.expected_accepted_tokens(members)
 
     def _to_try(self, context: StepContext, gammas: Sequence[int], waits: Sequence[float], best: int) -> int:
         """The best gamma, or now and then a candidate whose unknown seconds may make it better."""
@@ -269,7 +269,7 @@ class BatchThroughput(Policy):
                 self._seconds.observe(record.gamma, step.batch_size, step.num_slots, seconds)
         if record.gamma:
             self._rates.observe(record.request_id, min(record.gamma, self._candidates[-1]), record.num_accepted)
-        self._newest = BatchMember(record.request_id)
+        self._newest = BatchRequest(record.request_id)
 
     def step_seconds(self, batch_sizes: Sequence[int]) -> dict[int, dict[int, float]]:
         """Measured seconds at the newest step's context length, by batch size, by gamma; empty before any."""

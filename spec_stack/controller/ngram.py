@@ -94,7 +94,7 @@ class NgramPolicy:
         self._whole, self._tail = proposal.found, ()
         return proposal
 
-    def prefers(self, offer: NgramProposal) -> bool:
+    def prefers_ngram(self, offer: NgramProposal) -> bool:
         """Return whether the step goes to n-gram lookup instead of the draft.
 
         Now and then it goes to the worse one, to keep both rates current.
@@ -105,7 +105,7 @@ class NgramPolicy:
         wins = offer.gain > max(self._gain.value, 0.0)
         return wins != (self._num_decided % TUNING.check_every == 0)
 
-    def takes_over(
+    def switches_to_ngram(
         self,
         continuations: Sequence[Iterable[NgramToken]],
         most: int,
@@ -170,10 +170,10 @@ class NgramPolicy:
         if record.is_prefill:
             self._begin_request()
             return
-        if record.num_looked_up and record.num_accepted >= record.num_drafted:
+        if record.num_ngram_tokens and record.num_accepted >= record.num_drafted:
             found = self._tail if record.num_drafted else self._whole
-            self._learn(found[: record.num_looked_up], record.num_accepted - record.num_drafted)
-        if not record.draft_read_prompt and math.isfinite(record.seconds):
+            self._learn(found[: record.num_ngram_tokens], record.num_accepted - record.num_drafted)
+        if not record.draft_prefilled_prompt and math.isfinite(record.seconds):
             self._observe_times(record)
 
     def _learn(self, found: Sequence[NgramToken], num_accepted: int) -> None:
@@ -186,15 +186,15 @@ class NgramPolicy:
 
     def _observe_times(self, record: StepRecord) -> None:
         cost, draft_s = self._cost, record.draft_s
-        if record.num_unread > USUAL_UNREAD and cost.ready:
+        if record.draft_lag > USUAL_UNREAD and cost.ready:
             # N-gram tokens are fed when the draft is next used, so those seconds say nothing of a drafted token.
             draft_s = min(draft_s, cost.draft_s(record.num_drafted))
-        cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_looked_up)
+        cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_ngram_tokens)
         if not cost.ready_to_verify:
             return
-        bound = TOLERANCE * cost.seconds(record.num_drafted, record.num_looked_up)
+        bound = TOLERANCE * cost.seconds(record.num_drafted, record.num_ngram_tokens)
         self._rate.add(record.num_tokens, min(record.seconds, bound) / cost.plain_s)
-        if record.proposer != "lookup":
+        if record.proposer != "ngram":
             # The step's gain, the seconds of its proposal paid at the present rate.
             spent = draft_s + cost.verify_s(record.gamma) - cost.plain_s
             self._gain.add(max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1)), 1.0)

@@ -15,7 +15,7 @@ from spec_stack.controller.registry import CLOCK_POLICY_NAMES, make_policy
 Thing = TypeVar("Thing")
 
 
-class Shelf(Generic[Thing]):
+class ObjectPool(Generic[Thing]):
     """Lends stateful objects, one to a request at a time. Thread-safe. make: makes a new one where all are lent."""
 
     def __init__(self, make: Callable[[], Thing]) -> None:
@@ -56,7 +56,7 @@ class PolicyPool:
         self._default = default
         self._options = dict(options or {})
         # By repr: as dictionary keys True, 1 and 1.0 are one.
-        self._shelves: dict[str, Shelf[Policy]] = {}
+        self._shelves: dict[str, ObjectPool[Policy]] = {}
         self._lock = Lock()
         self.choose()
 
@@ -85,7 +85,7 @@ class PolicyPool:
         """Make a policy, which checks the choice, and keep it for its first request."""
         with self._lock:
             if repr(choice) not in self._shelves:
-                shelf = Shelf(partial(make_policy, choice.name, **dict(choice.options)))
+                shelf = ObjectPool(partial(make_policy, choice.name, **dict(choice.options)))
                 with shelf.lend():
                     self._shelves[repr(choice)] = shelf
         return choice

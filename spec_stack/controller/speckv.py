@@ -125,14 +125,14 @@ class SpecKV(Policy):
         if max(rates) * cost.plain_s > 1:
             self._num_idle, self._wait = 0, TUNING.first_wait
             return self.gammas[rates.index(max(rates))]
-        return min(self.gammas) if self._tries_again(context.num_unread) else 0
+        return min(self.gammas) if self._tries_again(context.draft_lag) else 0
 
-    def _tries_again(self, num_unread: int) -> bool:
+    def _tries_again(self, draft_lag: int) -> bool:
         """Count an idle step. A try that does not pay doubles the wait; one that only catches up is repeated."""
         self._num_idle += 1
         if self._num_idle < self._wait:
             return False
-        if num_unread <= USUAL_UNREAD:
+        if draft_lag <= USUAL_UNREAD:
             self._num_idle, self._wait = 0, min(2 * self._wait, TUNING.last_wait)
         elif self._num_idle >= self._wait + _MOST_TRIES:
             self._num_idle = 0
@@ -159,8 +159,8 @@ class SpecKV(Policy):
         self._signals = record.signals
 
     def _observe_times(self, record: StepRecord) -> None:
-        if record.draft_read_prompt or record.num_unread > USUAL_UNREAD or not math.isfinite(record.seconds):
+        if record.draft_prefilled_prompt or record.draft_lag > USUAL_UNREAD or not math.isfinite(record.seconds):
             return
         self._costs.at(record).observe(
-            record.num_drafted, record.draft_s, record.verify_s, record.num_recomputed, record.num_looked_up
+            record.num_drafted, record.draft_s, record.verify_s, record.num_recomputed, record.num_ngram_tokens
         )

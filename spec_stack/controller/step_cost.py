@@ -204,18 +204,18 @@ class StepCost:
         """Seconds of a step without a proposal; never 0."""
         return max(self._verify.base, _SHORTEST_S)
 
-    def seconds(self, gamma: int, num_looked_up: int = 0) -> float:
-        """Expected seconds of a step with gamma drafted and num_looked_up looked-up tokens."""
-        return self.draft_s(gamma) + self.verify_s(gamma + num_looked_up)
+    def seconds(self, gamma: int, num_ngram_tokens: int = 0) -> float:
+        """Expected seconds of a step with gamma drafted and num_ngram_tokens looked-up tokens."""
+        return self.draft_s(gamma) + self.verify_s(gamma + num_ngram_tokens)
 
     def observe(
-        self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int = 0, num_looked_up: int = 0
+        self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int = 0, num_ngram_tokens: int = 0
     ) -> None:
         """Learn from one decode step; do not pass prefill steps."""
-        self._num_proposed = self._num_proposed * TUNING.keep + gamma + num_looked_up
+        self._num_proposed = self._num_proposed * TUNING.keep + gamma + num_ngram_tokens
         self._num_recomputed = self._num_recomputed * TUNING.keep + num_recomputed
         self._has_drafted = self._has_drafted or gamma > 0
-        step = _Sample(gamma, draft_s, verify_s, gamma + num_looked_up + num_recomputed)
+        step = _Sample(gamma, draft_s, verify_s, gamma + num_ngram_tokens + num_recomputed)
         if self.ready_to_verify:
             self._add(step)
             return

@@ -42,7 +42,7 @@ class _Measured:
 
     def observe_prefill(self, record: StepRecord) -> None:
         """Learn the draft's seconds for catching up on many tokens."""
-        seconds = max(record.draft_s - self.cost.draft_s(record.num_drafted), 0.0) / record.num_unread
+        seconds = max(record.draft_s - self.cost.draft_s(record.num_drafted), 0.0) / record.draft_lag
         self.prefill_s = seconds if self.prefill_s is None else self.prefill_s + 0.3 * (seconds - self.prefill_s)
         self.has_drafted = True
 
@@ -52,9 +52,9 @@ class _Measured:
         self.idle_s = 0.0 if record.num_drafted else self.idle_s + record.seconds
         if record.gamma == 0:
             self.missed_s += record.seconds * max(1 - 1 / self.drafting.value, 0.0)
-        caught_up_s = (self.prefill_s or 0.0) * max(record.num_unread - USUAL_UNREAD, 0)
+        caught_up_s = (self.prefill_s or 0.0) * max(record.draft_lag - USUAL_UNREAD, 0)
         draft_s = max(record.draft_s - caught_up_s, 0.0)
-        self.cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_looked_up)
+        self.cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_ngram_tokens)
         self.unrated.append(record)
         if self.cost.ready:
             for step in self.unrated:
@@ -63,7 +63,7 @@ class _Measured:
 
     def _rate(self, step: StepRecord, caught_up_s: float) -> None:
         """Rate a step as if nothing had been looked up in it; a stall does not lower the achieved rate."""
-        if step.num_looked_up and not step.num_drafted:
+        if step.num_ngram_tokens and not step.num_drafted:
             return
         looked_up_s = self.cost.verify_s(step.gamma) - self.cost.verify_s(step.num_drafted)
         bound = TOLERANCE * self.cost.seconds(step.num_drafted)
@@ -166,7 +166,7 @@ class Throughput(Policy):
             return prefill_s == 0.0
         speedup = state.drafting.value
         # Whole answers decide whether to prefill a prompt, not the last tokens of another text.
-        if speedup <= TUNING.least_speedup and context.num_unread <= self._answers.num_tokens + TUNING.long_lag:
+        if speedup <= TUNING.least_speedup and context.draft_lag <= self._answers.num_tokens + TUNING.long_lag:
             self._num_since_plain = 0
             return self._may_try(state, prefill_s)
         self._num_since_plain += 1
@@ -190,12 +190,12 @@ class Throughput(Policy):
 
     def _prefill_s(self, context: StepContext, state: _Measured) -> float:
         """Expected seconds of the draft's catching up; 0 where it is a few tokens behind."""
-        if context.num_unread <= TUNING.long_lag:
+        if context.draft_lag <= TUNING.long_lag:
             return 0.0
         if state.prefill_s is not None:
-            return state.prefill_s * context.num_unread
+            return state.prefill_s * context.draft_lag
         seconds, num_tokens = self._prefill
-        share = min(context.num_unread / num_tokens, 1.0) if num_tokens else 1.0
+        share = min(context.draft_lag / num_tokens, 1.0) if num_tokens else 1.0
         return TUNING.start_prefill * seconds * share
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
@@ -221,7 +221,7 @@ class Throughput(Policy):
 
     def _observe_times(self, record: StepRecord) -> None:
         state = self._measured.at(record)
-        if not record.draft_read_prompt and record.num_unread <= TUNING.long_lag:
+        if not record.draft_prefilled_prompt and record.draft_lag <= TUNING.long_lag:
             state.observe(record)
-        elif state.cost.ready_to_verify and record.num_unread > TUNING.long_lag:
+        elif state.cost.ready_to_verify and record.draft_lag > TUNING.long_lag:
             state.observe_prefill(record)

@@ -9,9 +9,9 @@ from itertools import count
 from spec_stack.clock import Clock
 from spec_stack.controller.base import Policy, StepContext, StepRecord
 from spec_stack.decode.logprobs import step_logprobs
-from spec_stack.decode.proposer import Guide, Proposer
+from spec_stack.decode.proposer import Proposer, StepPolicy
 from spec_stack.decode.sampler import Sampler
-from spec_stack.decode.stopping import Stopper
+from spec_stack.decode.stopping import StopChecker
 from spec_stack.decode.verify import verify
 from spec_stack.types import DraftingModel, Proposal, Selection, StepOutput, TargetModel
 
@@ -34,7 +34,7 @@ def decode(
     policy: Policy,
     proposer: Proposer,
     sampler: Sampler,
-    stopper: Stopper,
+    stopper: StopChecker,
     end_ids: Collection[int],
     labels: RequestLabels,
     clock: Clock | None = None,
@@ -57,8 +57,8 @@ def decode(
     unseen_ids, unseen_positions = list(selection.token_ids), list(selection.positions)
     last: StepRecord | None = None
     for step in count():
-        num_seen, num_unread = draft.next_position, draft.num_unread(len(committed))
-        num_target_slots, num_draft_slots = target.num_cached + len(unseen_ids), draft.num_cached + num_unread
+        num_seen, draft_lag = draft.next_position, draft.draft_lag(len(committed))
+        num_target_slots, num_draft_slots = target.num_cached + len(unseen_ids), draft.num_cached + draft_lag
         if last is not None:
             context = StepContext(
                 step=step,
@@ -66,12 +66,12 @@ def decode(
                 last=last,
                 precision=labels.precision,
                 task=labels.task,
-                num_unread=num_unread,
+                draft_lag=draft_lag,
                 num_target_slots=num_target_slots,
                 num_draft_slots=num_draft_slots,
             )
             with clock.measure("draft"):
-                proposal = proposer.propose(committed, Guide(policy, context, clock))
+                proposal = proposer.propose(committed, StepPolicy(policy, context, clock))
         has_drafted = draft.next_position > num_seen
 
         gamma, num_recomputed = len(proposal.token_ids), target.num_to_recompute
@@ -105,12 +105,12 @@ def decode(
             signals=proposal.signals,
             draft_s=clock.take("scoring") + clock.take("draft"),
             verify_s=clock.take("verify"),
-            controller_s=clock.take("controller"),
-            draft_read_prompt=has_drafted and num_seen < len(prompt_ids),
+            policy_s=clock.take("controller"),
+            draft_prefilled_prompt=has_drafted and num_seen < len(prompt_ids),
             num_recomputed=num_recomputed,
-            num_unread=num_unread if has_drafted else 0,
+            draft_lag=draft_lag if has_drafted else 0,
             proposer=proposal.proposer,
-            num_looked_up=proposal.num_looked_up,
+            num_ngram_tokens=proposal.num_ngram_tokens,
             num_target_slots=num_target_slots,
             num_draft_slots=num_draft_slots,
             num_prefilled=num_prefilled,

@@ -11,23 +11,23 @@ from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.controller.ngram import NgramProposal
 from spec_stack.decode.propose import ModelProposer
-from spec_stack.decode.proposer import Guide, Means
+from spec_stack.decode.proposer import ProposerInputs, StepPolicy
 from spec_stack.types import Proposal
 
 
 class NgramProposer:
     """N-gram lookup alone; the draft is never used, and the policy of lookups bounds the continuation."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: ProposerInputs) -> None:
         self._end_ids, self._policy, self._index = means.end_ids, means.ngram_policy, means.index
 
-    def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, committed_ids: Sequence[int], guide: StepPolicy) -> Proposal:
         return _as_proposal(self._find(committed_ids, guide))
 
     def observe(self, record: StepRecord) -> None:
         self._policy.observe(record)
 
-    def _find(self, committed_ids: Sequence[int], guide: Guide) -> NgramProposal:
+    def _find(self, committed_ids: Sequence[int], guide: StepPolicy) -> NgramProposal:
         """The best continuation of the text so far."""
         with guide.clock.measure("controller"):
             # A whole prompt takes a while: none of it is the draft's reading.
@@ -43,13 +43,13 @@ class NgramThenDraft(NgramProposer):
     one more token to verify.
     """
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: ProposerInputs) -> None:
         super().__init__(means)
         self._model = ModelProposer(means)
 
-    def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, committed_ids: Sequence[int], guide: StepPolicy) -> Proposal:
         found = self._find(committed_ids, guide)
-        if self._policy.prefers(found):
+        if self._policy.prefers_ngram(found):
             return _as_proposal(found)
         room = guide.context.max_gamma
 
@@ -63,9 +63,11 @@ class NgramThenDraft(NgramProposer):
         """Return whether n-gram lookup gets the rest of a step."""
         continuations = self._index.continuations(drafted_ids, self._end_ids)
         num_drafted = len(drafted_ids)
-        return self._policy.takes_over(continuations, min(room - num_drafted, MAX_LOOKED_UP), *chances, num_drafted)
+        return self._policy.switches_to_ngram(
+            continuations, min(room - num_drafted, MAX_LOOKED_UP), *chances, num_drafted
+        )
 
-    def _with_tail(self, drafted: Proposal, guide: Guide, room: int) -> Proposal:
+    def _with_tail(self, drafted: Proposal, guide: StepPolicy, room: int) -> Proposal:
         """The drafted tokens with n-gram tokens behind them."""
         if drafted.token_ids[-1] in self._end_ids:
             return drafted
@@ -77,7 +79,7 @@ class NgramThenDraft(NgramProposer):
 
 
 def _as_proposal(found: NgramProposal) -> Proposal:
-    return Proposal(found.token_ids, num_looked_up=len(found.found), match_length=found.match_length)
+    return Proposal(found.token_ids, num_ngram_tokens=len(found.found), match_length=found.match_length)
 
 
 def _joined(drafted: Proposal, tail: NgramProposal) -> Proposal:

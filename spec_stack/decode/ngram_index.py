@@ -73,7 +73,7 @@ class Ngrams:
         return length
 
 
-class TextMemory:
+class SharedNgramCache:
     """The latest texts, in bounded memory: when the newer of two indexes is full, the older one goes. Thread-safe.
 
     max_tokens: most tokens in both, 2 or more (else ValueError); at least the last half of them is kept.
@@ -151,8 +151,8 @@ class NgramIndex:
     shared: read-only texts of other requests. max_tokens: most remembered tokens of the text itself.
     """
 
-    def __init__(self, shared: TextMemory | None = None, max_tokens: int = MAX_LOOKED_IN) -> None:
-        self._own = TextMemory(max_tokens)
+    def __init__(self, shared: SharedNgramCache | None = None, max_tokens: int = MAX_LOOKED_IN) -> None:
+        self._own = SharedNgramCache(max_tokens)
         self._shared = shared
         self._text: list[int] = []
         self._may_differ = False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.decode.proposer import Guide, Means, RunAhead
+from spec_stack.decode.proposer import ProposerInputs, RunAhead, StepPolicy
 from spec_stack.decode.sampler import Sampler
 from spec_stack.types import Proposal, SteppableModel
 from spec_stack.warning import warn_caller
@@ -61,7 +61,7 @@ def propose(
     token_ids: list[int] = []
     rows: list[torch.Tensor | None] = []
     signals, is_finite = DraftSignals(), True
-    shaper = sampler.shaper.for_draft() if sampler.shaper is not None and max_tokens else None
+    shaper = sampler.shaper.fork_for_draft() if sampler.shaper is not None and max_tokens else None
     prefix_ids = list(committed_ids) if shaper is not None else []
     unseen = list(committed_ids[draft.next_position :])
     if run_ahead is not None and sampler.is_greedy and shaper is None and max_tokens:
@@ -70,7 +70,7 @@ def propose(
         if drafted is not None:
             return _ended(drafted, end_ids)
     while len(token_ids) < max_tokens:
-        token_id = shaper.only_token(prefix_ids) if shaper is not None else None
+        token_id = shaper.forced_token(prefix_ids) if shaper is not None else None
         if token_id is not None:
             signals.append(0.0, 1.0)
             rows.append(None)
@@ -129,12 +129,12 @@ def _stacked(rows: Sequence[torch.Tensor | None], token_ids: Sequence[int]) -> t
 class ModelProposer:
     """The draft model under the policy."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: ProposerInputs) -> None:
         self._means = means
         self._is_broken = False
 
     def propose(
-        self, committed_ids: Sequence[int], guide: Guide, keep_drafting: KeepDrafting | None = None
+        self, committed_ids: Sequence[int], guide: StepPolicy, keep_drafting: KeepDrafting | None = None
     ) -> Proposal:
         """Draft up to the policy's gamma; keep_drafting, where given, replaces the policy's.
 

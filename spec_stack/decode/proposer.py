@@ -20,7 +20,7 @@ RunAhead = Callable[[Sequence[int], Sequence[int], int], list[list[float]] | Non
 
 
 @dataclass(frozen=True)
-class Means:
+class ProposerInputs:
     """The parts of proposers.
 
     draft: its cache is advanced. sampler: draws the draft's tokens. end_ids: tokens after which nothing is proposed.
@@ -37,7 +37,7 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Guide:
+class StepPolicy:
     """A step's policy for proposers: timed as controller time, bounded by the request's remaining tokens."""
 
     policy: Policy
@@ -79,14 +79,14 @@ class Proposer(Protocol):
     was drawn after the cut biases the output.
     """
 
-    def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
+    def propose(self, committed_ids: Sequence[int], guide: StepPolicy) -> Proposal:
         """The tokens to verify in a step.
 
         Parameters
         ----------
         committed_ids : sequence of int
             The whole prompt and the output so far.
-        guide : Guide
+        guide : StepPolicy
             The policy's answers.
         """
         ...

@@ -9,20 +9,20 @@ from spec_stack.config import KNOWN_PROPOSERS
 from spec_stack.settings.registry import Registry
 
 if TYPE_CHECKING:
-    from spec_stack.decode.proposer import Means, Proposer
+    from spec_stack.decode.proposer import Proposer, ProposerInputs
 
-PROPOSERS: Registry[Callable[[Means], Proposer]] = Registry(
+PROPOSERS: Registry[Callable[[ProposerInputs], Proposer]] = Registry(
     "proposer",
     KNOWN_PROPOSERS,
     {
         "model": "spec_stack.decode.propose:ModelProposer",
-        "lookup": "spec_stack.decode.ngram:NgramProposer",
+        "ngram": "spec_stack.decode.ngram:NgramProposer",
         "both": "spec_stack.decode.ngram:NgramThenDraft",
     },
 )
-"""name -> "module:Class" or what makes one of `Means`. An entry more is a proposer more."""
+"""name -> "module:Class" or what makes one of `ProposerInputs`. An entry more is a proposer more."""
 
 
-def make_proposer(name: str, means: Means) -> Proposer:
+def make_proposer(name: str, means: ProposerInputs) -> Proposer:
     """Make a request's proposer by name. Raises ValueError for an unknown one."""
     return PROPOSERS.find(name)(means)

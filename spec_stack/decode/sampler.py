@@ -10,7 +10,7 @@ import torch
 Warp = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Shaper(Protocol):
+class LogitsProcessors(Protocol):
     """Logits processors of one request; a row may depend on the tokens and rows before it (see `hf.processors`)."""
 
     def __call__(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -20,11 +20,11 @@ class Shaper(Protocol):
         """
         ...
 
-    def for_draft(self) -> Shaper:
+    def fork_for_draft(self) -> LogitsProcessors:
         """A fork for tokens that may be rejected; this shaper stays as it is."""
         ...
 
-    def only_token(self, prefix_ids: Sequence[int]) -> int | None:
+    def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
         """The single allowed next token; None where there are several."""
         ...
 
@@ -40,7 +40,7 @@ class Sampler:
         self,
         warp: Warp | None = None,
         generator: torch.Generator | None = None,
-        shaper: Shaper | None = None,
+        shaper: LogitsProcessors | None = None,
     ) -> None:
         self._warp = warp
         self._generator = generator

@@ -20,7 +20,7 @@ class TextStream(Protocol):
         ...
 
 
-class Stopper:
+class StopChecker:
     """Cuts every step's tokens at max_tokens, an end-of-sequence token or a stop string, and gives their text.
 
     Text that could still become a stop string is held back. Stateful: one per request. Raises ValueError for stop

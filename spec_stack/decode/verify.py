@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from spec_stack.decode.sampler import Sampler, Shaper
+from spec_stack.decode.sampler import LogitsProcessors, Sampler
 from spec_stack.types import Proposal, Verification
 
 
@@ -63,7 +63,7 @@ def verify_in_order(
     target_logits: torch.Tensor,
     proposal: Proposal,
     sampler: Sampler,
-    shaper: Shaper,
+    shaper: LogitsProcessors,
     committed_ids: Sequence[int],
     end_ids: Collection[int],
 ) -> Verification:

@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.decode.ngram_index import NgramIndex, TextMemory
+from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
-from spec_stack.prefill.draft_slots import DraftKVBudget
+from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.scoring import LookAhead, look_at, score_prompt
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.scoring import LookAhead, run_draft, score_prompt
 from spec_stack.types import Proposal, Selection
 
-_NO_RECALL = SessionConfig(restore=False)
+_NO_RECALL = SessionConfig(recall=False)
 
 
 class Conversation:
@@ -31,13 +31,13 @@ class Conversation:
     the draft over chosen slots, where a turn had one.
     """
 
-    def __init__(self, pair: ModelPair, prefill_chunk: int, memory: TextMemory | None = None) -> None:
-        self._pair, self._prefill_chunk, self._memory = pair, prefill_chunk, memory
+    def __init__(self, pair: ModelPair, prefill_chunk: int, ngram_cache: SharedNgramCache | None = None) -> None:
+        self._pair, self._prefill_chunk, self._ngram_cache = pair, prefill_chunk, ngram_cache
         self.token_ids: list[int] = []
         self.encoded: EncodedPrompt | None = None
         self.target = pair.open_target(prefill_chunk)
-        self.index = pair.open_index(prefill_chunk)
-        self.lookups = NgramIndex(memory)
+        self.index = pair.new_draft_cache(prefill_chunk)
+        self.lookups = NgramIndex(ngram_cache)
         self.slotted: SlottedDraft | None = None
         # Positions that a cancelled or failed turn rolled back; the next turn prefills them again.
         self._lost: list[int] = []
@@ -54,7 +54,7 @@ class Conversation:
         return next((slot for slot, position in enumerate(held) if slot != position), len(held))
 
     def fork(self) -> Conversation:
-        other = Conversation(self._pair, self._prefill_chunk, self._memory)
+        other = Conversation(self._pair, self._prefill_chunk, self._ngram_cache)
         other.token_ids, other.encoded = list(self.token_ids), self.encoded
         other.target = self.target.fork()
         other.index = self.index.fork()
@@ -98,8 +98,8 @@ class Conversation:
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Add a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
         token_ids = [*request.prompt_ids, *answer_ids]
-        if self._memory is not None:
-            self._memory.remember(request.prompt_ids, answer_ids)
+        if self._ngram_cache is not None:
+            self._ngram_cache.remember(request.prompt_ids, answer_ids)
         self.index, self.slotted = turn.index, turn.slotted
         # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
@@ -118,7 +118,7 @@ class Conversation:
         # A forward that was interrupted leaves unknown contents.
         self.index, self.slotted = turn.index, None
         if self.index.is_stateful:
-            self.index = self._pair.open_index(self._prefill_chunk)
+            self.index = self._pair.new_draft_cache(self._prefill_chunk)
         num_same = num_shared(turn.held, self.target.positions)
         self.target.rollback(self.target.num_cached - num_same)
         self._lost = [] if self.target.is_stateful else list(turn.held[num_same:])
@@ -126,11 +126,11 @@ class Conversation:
     def _forget_from(self, num_tokens: int, num_read: int | None = None) -> None:
         """Forget all tokens from num_tokens on. num_read: how many the draft keeps, where it differs."""
         del self.token_ids[num_tokens:]
-        self.target.forget_from(num_tokens)
+        self.target.truncate(num_tokens)
         self._lost = []
         # A draft with another tokenizer rolls back once the prompt is tokenized for it.
         if self._pair.translation is None:
-            self.index.forget_from(num_tokens if num_read is None else num_read)
+            self.index.truncate(num_tokens if num_read is None else num_read)
 
 
 class Turn:
@@ -151,11 +151,11 @@ class Turn:
         self._pair, self._request, self._config, self._room, self._lost = pair, request, config, room, lost
         self.target, self.index = conversation.target, conversation.index
         self.lookups, self.slotted = conversation.lookups, conversation.slotted
-        self.draft: DraftModel = pair.view_draft(self.index, request.tokenization)
+        self.draft: DraftModel = pair.draft_in_target_vocab(self.index, request.tokenization)
         self._slots = list(self.target.positions)
         self.held = [*self._slots, *lost]
         self._dropped: list[int] = []
-        if config.restore and config.max_restored_chunks and request.can_score and self.target.can_restore:
+        if config.recall and config.max_recalled_chunks and request.can_score and self.target.can_recall:
             self._dropped = dropped_positions(self.held, request.num_cached)
         # Whether the draft scores the prompt before the target's prefill.
         self.needs_scoring = request.scores or bool(self._dropped)
@@ -168,7 +168,7 @@ class Turn:
         pieces = self._pair.pieces(request.prompt_ids)
         attention, importance, proposal = None, None, Proposal()
         if needs_attention(request.prefill.scorer):
-            attention, proposal = look_at(
+            attention, proposal = run_draft(
                 self.draft,
                 request.prompt_ids,
                 look_ahead,
@@ -178,23 +178,23 @@ class Turn:
                 protected=request.protected,
             )
             importance = attention.importance(request.prefill)
-        evidence = Evidence(request.prompt_ids, attention, request.protected, pieces, importance, request.observer)
+        inputs = ScoringInputs(request.prompt_ids, attention, request.protected, pieces, importance, request.observer)
         if request.observer is not None:
-            request.observer.scored(evidence)
+            request.observer.scored(inputs)
         room = max(0, self._room)
-        recalled = recall_dropped(evidence, self._dropped, request.num_cached, request.prefill, self._config, room)
-        return self._select(evidence, recalled, request.prefill if request.scores else None), proposal
+        recalled = recall_dropped(inputs, self._dropped, request.num_cached, request.prefill, self._config, room)
+        return self._select(inputs, recalled, request.prefill if request.scores else None), proposal
 
-    def take_all(self) -> Selection:
+    def select_everything(self) -> Selection:
         """The selection of a turn without scoring."""
-        return self._select(Evidence(self._request.prompt_ids))
+        return self._select(ScoringInputs(self._request.prompt_ids))
 
     def _select(
-        self, evidence: Evidence, restored: Sequence[int] = (), config: PrefillConfig | None = None
+        self, inputs: ScoringInputs, restored: Sequence[int] = (), config: PrefillConfig | None = None
     ) -> Selection:
         request = self._request
         selection = select_turn(
-            evidence,
+            inputs,
             self._slots,
             request.num_cached,
             restored,
@@ -210,9 +210,9 @@ class Turn:
         """The draft of a dense request: over chosen slots of a long prompt, if its cache can drop slots, else over all
         of the text."""
         prefill = self._request.prefill
-        is_short = len(self._request.prompt_ids) <= prefill.draft_slots
+        is_short = len(self._request.prompt_ids) <= prefill.draft_kv_budget
         has_all = prefill.sparse_prefill == "off" or is_short or self._pair.translation is not None
-        if has_all or not self.index.can_restore:
+        if has_all or not self.index.can_recall:
             return self.draft
         if self.slotted is None:
             # Slots that the index holds of the prompt are copied from it.
@@ -221,10 +221,10 @@ class Turn:
             self.slotted.go_back(self._request.prompt_ids)
         return self.slotted
 
-    def reopen_draft(self) -> None:
+    def reset_draft(self) -> None:
         """Replace a failed draft by an empty one."""
-        self.index = self._pair.open_index(self._request.prefill.prefill_chunk)
-        self.draft = self._pair.view_draft(self.index, self._request.tokenization)
+        self.index = self._pair.new_draft_cache(self._request.prefill.prefill_chunk)
+        self.draft = self._pair.draft_in_target_vocab(self.index, self._request.tokenization)
 
 
 class SingleTurn(Turn):
@@ -252,5 +252,5 @@ class SingleTurn(Turn):
             request.observer,
         )
 
-    def take_all(self) -> Selection:
+    def select_everything(self) -> Selection:
         return Selection.everything(self._request.prompt_ids)

@@ -12,16 +12,16 @@ from typing import Any
 from spec_stack.config import SamplingParams, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.ngram import NgramPolicy
-from spec_stack.controller.pool import PolicyPool, Shelf
+from spec_stack.controller.pool import ObjectPool, PolicyPool
 from spec_stack.decode.loop import decode
 from spec_stack.decode.propose import propose
-from spec_stack.decode.proposer import Means
+from spec_stack.decode.proposer import ProposerInputs
 from spec_stack.decode.registry import PROPOSERS
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.conversation import SingleTurn, Turn
 from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.prefix_store import PrefixStore, StoredTurn
+from spec_stack.engine.prefix_cache import CachedPrefixTurn, PrefixCache
 from spec_stack.engine.request import Request, plan_request
 from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
@@ -39,8 +39,8 @@ class Engine:
         options: dict[str, Mapping[str, Any]] = {"fixed": {"gamma": config.decode.gamma}}
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}
         self._pool = PolicyPool(policy if policy is not None else config.decode.policy, options)
-        self._ngram_policies = Shelf(NgramPolicy)
-        self.store = PrefixStore(config.store.max_tokens)
+        self._ngram_policies = ObjectPool(NgramPolicy)
+        self.store = PrefixCache(config.store.max_tokens)
         self._model_samples = ignored_sampling(pair.target.generation_config, SamplingParams()) != ""
         self._warnings = OnceEach()
 
@@ -78,7 +78,7 @@ class Engine:
 
     def _run_stored(self, request: Request) -> Generator[StepOutput, None, None]:
         request.clock.resume()
-        caches = StoredTurn(self.pair, request, self.store)
+        caches = CachedPrefixTurn(self.pair, request, self.store)
         try:
             yield from self.answer(request, caches)
         except GeneratorExit:
@@ -99,7 +99,7 @@ class Engine:
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
             models += [caches.target] if draft is models[0] else [caches.target, draft]
             begun_s += sum(model.forward_s for model in models[1:])
-            means = Means(draft, sampler, request.end_ids, ngram_policy, caches.lookups, draft.run_ahead)
+            means = ProposerInputs(draft, sampler, request.end_ids, ngram_policy, caches.lookups, draft.run_ahead)
             steps = decode(
                 target=caches.target,
                 draft=draft,
@@ -144,14 +144,14 @@ class Engine:
             try:
                 scored = _score(request, caches)
             except Exception as error:
-                if request.prefill.on_scoring_error == "raise":
+                if request.prefill.on_scoring_failure == "raise":
                     raise
                 # No token has been yielded yet, so dense prefill is still possible after any failure.
                 logger.exception("scoring %d tokens failed; the prompt is prefilled densely", len(request.prompt_ids))
                 reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
                 self._warnings.warn("scoring", f"{reason} (metrics.sparse_prefill_reason tells each time)")
-                caches.reopen_draft()
-        selection, proposal = scored or (caches.take_all(), Proposal())
+                caches.reset_draft()
+        selection, proposal = scored or (caches.select_everything(), Proposal())
         if scored and request.scores and selection.num_new == request.num_new_tokens:
             text = "new text" if request.num_cached else "prompt"
             reason += f", but chunks and protected spans cover the whole {text}"
@@ -177,8 +177,8 @@ class Engine:
             proposer=request.proposer,
             num_new_tokens=len(request.prompt_ids) - caches.num_cached,
             num_cached_tokens=caches.num_cached,
-            num_restored_tokens=selection.num_restored,
-            num_rewritten_tokens=selection.num_rewritten,
+            num_recalled_tokens=selection.num_restored,
+            num_recomputed_tokens=selection.num_rewritten,
             decode_reason=request.decode_note,
         )
 

@@ -207,12 +207,12 @@ class ModelPair:
         kind = CachedModel if self.positions == "original" else ContiguousModel
         return kind(self.target, prefill_chunk, step=self.target_step)
 
-    def open_index(self, prefill_chunk: int) -> CachedModel:
-        """The draft with an empty cache over its own ids, kept from turn to turn (see `view_draft`)."""
+    def new_draft_cache(self, prefill_chunk: int) -> CachedModel:
+        """The draft with an empty cache over its own ids, kept from turn to turn (see `draft_in_target_vocab`)."""
         num_ids = None if self.translation is not None else self.vocabulary.num_target
         return CachedModel(self.draft, prefill_chunk, num_ids, self.draft_step)
 
-    def view_draft(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:
+    def draft_in_target_vocab(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:
         """The draft behind an index as a request sees it: target ids in, logits over them out.
 
         Another tokenizer's index rolls back to its common prefix with the tokenization; None leaves it unchanged.

@@ -28,7 +28,7 @@ class PrefilledPrompt:
         self.request = replace(engine.plan(cast(Call, {**call, "gamma": 0})), observer=observer)
         caches = SingleTurn(engine.pair, self.request)
         look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=self._end_ids)
-        self.selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.take_all()
+        self.selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.select_everything()
         self._target = caches.target
         self._first = self._target.forward(self.selection.token_ids, self.selection.positions, 1)
 

@@ -18,7 +18,7 @@ OnProgress = Callable[[int, int, PrefillPhase], object]
 _REPORT_EVERY_S = 0.5
 
 
-class Cancelled(BaseException):
+class RequestCancelled(BaseException):
     """Ends a prefill between two layers. A BaseException, like GeneratorExit: scoring must not treat it as a
     failure.
     """
@@ -70,10 +70,10 @@ class Progress:
             try:
                 self._tell(num_done, self._num_total, phase)
             except Exception as error:
-                raise Cancelled(error) from error
+                raise RequestCancelled(error) from error
         self._told_at = perf_counter()
         if self.is_cancelled:
-            raise Cancelled
+            raise RequestCancelled
 
 
 class Stream(Generator[StepOutput, None, None]):
@@ -88,7 +88,7 @@ class Stream(Generator[StepOutput, None, None]):
             raise StopIteration
         try:
             return self._steps.send(value)
-        except Cancelled as cancelled:
+        except RequestCancelled as cancelled:
             if cancelled.error is not None:
                 raise cancelled.error from None
             raise StopIteration from None

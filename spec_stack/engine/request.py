@@ -23,8 +23,8 @@ from spec_stack.controller.pool import PolicyChoice, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.loop import RequestLabels
 from spec_stack.decode.registry import PROPOSERS
-from spec_stack.decode.sampler import Sampler, Shaper
-from spec_stack.decode.stopping import Stopper
+from spec_stack.decode.sampler import LogitsProcessors, Sampler
+from spec_stack.decode.stopping import StopChecker
 from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import Progress
@@ -70,7 +70,7 @@ class Request:
     tokenization: DraftTokenization | None
     params: SamplingParams
     sampler: Sampler
-    stopper: Stopper
+    stopper: StopChecker
     # Tokens that end the request.
     end_ids: frozenset[int]
     policy: PolicyChoice
@@ -129,7 +129,11 @@ def plan_request(
     tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
     num_draft_tokens = len(prompt_ids if tokenization is None else tokenization.token_ids)
     draft_room = pair.max_positions[1] - num_draft_tokens
-    if not obstacle and draft_room < (MOST_REPEATED if prefill.asks_prompt else 0) and needs_attention(prefill.scorer):
+    if (
+        not obstacle
+        and draft_room < (MOST_REPEATED if prefill.queries_from_prompt else 0)
+        and needs_attention(prefill.scorer)
+    ):
         obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {pair.max_positions[1]} positions"
     scores, reason = _decide(pair, prefill, encoded, num_cached, num_draft_tokens, obstacle)
     notes = [pair.decode_reason, uncopied_note(processors) if processors else ""]
@@ -137,10 +141,10 @@ def plan_request(
         notes.append(f"the prompt is longer than the draft's {pair.max_positions[1]} positions, so it proposes nothing")
     can_propose = pair.can_propose and draft_room >= 0
     if not can_propose:
-        policy, proposer = pool.choose(gamma=0), "lookup" if proposer == "both" else proposer
+        policy, proposer = pool.choose(gamma=0), "ngram" if proposer == "both" else proposer
 
     params, room = _within_positions(pair, len(prompt_ids), params)
-    if not prefill.asks_prompt:
+    if not prefill.queries_from_prompt:
         # Without any proposal there is no look-ahead either.
         most = min(room, draft_room, MAX_LOOK_AHEAD) if can_propose else 0
         prefill = replace(prefill, look_ahead=min(prefill.look_ahead, most))
@@ -161,7 +165,7 @@ def plan_request(
         tokenization=tokenization,
         params=params,
         sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
-        stopper=Stopper(params.num_tokens, end_ids, stop_strings, text, stop_ids),
+        stopper=StopChecker(params.num_tokens, end_ids, stop_strings, text, stop_ids),
         end_ids=end_ids | stop_ids,
         policy=policy,
         proposer=proposer,
@@ -284,7 +288,7 @@ def _parser(pair: ModelPair, source: PromptSource, encoded: EncodedPrompt) -> An
     return AnswerParser(pair.answer_format, tool_names(source.tools), in_thought)
 
 
-def _sampler(params: SamplingParams, shaper: Shaper | None, device: torch.device) -> Sampler:
+def _sampler(params: SamplingParams, shaper: LogitsProcessors | None, device: torch.device) -> Sampler:
     """The sampler of a sampled request's steps, for both models."""
     warp = make_warp(params.temperature, params.top_k, params.top_p, params.min_p)
     return Sampler(warp, torch.Generator(device).manual_seed(cast(int, params.seed)), shaper)

@@ -11,7 +11,7 @@ import torch
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.hf.wrapped import WrappedDraft
-from spec_stack.prefill.draft_slots import DraftKVBudget
+from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 
 
 class SlottedDraft(WrappedDraft):
@@ -39,7 +39,7 @@ class SlottedDraft(WrappedDraft):
         """The text position of the next token to feed; the chosen slots of the text before it are held."""
         return len(self._text)
 
-    def num_unread(self, num_tokens: int) -> int:
+    def draft_lag(self, num_tokens: int) -> int:
         """Tokens to feed before drafting: of a long gap only the chosen ones."""
         return min(num_tokens - len(self._text), self._budget.num_slots)
 
@@ -64,7 +64,9 @@ class SlottedDraft(WrappedDraft):
 
     def _is_due(self, num_new: int) -> bool:
         is_first = not self._budget.num_known
-        return is_first or num_new > self._budget.num_slots or self._budget.is_due(len(self._text), self._is_wrong)
+        return (
+            is_first or num_new > self._budget.num_slots or self._budget.should_retry(len(self._text), self._is_wrong)
+        )
 
     def _renew(self) -> list[int]:
         """Choose the slots anew and drop the others; the positions to prefill, in order."""
@@ -85,7 +87,7 @@ class SlottedDraft(WrappedDraft):
     def go_back(self, prompt_ids: Sequence[int]) -> None:
         """Go on with another prompt from the common prefix. Its slots are chosen in its first step."""
         shared = min(num_shared(self._text, prompt_ids), len(prompt_ids) - 1)
-        self._draft.forget_from(shared)
+        self._draft.truncate(shared)
         del self._text[shared:]
         self._budget.num_known = 0
         self._unjudged, self._is_wrong = None, False

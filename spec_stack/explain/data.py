@@ -38,8 +38,8 @@ class PromptView:
     """A prompt of N tokens.
 
     states: one of STATE_LETTERS per token. importance: (N,) from the draft, or None. votes: the selection's scores per
-    unit (line or chunk), or None. borders: token starts of the units and the last end; a session scores only new text,
-    so they may start after 0. queries: by falling weight.
+    segment (line or chunk), or None. borders: token starts of the segments and the last end; a session scores only new
+    text, so they may start after 0. queries: by falling weight.
     """
 
     tokens: list[str]

@@ -19,8 +19,8 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.cost import Shape, prefill_flops
-from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.units import Units
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.segments import Segments
 from spec_stack.types import GenerationResult, Proposal, Selection, StepOutput
 
 
@@ -29,8 +29,8 @@ class Seen:
     """Observations of a running request (`prefill.rule.Observer`).
 
     held: positions in the target's cache before the prefill. importance: (N,) of the prompt; None for a rule without a
-    draft. votes: per unit from borders[0] on. weights: of the scoring segments, in prompt tokens. look_ahead: drafted
-    scoring tokens.
+    draft. votes: per segment from borders[0] on. weights: of the scoring segments, in prompt tokens. look_ahead:
+    drafted scoring tokens.
     """
 
     request: Request
@@ -42,25 +42,25 @@ class Seen:
     weights: dict[Span, float] = field(default_factory=dict)
     look_ahead: list[int] = field(default_factory=list)
 
-    def scored(self, evidence: Evidence) -> None:
+    def scored(self, inputs: ScoringInputs) -> None:
         """Store the prompt's importance and the segments' weights."""
         # BM25 sees only a turn's new text.
         by_words = _by_words(self.request)
         num_cached, prefill = self.request.num_cached, self.request.prefill
-        self.weights = evidence.weights_by_words(num_cached) if by_words else evidence.weights_by_attention(prefill)
-        if evidence.attention is not None:
-            self.importance = _short(evidence.token_importance(prefill))
+        self.weights = inputs.weights_by_words(num_cached) if by_words else inputs.weights_by_attention(prefill)
+        if inputs.attention is not None:
+            self.importance = _short(inputs.token_importance(prefill))
 
-    def voted(self, units: Units, scores: torch.Tensor) -> None:
-        """Store the units' scores."""
-        self.votes, self.borders = _short(scores), [self.request.num_cached + border for border in units.borders]
+    def voted(self, segments: Segments, scores: torch.Tensor) -> None:
+        """Store the segments' scores."""
+        self.votes, self.borders = _short(scores), [self.request.num_cached + border for border in segments.borders]
 
     def selected(self, selection: Selection, look_ahead: Proposal) -> None:
         """Store the selection and the look-ahead."""
         self.selection, self.look_ahead = selection, list(look_ahead.token_ids)
 
 
-class WatchedEngine(Engine):
+class TracedEngine(Engine):
     """An engine that stores its last request's observations in `seen`."""
 
     seen: Seen
@@ -78,7 +78,7 @@ class WatchedEngine(Engine):
 def watching(generator: SpecStackGenerator) -> SpecStackGenerator:
     """A generator over the same models and configuration, with untrained policies, for `watch_prompt` and
     `watch_turns`."""
-    return SpecStackGenerator.over(WatchedEngine(generator.pair, generator.config))
+    return SpecStackGenerator.over(TracedEngine(generator.pair, generator.config))
 
 
 def watch_prompt(generator: SpecStackGenerator, name: str, question: str, **options: Any) -> RunView:
@@ -107,7 +107,7 @@ def watch_turns(
 
 def view_of(generator: SpecStackGenerator, question: str, result: GenerationResult) -> TurnView:
     """The last request as page data."""
-    seen, pair, records = cast(WatchedEngine, generator.engine).seen, generator.pair, result.records or []
+    seen, pair, records = cast(TracedEngine, generator.engine).seen, generator.pair, result.records or []
     request, selection = seen.request, seen.selection
     if selection is None:
         raise RuntimeError("the request has not run to its end")

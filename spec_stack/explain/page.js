@@ -77,7 +77,7 @@
       entries.push(["prompt tokens", count(m.num_prompt_tokens)]);
       if (m.num_cached_tokens) entries.push(["of them new", count(m.num_new_tokens)]);
       entries.push([`kept: ${count(m.num_kept_tokens)} tokens`, share(m.keep_rate)]);
-      if (m.num_restored_tokens) entries.push(["restored", count(m.num_restored_tokens)]);
+      if (m.num_recalled_tokens) entries.push(["restored", count(m.num_recalled_tokens)]);
       entries.push(["time to first token", seconds(m.ttft_s)]);
       if (m.decode_tokens_per_s) entries.push(["tokens/s after it", m.decode_tokens_per_s.toFixed(0)]);
     } else {
@@ -98,7 +98,7 @@
     const first = turn.steps[0];
     if (!first) return;
     add(parent, "h3", {}, "Time to first token");
-    const total = turn.metrics.ttft_s || first.draft_s + first.verify_s + first.controller_s;
+    const total = turn.metrics.ttft_s || first.draft_s + first.verify_s + first.policy_s;
     const rest = Math.max(0, total - first.draft_s - first.verify_s);
     const rows = [["this run", total, [
       ["the draft scores and looks ahead", first.draft_s, "var(--draft)"],
@@ -172,9 +172,9 @@
       add(entry, "i", { class: "scale" });
       entry.append(`${top.toPrecision(2)} and more${numbers.d ? "; paler where dropped" : ""}`);
     }
-    const total = prompt.tokens.length, borders = prompt.borders || [total], units = new Array(total).fill(-1);
-    for (let unit = 0; unit + 1 < borders.length; unit += 1) units.fill(unit, borders[unit], borders[unit + 1]);
-    const unitOf = (index) => units[index];
+    const total = prompt.tokens.length, borders = prompt.borders || [total], segments = new Array(total).fill(-1);
+    for (let segment = 0; segment + 1 < borders.length; segment += 1) segments.fill(segment, borders[segment], borders[segment + 1]);
+    const unitOf = (index) => segments[index];
     const weights = new Array(total).fill(0);
     for (const query of [...prompt.queries].reverse()) weights.fill(query.weight, query.start, query.stop);
     const scoring = (index) => `scoring query, weight ${weights[index].toFixed(2)}`;
@@ -182,11 +182,11 @@
       const lines = [`token ${count(index)} of ${count(total)}: ${STATES[prompt.states[index]][0]}`];
       if (prompt.importance) lines.push(`importance ${prompt.importance[index].toPrecision(3)}`);
       if (weights[index]) lines.push(scoring(index));
-      const unit = unitOf(index);
-      if (prompt.votes && unit >= 0) lines.push(`unit ${unit}: score ${prompt.votes[unit].toPrecision(3)}`);
+      const segment = unitOf(index);
+      if (prompt.votes && segment >= 0) lines.push(`segment ${segment}: score ${prompt.votes[segment].toPrecision(3)}`);
       return lines.join("\n");
     };
-    // The map: one column per unit (line or chunk), coloured by what became of it; its height is its heat.
+    // The map: one column per segment (line or chunk), coloured by what became of it; its height is its heat.
     const map = draw(parent, "svg", {
       class: "map", viewBox: `0 0 ${total} 26`, preserveAspectRatio: "none", role: "img",
       "aria-label": `map of the prompt: ${present.map((state) => `${numbers[state]} ${STATES[state][0]}`).join(", ")}`,
@@ -202,11 +202,11 @@
       const bar = draw(map, "rect", {
         x: from, width: to - from, y: 26 - height, height, fill: STATES[state][1], opacity: state === "d" ? 0.55 : 1,
       });
-      const [first, last, unit] = [from, to - 1, unitOf(from)];
+      const [first, last, segment] = [from, to - 1, unitOf(from)];
       explain(bar, () => {
         const lines = [`tokens ${count(first)} to ${count(last)}: ${STATES[state][0]}`];
         if (prompt.importance) lines.push(`highest importance ${Math.max(...prompt.importance.slice(first, last + 1)).toPrecision(3)}`);
-        if (prompt.votes && unit >= 0) lines.push(`unit ${unit}: score ${prompt.votes[unit].toPrecision(3)}`);
+        if (prompt.votes && segment >= 0) lines.push(`segment ${segment}: score ${prompt.votes[segment].toPrecision(3)}`);
         return lines.join("\n");
       });
       from = to;
@@ -300,8 +300,8 @@
     const all = turn.steps.map((step, index) => [index, step]);
     const timed = all.filter(([, step]) => !step.is_prefill);
     if (timed.length) {
-      const parts = [["draft_s", "draft", "var(--draft)"], ["verify_s", "verify", "var(--verify)"], ["controller_s", "controller", "var(--controller)"]];
-      const highest = Math.max(...timed.map(([, step]) => step.draft_s + step.verify_s + step.controller_s));
+      const parts = [["draft_s", "draft", "var(--draft)"], ["verify_s", "verify", "var(--verify)"], ["policy_s", "controller", "var(--controller)"]];
+      const highest = Math.max(...timed.map(([, step]) => step.draft_s + step.verify_s + step.policy_s));
       chart(parent, turn, "Time by step", "Step 0, which prefills, is above.", timed, highest, seconds, (svg, x, width, step, y) => {
         let below = 0;
         for (const [key, , colour] of parts) {
@@ -345,7 +345,7 @@
       turn.steps.forEach((step, index) => {
         const row = add(table, "tr");
         const cells = [index, step.gamma ? proposer(step) : "–", step.gamma, step.num_accepted, step.num_tokens, seconds(step.draft_s), seconds(step.verify_s),
-          seconds(step.controller_s), step.signals.confidence.length ? mean(step.signals.confidence).toFixed(2) : "–", step.signals.entropy.length ? mean(step.signals.entropy).toFixed(2) : "–"];
+          seconds(step.policy_s), step.signals.confidence.length ? mean(step.signals.confidence).toFixed(2) : "–", step.signals.entropy.length ? mean(step.signals.entropy).toFixed(2) : "–"];
         for (const cell of cells) add(row, "td", {}, String(cell));
       });
     });

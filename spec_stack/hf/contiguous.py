@@ -50,7 +50,7 @@ class ContiguousModel(CachedModel):
             self._most_in_piece = max(self._most_in_piece, switch + _MOST_LOGITS)
 
     @property
-    def can_restore(self) -> bool:
+    def can_recall(self) -> bool:
         """True: recalled tokens are inserted at their position after a rollback."""
         return True
 
@@ -71,7 +71,7 @@ class ContiguousModel(CachedModel):
         is_long = num_held + len(new_ids) > self._switch
         if num_held and was_long != is_long:
             new_ids, at = [*self._token_ids, *new_ids], [*self._positions, *at]
-            self.prefill_kept((), ())
+            self.reset_to((), ())
         self._cache.is_long = is_long
         return new_ids, at
 

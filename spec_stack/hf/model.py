@@ -106,7 +106,7 @@ class CachedModel:
             return self._positions[-1] + 1
         return max(self._positions, default=-1) + 1
 
-    def num_unread(self, num_tokens: int) -> int:
+    def draft_lag(self, num_tokens: int) -> int:
         """Tokens of a text of this length that are not cached yet."""
         return num_tokens - self.next_position
 
@@ -125,7 +125,7 @@ class CachedModel:
         return len(self._to_recompute)
 
     @property
-    def can_restore(self) -> bool:
+    def can_recall(self) -> bool:
         """Whether tokens may be inserted before cached positions: not with a recurrent state."""
         return not self.is_stateful
 
@@ -138,7 +138,7 @@ class CachedModel:
         """Whether the model has a recurrent state, which cannot be cropped."""
         return self._states.exist
 
-    def forget_from(self, position: int) -> None:
+    def truncate(self, position: int) -> None:
         """Drop all tokens from the first one written at or past a position, with those that attended to it."""
         if self.next_position > position:
             held = self.positions
@@ -229,7 +229,7 @@ class CachedModel:
         num_layers: int | None = None,
     ) -> None:
         """Append tokens without logits. window: each attends to so many positions and to those below num_sinks.
-        num_layers: run only so many layers; the cache then serves scoring only, until `prefill_kept`."""
+        num_layers: run only so many layers; the cache then serves scoring only, until `reset_to`."""
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, 0)
         last_layer = self._last_layer
@@ -303,7 +303,7 @@ class CachedModel:
     def _mark_restored(self, positions: Sequence[int]) -> None:
         """Check restored tokens, before next_position, and store where they end."""
         num_restored = bisect_left(positions, self.next_position)
-        if num_restored == len(positions) or not self.can_restore:
+        if num_restored == len(positions) or not self.can_recall:
             raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
         if not set(self._positions).isdisjoint(positions[:num_restored]):
             raise ValueError("some of the positions to restore are cached already")
@@ -419,7 +419,7 @@ class CachedModel:
         self._positions = [self._positions[slot] for slot in slots]
         self._token_ids = [self._token_ids[slot] for slot in slots]
 
-    def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
+    def reset_to(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
         """Reset the cache to the prompt's tokens at these increasing positions; the next forward computes them."""
         self._cache = model_cache.new_cache(self.model.config)
         self._token_ids, self._positions = [], []

@@ -133,7 +133,7 @@ class ProcessedRows:
         self._ids = new if self._ids is None else torch.cat([self._ids, new], dim=1)
         return self._ids
 
-    def for_draft(self) -> ProcessedRows:
+    def fork_for_draft(self) -> ProcessedRows:
         copied = []
         for processor in self._processors:
             # The draft proposes without one that cannot be copied; verification applies it.
@@ -143,8 +143,8 @@ class ProcessedRows:
         other._ids = self._ids
         return other
 
-    def only_token(self, prefix_ids: Sequence[int]) -> int | None:
-        return self._grammar.only_token(prefix_ids) if self._grammar is not None else None
+    def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
+        return self._grammar.forced_token(prefix_ids) if self._grammar is not None else None
 
 
 def uncopied_note(processors: Iterable[Processor]) -> str:

@@ -219,7 +219,7 @@ class Grammar:
                 scores[:, self._never.to(scores.device)] = -torch.inf
         return scores
 
-    def only_token(self, prefix_ids: Sequence[int]) -> int | None:
+    def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
         """The only allowed next token, if there is exactly one."""
         if not self._advance(prefix_ids):
             return None

@@ -34,7 +34,7 @@ class WrappedDraft:
     def run_ahead(self, token_ids: Sequence[int], positions: Sequence[int], max_tokens: int) -> None:
         """None, as `CachedModel.run_ahead` says of a draft that has to see each token."""
 
-    def num_unread(self, num_tokens: int) -> int:
+    def draft_lag(self, num_tokens: int) -> int:
         return num_tokens - self.next_position
 
     @property

@@ -1,6 +1,6 @@
 """The draft's attention captured during a pass over a prompt, and the importance of the prompt's tokens.
 
-One pass of `scoring.look_at` serves any configuration of heads, layers, vote or pooling.
+One pass of `scoring.run_draft` serves any configuration of heads, layers, vote or pooling.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CapturedAttention:
         """
         layers = self.voting(config)
         queries = self.num_in_place, self.segments, self.weights(config)
-        if config.head_vote == "mean":
+        if config.head_reduction == "mean":
             scores = mean_importance(layers, *queries)
         else:
             scores = token_importance(layers, config.pool_kernel, *queries)
@@ -100,7 +100,7 @@ class CapturedAttention:
         return segment_weights(attention, self.segments, self.opening)
 
     def by_head(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
-        """Importance (num_prompt_tokens - first,) by every (layer, head) alone; head_vote "mean" is their mean."""
+        """Importance (num_prompt_tokens - first,) by every (layer, head) alone; head_reduction "mean" is their mean."""
         queries = self.num_in_place, self.segments, self.weights(config)
         return {
             (index, head): self._of_target(importance)
@@ -112,7 +112,7 @@ class CapturedAttention:
         """The voting layers, each with its voting heads."""
         if config.scoring_heads is None:
             # No more than half of a shallow draft is skipped.
-            skipped = min(config.skipped_layers, (max(self.layers, default=0) + 1) // 2)
+            skipped = min(config.first_scoring_layer, (max(self.layers, default=0) + 1) // 2)
             return [layer for index, layer in self.layers.items() if index >= skipped] or list(self.layers.values())
         by_layer: dict[int, list[int]] = {}
         for index, head in config.scoring_heads:

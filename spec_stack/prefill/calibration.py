@@ -16,16 +16,16 @@ VERSION = 4
 # What a calibration decides; everything else stays as it was configured.
 CHOSEN = (
     "keep_rate",
-    "unit",
+    "granularity",
     "scoring_queries",
     "look_ahead",
     "min_prompt_tokens",
     "draft_window",
     "draft_sinks",
-    "scoring_layers",
+    "num_scoring_layers",
     "scoring_heads",
-    "skipped_layers",
-    "head_vote",
+    "first_scoring_layer",
+    "head_reduction",
     "scorer",
 )
 

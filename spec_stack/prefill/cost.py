@@ -103,7 +103,7 @@ def counted_break_even(
 
     tokens_per_read: tokens whose arithmetic takes as long as reading the weights once, the least time of any forward.
     """
-    num_looking = 1 if config.asks_prompt else config.look_ahead + 1
+    num_looking = 1 if config.queries_from_prompt else config.look_ahead + 1
 
     def prefill(num_tokens: float) -> float:
         return max(prefill_flops(target, round(num_tokens)), prefill_flops(target, 1) * tokens_per_read)

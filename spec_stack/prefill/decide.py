@@ -43,5 +43,5 @@ def decide_scoring(
 
 def sees_whole(config: PrefillConfig, num_draft_tokens: int, scoring_limit: int | None) -> bool:
     """Return whether some attention layer of the draft sees such a prompt and the queries behind it whole."""
-    num_behind = MOST_REPEATED if config.asks_prompt else config.look_ahead
+    num_behind = MOST_REPEATED if config.queries_from_prompt else config.look_ahead
     return scoring_limit is None or num_draft_tokens + num_behind <= scoring_limit

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.units import line_borders
+from spec_stack.prefill.segments import line_borders
 
 WINDOW = 160
 """Tokens at the end of a prompt whose own queries score it."""

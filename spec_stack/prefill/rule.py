@@ -1,4 +1,4 @@
-"""The selection rule: which units of a prompt matter. docs/add-a-selection-rule.md.
+"""The selection rule: which segments of a prompt matter. docs/add-a-selection-rule.md.
 
 Subclass `SelectionRule`, add a line to `registry.SCORERS`, and name it: `PrefillConfig(scorer=...)`.
 """
@@ -16,19 +16,19 @@ from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.queries import Candidates, find_candidates, question_words
-from spec_stack.prefill.units import Units
+from spec_stack.prefill.segments import Segments
 from spec_stack.types import Proposal, Selection
 
 
 class Observer(Protocol):
     """Observes a selection (`spec-stack explain`) without changing it."""
 
-    def scored(self, evidence: Evidence) -> None:
-        """Receive the evidence for the whole prompt, after the draft's pass."""
+    def scored(self, inputs: ScoringInputs) -> None:
+        """Receive the inputs of the whole prompt, after the draft's pass."""
         ...
 
-    def voted(self, units: Units, scores: torch.Tensor) -> None:
-        """Receive the rule's scores (num_units,), in a session those of the new text."""
+    def voted(self, segments: Segments, scores: torch.Tensor) -> None:
+        """Receive the rule's scores (num_segments,), in a session those of the new text."""
         ...
 
     def selected(self, selection: Selection, look_ahead: Proposal) -> None:
@@ -37,8 +37,8 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """The evidence to score a prompt by; in a session, the new text of a turn.
+class ScoringInputs:
+    """What a rule scores a prompt by; in a session, the new text of a turn.
 
     Attributes
     ----------
@@ -63,9 +63,9 @@ class Evidence:
     importance: torch.Tensor | None = None
     observer: Observer | None = None
 
-    def starting_at(self, first: int) -> Evidence:
-        """The evidence of the text from token `first` on."""
-        return Evidence(
+    def starting_at(self, first: int) -> ScoringInputs:
+        """The inputs of the text from token `first` on."""
+        return ScoringInputs(
             self.prompt_ids[first:],
             None if self.attention is None else self.attention.starting_at(first),
             [(max(start - first, 0), stop - first) for start, stop in self.protected if stop > first],
@@ -101,7 +101,7 @@ class Evidence:
         """Weights, 0 to 1, of the scoring queries' segments, in prompt tokens; empty without a pass of the draft."""
         if self.attention is None:
             return {}
-        if not config.asks_prompt:
+        if not config.queries_from_prompt:
             return {(len(self.prompt_ids) - 1, len(self.prompt_ids)): 1.0}
         ranges = self.attention.ranges
         spans = [_in_target(segment.span, ranges) for segment in self.attention.segments]
@@ -117,20 +117,20 @@ def _in_target(span: Span, ranges: Sequence[Span] | None) -> Span:
 
 
 class SelectionRule(ABC):
-    """Scores the units of a prompt. One object serves many prompts, so it must be stateless."""
+    """Scores the segments of a prompt. One object serves many prompts, so it must be stateless."""
 
     needs_attention: ClassVar[bool] = True
     """True where the draft goes over the whole prompt for it. Without, pruning costs no pass of the draft."""
 
     @abstractmethod
-    def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
-        """Scores (num_units,); units with higher scores are kept first.
+    def score(self, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
+        """Scores (num_segments,); segments with higher scores are kept first.
 
         Parameters
         ----------
-        evidence : Evidence
+        inputs : ScoringInputs
             The prompt with its attention, texts and protected spans.
-        units : Units
+        segments : Segments
             What is kept or dropped whole: lines, or chunks.
         config : PrefillConfig
             How prompts are scored.

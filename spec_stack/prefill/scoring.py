@@ -1,6 +1,6 @@
 """The prefill stage: the draft scores the whole prompt, and the target's part is selected.
 
-`score_prompt` gives the selection and the first proposal; `look_at` alone gives the draft's attention.
+`score_prompt` gives the selection and the first proposal; `run_draft` alone gives the draft's attention.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spec_stack.prefill.attention import CapturedAttention, CapturedLayer
 from spec_stack.prefill.importance import Segment
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.prefill.rule import Evidence, Observer
+from spec_stack.prefill.rule import Observer, ScoringInputs
 from spec_stack.prefill.selection import select
 from spec_stack.types import DraftTokenization, Proposal, Selection, SteppableModel
 
@@ -34,7 +34,7 @@ class ScoringModel(SteppableModel, Protocol):
         num_sinks: int = 0,
         num_layers: int | None = None,
     ) -> None: ...
-    def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None: ...
+    def reset_to(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None: ...
     def keep_slots(self, slots: Sequence[int]) -> None: ...
     def checkpoint(self) -> None: ...
     def capture(self) -> AbstractContextManager[Mapping[int, CapturedLayer]]: ...
@@ -51,11 +51,11 @@ class LookAhead(Protocol):
 
 def num_layers_needed(config: PrefillConfig, num_layers: int) -> int | None:
     """How many of a draft's num_layers layers scoring a prompt needs; None for all."""
-    needed = config.num_asked_layers
+    needed = config.resolved_scoring_layers
     return None if needed is None or needed >= num_layers else needed
 
 
-def look_at(
+def run_draft(
     draft: ScoringModel,
     prompt_ids: Sequence[int],
     look_ahead: LookAhead,
@@ -75,7 +75,7 @@ def look_at(
     useless for anything else. on_prefilled: called when the draft has seen all but the last queries.
     """
     num_tokens = len(prompt_ids)
-    found = find_candidates(num_tokens, pieces, protected) if config.asks_prompt else None
+    found = find_candidates(num_tokens, pieces, protected) if config.queries_from_prompt else None
     start = num_tokens - 1 if found is None else found.start
     draft.rollback(max(0, draft.next_position - start))
     if draft.next_position < start:
@@ -182,22 +182,22 @@ def score_prompt(
     look-ahead; only the kept slots under draft_context="kept", and where not all layers saw the prompt.
 
     protected: half-open token spans that are always kept. whole: run all layers even where scoring needs fewer, to
-    reuse the draft; an explicit config.scoring_layers still holds. Other arguments as in `look_at`.
+    reuse the draft; an explicit config.num_scoring_layers still holds. Other arguments as in `run_draft`.
     """
     attention, proposal, num_layers = None, Proposal(), None
     goes_over = needs_attention(config.scorer)
     if goes_over:
-        num_layers = config.scoring_layers if whole else num_layers_needed(config, draft.num_layers)
-        attention, proposal = look_at(
+        num_layers = config.num_scoring_layers if whole else num_layers_needed(config, draft.num_layers)
+        attention, proposal = run_draft(
             draft, prompt_ids, look_ahead, config, tokenization, num_layers, on_prefilled, pieces, protected
         )
-    evidence = Evidence(prompt_ids, attention, protected, pieces, observer=observer)
+    inputs = ScoringInputs(prompt_ids, attention, protected, pieces, observer=observer)
     if observer is not None:
-        observer.scored(evidence)
-    selection = select(evidence, config, protected)
+        observer.scored(inputs)
+    selection = select(inputs, config, protected)
     if not goes_over or num_layers is not None:
         # The last token is left to the first proposal.
-        draft.prefill_kept(prompt_ids, [position for position in selection.positions if position < len(prompt_ids) - 1])
+        draft.reset_to(prompt_ids, [position for position in selection.positions if position < len(prompt_ids) - 1])
     elif config.draft_context == "kept":
         draft.keep_slots([*selection.positions, *range(len(prompt_ids), draft.next_position)])
     return selection, proposal

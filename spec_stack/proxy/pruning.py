@@ -193,7 +193,7 @@ class PromptPruner:
         return result
 
     def _open(self, job: _Job) -> _Conversation:
-        pruner = self._pruner.conversation(SessionConfig(restore=self._config.recall))
+        pruner = self._pruner.conversation(SessionConfig(recall=self._config.recall))
         return _Conversation(job.client, job.keep_rate, pruner, job.prompt[:0])
 
     def _advance(self, conversation: _Conversation, prompt: Any) -> PruneResult:

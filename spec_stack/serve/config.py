@@ -68,7 +68,7 @@ class ServeConfig:
     max_sessions: int = option(
         8, "conversations whose caches are kept, least recently used evicted first; 0 keeps none"
     )
-    remembered_tokens: int = option(
+    ngram_cache_tokens: int = option(
         65_536,
         "tokens of a client's earlier answers that n-gram lookup searches, about 200 bytes each, for max_sessions "
         "clients; 0 keeps none",
@@ -83,8 +83,8 @@ class ServeConfig:
                 require_int(name, getattr(self, name), 1)
         require_int("port", self.port, 0, _MAX_PORT)
         require_int("max_sessions", self.max_sessions, 0)
-        if self.remembered_tokens:
-            require_int("remembered_tokens", self.remembered_tokens, 2)
+        if self.ngram_cache_tokens:
+            require_int("ngram_cache_tokens", self.ngram_cache_tokens, 2)
         if isinstance(self.api_keys, str) or not all(isinstance(key, str) and key for key in self.api_keys):
             raise ValueError("api_keys must be a list of non-empty strings")
         if isinstance(self.cors_origins, str) or not all(map(_is_origin, self.cors_origins)):

@@ -31,7 +31,7 @@ class ServerMetrics(AppMetrics):
         self._prompt_tokens.labels("all").inc(metrics.num_prompt_tokens)
         self._prompt_tokens.labels("cached").inc(metrics.num_cached_tokens)
         self._prompt_tokens.labels("kept").inc(metrics.num_kept_tokens)
-        self._prompt_tokens.labels("restored").inc(metrics.num_restored_tokens)
+        self._prompt_tokens.labels("restored").inc(metrics.num_recalled_tokens)
         self._tokens.inc(metrics.num_tokens)
         self._steps.inc(metrics.num_steps)
         self._drafted.inc(metrics.num_proposed)

@@ -30,7 +30,7 @@ class Worker:
 
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig) -> None:
         self.queue: RequestQueue[QueuedRequest] = RequestQueue(config.max_queued, config.max_queued_per_client)
-        self.sessions = SessionStore(generator, config.max_sessions, config.remembered_tokens)
+        self.sessions = SessionStore(generator, config.max_sessions, config.ngram_cache_tokens)
         self.metrics = ServerMetrics(self.queue.__len__, lambda: int(self.is_busy), self.sessions.__len__)
         self._running: QueuedRequest | None = None
         self._thread = threading.Thread(target=self._work, name="spec-stack-serve", daemon=True)

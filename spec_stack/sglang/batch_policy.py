@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.base import BatchRequest, DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.batch import BatchThroughput
-from spec_stack.sglang.guards import harmless, note_failure
-from spec_stack.sglang.launch_notes import graph_sizes
+from spec_stack.sglang.errors import log_and_continue, log_failure
+from spec_stack.sglang.launch_messages import graph_sizes
 from spec_stack.sglang.penalties import is_penalised
 from spec_stack.sglang.request_state import RequestOptions, note_step, options_of
-from spec_stack.sglang.seams import RunningRequest
+from spec_stack.sglang.required_api import RunningRequest
 from spec_stack.sglang.server_args import ServerConfig
 
 # Without captured graphs.
@@ -113,12 +113,12 @@ class BatchPolicy:
         padded = self._padded(batch_size)
         gammas = self._gammas_at(padded)
         caps, knows, num_slots, options = [0] * len(self._requests), False, 0, list[RequestOptions]()
-        with harmless("reading requests' gammas", "the step drafts as little as it may"):
+        with log_and_continue("reading requests' gammas", "the step drafts as little as it may"):
             options = [options_of(request) for request in self._requests]
             caps, knows = list(map(_cap, self._requests, options)), True
             num_slots = _mean_slots(self._requests)
         policy, wanted, lag = self._cautious, 0, len(self._pending) + 1
-        with harmless("choosing gamma", "the step drafts as little as it may"):
+        with log_and_continue("choosing gamma", "the step drafts as little as it may"):
             name, asked = self._rule(caps, options)
             policy = self._policy(name)
             wanted = policy.choose(self._context(padded, gammas[-1], caps, num_slots, lag)) if asked is None else asked
@@ -134,7 +134,7 @@ class BatchPolicy:
         return gamma
 
     def _context(self, batch_size: int, max_gamma: int, caps: list[int], num_slots: int, lag: int) -> StepContext:
-        members = [BatchMember(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)]
+        members = [BatchRequest(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)]
         return StepContext(
             step=self._number,
             max_gamma=max_gamma,
@@ -163,7 +163,7 @@ class BatchPolicy:
         self._previous_end = now
         self.num_steps += 1
         for request, num_correct, cap in zip(step.requests, num_correct_drafts_per_req, step.caps, strict=True):
-            # `harmless` at this place would cost as much as what it guards.
+            # `log_and_continue` at this place would cost as much as what it guards.
             try:
                 if request.is_retracted or request.finished():
                     # It ended, or was retracted, while this step ran: its tokens are discarded.
@@ -175,7 +175,7 @@ class BatchPolicy:
                 self._last = record
                 step.policy.observe(record)
             except Exception:
-                note_failure("learning from a step", "nothing is learned from it")
+                log_failure("learning from a step", "nothing is learned from it")
 
     def _record(
         self, step: Pending, request: RunningRequest, gamma: int, num_correct: int, share_s: float
@@ -196,7 +196,7 @@ class BatchPolicy:
             draft_s=0.0,
             # Not finite marks unknown seconds in a record.
             verify_s=share_s if gamma == step.gamma else math.nan,
-            controller_s=0.0,
+            policy_s=0.0,
             lag=step.lag,
         )
 
@@ -220,7 +220,7 @@ class BatchPolicy:
         """Most accepted tokens per request in the step chosen last."""
         return self._pending[-1].caps
 
-    def something_else_runs(self) -> None:
+    def invalidate_step_timing(self) -> None:
         """A prefill or a scoring runs: seconds that include it are not a step's own."""
         self._only_steps_ran = False
         for step in self._pending:

@@ -19,10 +19,10 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.positions import BatchMap, PlacedKey, PositionMap
+from spec_stack.sglang.positions import BatchMap, PositionedRadixKey, PositionMap
 from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, plan_prefill, protected_lead
 from spec_stack.sglang.request_state import RequestOptions, RequestState, attach
-from spec_stack.sglang.seams import RunningRequest
+from spec_stack.sglang.required_api import RunningRequest
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
 from spec_stack.tokenizers.pieces import Pieces
@@ -30,7 +30,7 @@ from spec_stack.tokenizers.pieces import Pieces
 # The same prompt repeats at once with n replies, and after a client's retry.
 _MOST_PLANS = 16
 
-OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
+OUTCOMES = ("pruned", "disabled", "unsupported", "cached", "nothing_to_prune", "draft_pool_full", "failed")
 """Outcomes of a prompt, for counting. not_wanted: by the request or its length; covered: everything was selected."""
 
 
@@ -129,9 +129,9 @@ def decide(prompt: Prompt, known: KnownTexts, recall: SessionConfig, refusal: st
     num_tokens = len(prompt.token_ids)
     is_wanted, reason = decide_scoring(prompt.config, num_tokens, ())
     if not is_wanted:
-        return Plan.dense(prompt, reason, "not_wanted")
+        return Plan.dense(prompt, reason, "disabled")
     if refusal is not None:
-        return Plan.dense(prompt, f"off: {refusal}", "not_possible")
+        return Plan.dense(prompt, f"off: {refusal}", "unsupported")
     prefix, is_cached = _reused_prefix(prompt, known)
     if is_cached and num_tokens - prefix.num_tokens < prompt.config.min_prompt_tokens:
         return Plan.dense(prompt, f"off: {prefix.num_tokens} of {num_tokens} tokens are cached", "cached")
@@ -140,7 +140,7 @@ def decide(prompt: Prompt, known: KnownTexts, recall: SessionConfig, refusal: st
         prompt = replace(prompt, protected=known.template.protected(prompt.token_ids))
     is_wanted, reason = decide_scoring(prompt.config, num_tokens, prompt.spans)
     if not is_wanted:
-        return Plan.dense(prompt, reason, "not_wanted")
+        return Plan.dense(prompt, reason, "disabled")
     if prompt in known.plans:
         return known.plans[prompt]
     needs = _needs(prompt, prefix, reason, recall)
@@ -171,7 +171,7 @@ def _needs(prompt: Prompt, prefix: CachedPrefix, reason: str, recall: SessionCon
     num_new = len(prompt.token_ids) - prefix.num_tokens
     new_spans = clip_spans(prompt.spans, prefix.num_tokens)
     prunes, reason = decide_scoring(prompt.config, num_new, new_spans, text="new text")
-    recalls = prompt.follow_up == "recall" and recall.restore and not prefix.is_dense
+    recalls = prompt.follow_up == "recall" and recall.recall and not prefix.is_dense
     return NeedsScore(prompt, prefix, prunes, recalls, reason)
 
 
@@ -189,7 +189,7 @@ def plan_scored(
         num_scored = prefix.num_tokens * needs.recalls + (num_tokens - prefix.num_tokens) * needs.prunes
     if prefill.is_whole:
         reason = "off: chunks and protected spans cover the whole prompt"
-        return Plan(prompt, prefill, reason, "covered", num_scored, num_draft_tokens)
+        return Plan(prompt, prefill, reason, "nothing_to_prune", num_scored, num_draft_tokens)
     reason = needs.reason
     if prefix.num_tokens:
         origin = "cached and kept" if prefix.is_dense else f"of earlier turns: {prompt.follow_up}"
@@ -244,7 +244,7 @@ class Applier:
         token_ids = array("q", plan.prefill.token_ids)
         if plan.prompt.config.positions == "original":
             positions = _checked_positions(plan)
-            placed = PlacedKey.of(positions, request.extra_key)
+            placed = PositionedRadixKey.of(positions, request.extra_key)
             placed.place(token_ids)
             key = placed
         self._remember(request, options, plan)

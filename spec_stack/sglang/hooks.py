@@ -11,19 +11,19 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from spec_stack.sglang import seams
-from spec_stack.sglang.guards import harmless, note_failure
+from spec_stack.sglang import required_api
+from spec_stack.sglang.errors import log_and_continue, log_failure
 from spec_stack.sglang.manager import SparsePrefillManager
-from spec_stack.sglang.positions import place_tokens, positions_of
+from spec_stack.sglang.positions import encode_positions, positions_of
 from spec_stack.sglang.reports import (
-    ReplyBooks,
-    ReplyInfo,
+    ReportAssembler,
+    ReportStore,
     correct_acceptance,
     reported_completion,
     with_report,
 )
 from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions, position_maps
-from spec_stack.sglang.seams import RunningRequest, Scheduler
+from spec_stack.sglang.required_api import RunningRequest, Scheduler
 from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def _check_options(verify: Callable[..., None], params: Any, *args: Any, **kwarg
     """SGLang turns the ValueError into a 400."""
     verify(params, *args, **kwargs)
     refused: ValueError | None = None
-    with harmless("reading a request's options", "the scheduler reads them again"):
+    with log_and_continue("reading a request's options", "the scheduler reads them again"):
         if params.custom_params and _is_on():
             try:
                 RequestOptions.parse(params.custom_params, _config())
@@ -63,10 +63,10 @@ def _check_options(verify: Callable[..., None], params: Any, *args: Any, **kwarg
 # The process that writes replies
 
 
-def _books(manager: Any) -> ReplyBooks:
-    books: ReplyBooks | None = getattr(manager, STATE, None)
+def _books(manager: Any) -> ReportStore:
+    books: ReportStore | None = getattr(manager, STATE, None)
     if books is None:
-        books = ReplyBooks(manager.served_model_name if manager.enable_metrics else None)
+        books = ReportStore(manager.served_model_name if manager.enable_metrics else None)
         setattr(manager, STATE, books)
     return books
 
@@ -86,8 +86,8 @@ def _report(
     update(manager, meta_info, state, others, index, *args, **kwargs)
     if META_INFO not in customized_info:
         return
-    with harmless("writing a report", "the reply has none"):
-        info: ReplyInfo = getattr(state, STATE, None) or ReplyInfo()
+    with log_and_continue("writing a report", "the reply has none"):
+        info: ReportAssembler = getattr(state, STATE, None) or ReportAssembler()
         setattr(state, STATE, info)
         info.add(customized_info[META_INFO][index])
         is_finished = bool(meta_info.get("finish_reason"))
@@ -106,7 +106,7 @@ def _correct_acceptance(
     """Runs once per reply, at its end, before SGLang counts the prompt's tokens."""
     calculate(manager, meta_info, outputs, index)
     if META_INFO in meta_info:
-        with harmless("correcting SGLang's numbers", "they are SGLang's own"):
+        with log_and_continue("correcting SGLang's numbers", "they are SGLang's own"):
             correct_acceptance(meta_info, meta_info[META_INFO])
             outputs.prompt_tokens[index] = meta_info[META_INFO]["num_prompt_tokens"]
 
@@ -114,7 +114,7 @@ def _correct_acceptance(
 async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: Any, **kwargs: Any) -> Any:
     """The report goes into an OpenAI stream's usage chunk, and beside a completion's text."""
     response = await handle(serving, *args, **kwargs)
-    with harmless("writing a report", "the reply has none"):
+    with log_and_continue("writing a report", "the reply has none"):
         books = getattr(serving.tokenizer_manager, STATE, None)
         if hasattr(response, "body_iterator") and _is_on():
             response.body_iterator = with_report(response.body_iterator, partial(_books, serving.tokenizer_manager))
@@ -128,7 +128,7 @@ async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: A
 
 def _show_state(get: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
     output = get(scheduler, *args, **kwargs)
-    with harmless("showing the state", "/server_info has none"):
+    with log_and_continue("showing the state", "/server_info has none"):
         manager = SparsePrefillManager.of(scheduler)
         if manager is not None:
             output.internal_state[META_INFO] = manager.state()
@@ -177,7 +177,7 @@ def _map_positions(init_new: Callable[..., Any], cls: type, batch: Any, runner: 
         try:
             slots.place(forward_batch, batch)
         except Exception:
-            note_failure("placing the draft", "what it proposes is not accepted")
+            log_failure("placing the draft", "what it proposes is not accepted")
             slots.place_nowhere(forward_batch)
     return forward_batch
 
@@ -188,7 +188,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.sampling.sampling_params.SamplingParams.verify": _check_options,
     f"{_SRT}.managers.scheduler.Scheduler._add_request_to_queue": _decide_at_the_queue,
     f"{_SRT}.managers.scheduler.Scheduler.get_next_batch_to_run": _score_between_batches,
-    f"{_SRT}.mem_cache.radix_cache.RadixKey.__init__": place_tokens,
+    f"{_SRT}.mem_cache.radix_cache.RadixKey.__init__": encode_positions,
     f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _map_positions,
 }
 # Without one of these, a number is missing or SGLang's own.
@@ -216,7 +216,7 @@ def check() -> None:
 
     A missing statistics hook is only a warning.
     """
-    lacking = seams.missing()
+    lacking = required_api.missing()
     if lacking:
         raise RuntimeError(f"{NAME} cannot serve: this SGLang has no {', '.join(lacking)}; install a tested version")
     missing = [target for target in HOOKS if target not in HookRegistry._patched]

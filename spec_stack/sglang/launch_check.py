@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_stack.config import how_to_install
-from spec_stack.sglang import launch_notes as notes
+from spec_stack.sglang import launch_messages as notes
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.sglang.support import (
     MAPPED_DRAFT_BACKENDS,
@@ -115,7 +115,7 @@ def describe(launch: Launch) -> dict[str, Any]:
     if launch.prunes:
         report["draft's pool"] = pool_note(config, numbers["draft_pool_bytes"] // numbers["draft_pool_tokens"])
     if launch.has_slots:
-        report["draft's slots"] = notes.slots_note(**numbers["draft_slots"])
+        report["draft's slots"] = notes.slots_note(**numbers["draft_kv_budget"])
     if launch.is_own:
         report["CUDA graphs"] = notes.graphs_note(config, launch.sizes)
     if "gammas_bytes" in numbers:
@@ -138,7 +138,7 @@ def _numbers(launch: Launch) -> dict[str, Any]:
         numbers["draft_pool_tokens"] = config.most_pool_tokens
         numbers["draft_pool_bytes"] = config.most_pool_tokens * own_bytes
     if launch.has_slots:
-        numbers["draft_slots"] = notes.slots_of(config, args.max_running_requests, own_bytes)
+        numbers["draft_kv_budget"] = notes.slots_of(config, args.max_running_requests, own_bytes)
     if launch.is_own and sizes is not None:
         numbers["graph_batch_sizes"] = notes.captured(config, sizes)
         numbers["num_graphs"] = notes.num_graphs(config, sizes)

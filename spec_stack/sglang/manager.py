@@ -24,16 +24,16 @@ from spec_stack.sglang.decide import (
     plan_unscored,
 )
 from spec_stack.sglang.draft_radix_cache import PoolFullError
-from spec_stack.sglang.guards import harmless, note_failure, num_failures
-from spec_stack.sglang.launch_notes import others_note, pruning_note, slots_note
+from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
+from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
+from spec_stack.sglang.launch_messages import others_note, pruning_note, slots_note
 from spec_stack.sglang.ngram_reader import NgramReader
-from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, dense_reason
+from spec_stack.sglang.required_api import RunningRequest, Scheduler
 from spec_stack.sglang.scoring import DraftScorer, Score
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.scoring_schedule import ScoringSchedule
-from spec_stack.sglang.seams import RunningRequest, Scheduler
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.sglang.threshold import with_threshold
 from spec_stack.tokenizers.chat_turns import Protected
@@ -100,7 +100,7 @@ class SparsePrefillManager:
         """Run the self-test, in a small pool where prompts are pruned on request alone."""
         prefill, scorer = self.config.prefill, self._scorer
         if not self._prunes:
-            scorer = DraftScorer(self._scheduler, PooledDraft(model.runner, self_test.most_tokens(prefill)))
+            scorer = DraftScorer(self._scheduler, DraftScoringRunner(model.runner, self_test.most_tokens(prefill)))
         seconds = self_test.run(self._scheduler, scorer, prefill)
         logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
 
@@ -142,7 +142,7 @@ class SparsePrefillManager:
         except Exception as error:
             if self._failures_end_it:
                 raise
-            note_failure("deciding for a prompt", "it is prefilled densely")
+            log_failure("deciding for a prompt", "it is prefilled densely")
             failure = error
         # Dense prefill is safe only where all ranks failed: a rank that has decided may have pruned.
         if not all_say_yes(failure is None) and not all_say_yes(failure is not None):
@@ -187,7 +187,7 @@ class SparsePrefillManager:
         self, request: RunningRequest, options: RequestOptions, decision: Plan, scoring_s: Sequence[float] = ()
     ) -> None:
         self._applier.apply(request, options, decision, scoring_s)
-        if decision.outcome not in ("pruned", "covered"):
+        if decision.outcome not in ("pruned", "nothing_to_prune"):
             return
         # Tenants are separated for drafts too, since lookup drafts reach every request.
         prompt, prefill = decision.prompt, decision.prefill
@@ -198,7 +198,7 @@ class SparsePrefillManager:
     def _give_up(self, request: RunningRequest, error: Exception) -> None:
         """Prefill the unchanged prompt of a request without a decision densely."""
         self._pending = [pending for pending in self._pending if pending.request is not request]
-        with harmless("reporting on a prompt", "its reply has no report"):
+        with log_and_continue("reporting on a prompt", "its reply has no report"):
             if getattr(request, STATE, None) is None:
                 reason = f"off: deciding failed: {type(error).__name__}: {error}"
                 options = RequestOptions()
@@ -222,20 +222,20 @@ class SparsePrefillManager:
             # Other ranks may wait in a collective of the part that this rank did not begin.
             if self._failures_end_it or num_ranks() > 1:
                 raise
-            note_failure("scoring", "the prompt is prefilled densely")
+            log_failure("scoring", "the prompt is prefilled densely")
             # All waiting ones, where the failure may be any's.
             for pending in [it for it in self._pending if it is self._at_work] or list(self._pending):
-                with harmless("giving a scoring up", "what it held of the draft's pool may stay held"):
+                with log_and_continue("giving a scoring up", "what it held of the draft's pool may stay held"):
                     self._restart(pending)
                 self._give_up(pending.request, error)
 
     def _guarded(self, what: str, instead: str) -> AbstractContextManager[None]:
         """Contain a failure on one rank. With several it ends the server: with other batches the others would hang."""
-        return harmless(what, instead) if num_ranks() == 1 else nullcontext()
+        return log_and_continue(what, instead) if num_ranks() == 1 else nullcontext()
 
     @property
     def _failures_end_it(self) -> bool:
-        return self.config.prefill.on_scoring_error == "raise"
+        return self.config.prefill.on_scoring_failure == "raise"
 
     def _unscored(self) -> set[int]:
         return {id(pending.request) for pending in self._pending}
@@ -296,7 +296,7 @@ class SparsePrefillManager:
         """Run the next part of the scoring; settle the request at its end or failure."""
         self._at_work = pending
         if self._drafts:
-            self._worker.batch_policy.something_else_runs()
+            self._worker.batch_policy.invalidate_step_timing()
         needs, started = pending.needs, perf_counter()
         score, failure = None, None
         try:
@@ -309,7 +309,7 @@ class SparsePrefillManager:
         except PoolFullError as error:
             # Pools are the same on all ranks, so all of them come here.
             why = f"{error}; see --spec-stack-draft-pool-tokens"
-            self._settle(pending, plan_unscored(needs, why, "no_room"))
+            self._settle(pending, plan_unscored(needs, why, "draft_pool_full"))
             return
         except Exception as error:
             failure = error
@@ -371,7 +371,7 @@ class SparsePrefillManager:
             "num_waiting_for_their_score": len(self._pending),
             "num_turns_remembered": len(self._known.turns),
             "draft_pool": self._scorer.pool_state() if self._can_prune else {},
-            "draft_slots": self._draft_slots(),
+            "draft_kv_budget": self._draft_slots(),
             **(self._worker.state() if self._drafts else {}),
             "num_failures": num_failures(),
         }
@@ -392,7 +392,7 @@ def forget_with(tree_cache: Any, forget: Callable[[], None]) -> None:
 
     def reset_all() -> None:
         reset()
-        with harmless("forgetting what was cached", "it is forgotten as new texts come"):
+        with log_and_continue("forgetting what was cached", "it is forgotten as new texts come"):
             forget()
 
     tree_cache.reset = reset_all

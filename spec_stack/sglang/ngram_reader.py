@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from spec_stack.sglang.guards import harmless
+from spec_stack.sglang.errors import log_and_continue
 
 # Tokens that are read before one step, which waits for it: a few milliseconds.
 PART = 512
@@ -32,5 +32,5 @@ class NgramReader:
 
     def next_round(self) -> None:
         if self._unread:
-            with harmless("giving NGRAM a prompt to read", "it drafts from what it has"):
+            with log_and_continue("giving NGRAM a prompt to read", "it drafts from what it has"):
                 self._corpus.batch_put([self._unread.popleft()])

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from spec_stack.devices import to_device
-from spec_stack.sglang.guards import harmless
-from spec_stack.sglang.seams import RunningRequest, SamplingSettings
+from spec_stack.sglang.errors import log_and_continue
+from spec_stack.sglang.required_api import RunningRequest, SamplingSettings
 
 _COUNTING = "counting penalties", "they are SGLang's own"
 
@@ -46,7 +46,7 @@ class Penalties:
     ) -> None:
         """Correct a decode step. newest: (num_requests,), the last tokens. num_held: (num_requests,), tokens before."""
         counted, self._counted = self._counted, None
-        with harmless(*_COUNTING):
+        with log_and_continue(*_COUNTING):
             if counted is None or not counted.is_of(requests):
                 counted = _OutputCounts.of(requests, sampling_info, num_held.device)
             if counted is not None:
@@ -55,7 +55,7 @@ class Penalties:
 
     def correct_prefill(self, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> None:
         """Correct a prefill, which repeats output after a retraction. device: SGLang's."""
-        with harmless(*_COUNTING):
+        with log_and_continue(*_COUNTING):
             repeats = any(request.output_ids and has_penalties(request) for request in requests)
             if repeats and (counted := _OutputCounts.of(requests, sampling_info, device)):
                 num_output = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)

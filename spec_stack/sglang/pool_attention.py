@@ -142,8 +142,9 @@ def over_own_heads(
     rank: int = 0,
     found: Queries = Queries(),
 ) -> torch.Tensor:
-    """This rank's scoring heads over a prompt: with head_vote "max" the largest pooled attention (n, num_tokens), with
-    "mean" the sum of their importance (num_tokens,). slots: (num_tokens,). config.scoring_heads count over all ranks.
+    """This rank's scoring heads over a prompt: with head_reduction "max" the largest pooled attention (n, num_tokens),
+    with "mean" the sum of their importance (num_tokens,). slots: (num_tokens,). config.scoring_heads count over all
+    ranks.
     """
     skipped = 0 if config.scoring_heads is not None else _skipped(config, layers)
     voters = {index: _voters(index, layer, config, rank) if index >= skipped else [] for index, layer in layers.items()}
@@ -151,7 +152,7 @@ def over_own_heads(
     if unknown:
         raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(layers)}")
     own = _own_heads(pool, slots, layers, voters)
-    if config.head_vote == "mean":
+    if config.head_reduction == "mean":
         heads = [head_importance(head, found.num_in_place, found.segments, found.weights).sum(dim=0) for head in own]
         return torch.stack(heads).sum(dim=0) if heads else torch.zeros(len(slots), device=slots.device)
     if not any(voters.values()):
@@ -170,7 +171,7 @@ def num_scoring_heads(layers: Mapping[int, LayerQueries], config: PrefillConfig,
 
 
 def _skipped(config: PrefillConfig, layers: Mapping[int, LayerQueries]) -> int:
-    return min(config.skipped_layers, (max(layers) + 1) // 2)
+    return min(config.first_scoring_layer, (max(layers) + 1) // 2)
 
 
 def _voters(index: int, found: LayerQueries, config: PrefillConfig, rank: int) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from spec_stack.devices import to_device
-from spec_stack.sglang.seams import Runner
+from spec_stack.sglang.required_api import Runner
 from spec_stack.sglang.support import draft_positions_are_mapped
 
 _KEY_SHIFT = 32
@@ -81,7 +81,7 @@ def positions_of(forward_batch: Any, maps: Sequence[PositionMap | None], runner:
     return mapped(slots, [int(length) for length in lengths])
 
 
-class PlacedKey(str):
+class PositionedRadixKey(str):
     """A pruned request's extra_key, which carries the position map to wherever SGLang makes a key of the request.
 
     namespace is the client's own extra_key, unchanged in the key, so tenants stay separated.
@@ -92,7 +92,7 @@ class PlacedKey(str):
     _moved_after: int
 
     @classmethod
-    def of(cls, positions: PositionMap, namespace: str | None) -> PlacedKey:
+    def of(cls, positions: PositionMap, namespace: str | None) -> PositionedRadixKey:
         key = cls("placed by spec_stack")
         key.namespace = namespace
         kept = positions.target.numpy()
@@ -109,11 +109,11 @@ class PlacedKey(str):
         return array("q", ids.tobytes())
 
 
-def place_tokens(
+def encode_positions(
     init: Callable[..., None], key: Any, token_ids: Any, extra_key: Any = None, *args: Any, **kwargs: Any
 ) -> None:
     """Wraps `RadixKey.__init__`. Slices of a key have the plain namespace, so nothing is placed twice."""
-    if isinstance(extra_key, PlacedKey):
+    if isinstance(extra_key, PositionedRadixKey):
         token_ids, extra_key = extra_key.place(token_ids), extra_key.namespace
     init(key, token_ids, extra_key, *args, **kwargs)
 

@@ -18,8 +18,8 @@ import torch
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
-from spec_stack.prefill.rule import Evidence
-from spec_stack.sglang.seams import RunningRequest
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.sglang.required_api import RunningRequest
 
 Ints = npt.NDArray[np.int64]
 # Forgotten turns whose kept prefix is still known: a cache may hold it for longer than the turn is remembered.
@@ -92,16 +92,16 @@ def plan_prefill(
     text of every token; None has chunks in place of lines.
     """
     start = beginning.num_tokens
-    evidence = Evidence(prompt_ids, None, protected, pieces, importance)
+    inputs = ScoringInputs(prompt_ids, None, protected, pieces, importance)
     recalled: list[int] = []
     if recalling is not None:
         dropped = dropped_positions(beginning.positions, start)
-        recalled = recall_dropped(evidence, dropped, start, config, recalling)
+        recalled = recall_dropped(inputs, dropped, start, config, recalling)
     # At contiguous positions recalled text goes back to its place, and what is behind it is prefilled again.
     in_place = config.positions == "contiguous"
     held = sorted(beginning.positions) if in_place else beginning.positions
     rule = config if prunes else None
-    turn = select_turn(evidence, held, start, recalled, rule, protected, in_place=in_place)
+    turn = select_turn(inputs, held, start, recalled, rule, protected, in_place=in_place)
     positions = (*held[: turn.num_held], *turn.positions)
     token_ids = tuple(prompt_ids[position] for position in positions)
     return PrefillPlan(token_ids, positions, len(prompt_ids), start, len(recalled))

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from spec_stack.sglang.guards import harmless
+from spec_stack.sglang.errors import log_and_continue
 from spec_stack.sglang.request_state import META_INFO
 
 # Responses are built right after their reply has ended.
@@ -27,7 +27,7 @@ _COUNTED = {
 }
 
 
-class ReplyInfo:
+class ReportAssembler:
     """One reply's report, assembled from its tokens' customized_info (see `request_state.attach`)."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ def correct_acceptance(meta_info: dict[str, Any], report: Mapping[str, Any]) -> 
     meta_info["spec_accept_length"] = 1 + num_accepted / num_steps if num_steps else 1.0
 
 
-class ReplyBooks:
+class ReportStore:
     """Finished replies: the newest reports by request id, and the sums of all.
 
     model_name: the label of the metrics; None keeps no sums.
@@ -89,7 +89,7 @@ class ReplyBooks:
         return self._reports.get(str(request_id))
 
 
-async def with_report(stream: AsyncIterator[Any], books: Callable[[], ReplyBooks]) -> AsyncIterator[Any]:
+async def with_report(stream: AsyncIterator[Any], books: Callable[[], ReportStore]) -> AsyncIterator[Any]:
     """An OpenAI stream with the report in its usage chunk (stream_options.include_usage), the last one.
 
     Of several replies in one stream that chunk has the id of one.
@@ -100,7 +100,7 @@ async def with_report(stream: AsyncIterator[Any], books: Callable[[], ReplyBooks
             yield event
             continue
         reported = event
-        with harmless("writing a report", "the reply has none"):
+        with log_and_continue("writing a report", "the reply has none"):
             name, _, data = event.strip().partition(" ")
             chunk = json.loads(data) if name == "data:" else {}
             report = books().report_of(chunk.get("id"))
@@ -109,7 +109,7 @@ async def with_report(stream: AsyncIterator[Any], books: Callable[[], ReplyBooks
         yield reported
 
 
-def reported_completion(response: Any, books: ReplyBooks) -> Any:
+def reported_completion(response: Any, books: ReportStore) -> Any:
     """A completion as plain values with the report beside its text; unchanged without one."""
     report = books.report_of(response.id)
     return response if report is None else response.model_dump(mode="json") | _shown(report)

@@ -11,7 +11,7 @@ from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import check_batch_policy
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.positions import PositionMap
-from spec_stack.sglang.seams import RunningRequest
+from spec_stack.sglang.required_api import RunningRequest
 from spec_stack.sglang.server_args import FOLLOW_UPS, POSITIONS, ServerConfig, check_choice
 
 META_INFO = "spec_stack"
@@ -164,7 +164,7 @@ def attach(request: RunningRequest, state: RequestState, report: Mapping[str, An
         token      0         1       2     3     4
         carried    report    [4, 2]  None  None  [0, 0]
 
-    `reports.ReplyInfo` reassembles them.
+    `reports.ReportAssembler` reassembles them.
     """
     setattr(request, STATE, state)
     request.customized_info = {**(request.customized_info or {}), META_INFO: [dict(report)]}

@@ -22,6 +22,7 @@ from spec_stack.prefill.importance import finite, over_queries, segment_weights
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
+from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
 from spec_stack.sglang.pool_attention import (
     LayerQueries,
     Queries,
@@ -30,9 +31,8 @@ from spec_stack.sglang.pool_attention import (
     opening_of_own_heads,
     over_own_heads,
 )
-from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.ranks import largest_of_all, num_ranks, own_rank, sum_of_all
-from spec_stack.sglang.seams import Scheduler
+from spec_stack.sglang.required_api import Scheduler
 
 # Forwards of the look-ahead in one part of a scoring.
 _LOOK_AHEAD_PER_PART = 4
@@ -50,7 +50,7 @@ class DraftScorer:
     """Scores a scheduler's prompts, one at a time. Engine errors propagate."""
 
     def __init__(
-        self, scheduler: Scheduler, pool: PooledDraft, most_of_a_part: Callable[[int], int] = lambda chunk: chunk
+        self, scheduler: Scheduler, pool: DraftScoringRunner, most_of_a_part: Callable[[int], int] = lambda chunk: chunk
     ) -> None:
         """most_of_a_part: most tokens of the next part, given a chunk's; called before every part."""
         self._scheduler: Any = scheduler
@@ -93,8 +93,8 @@ class DraftScorer:
         """
         num_tokens, config = len(prompt.token_ids), prompt.config
         # First layers alone cannot predict the next token, so they draft no look-ahead.
-        num_layers, window = config.num_asked_layers, _window(prompt)
-        found = find_candidates(num_tokens, pieces, prompt.spans) if config.asks_prompt else None
+        num_layers, window = config.resolved_scoring_layers, _window(prompt)
+        found = find_candidates(num_tokens, pieces, prompt.spans) if config.queries_from_prompt else None
         num_in_place = 1 if found is None else num_tokens - found.start
         spans = () if found is None else found.repeated
         repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]
@@ -204,7 +204,7 @@ def _walls(prompt: Prompt) -> Hashable:
 def _over_ranks(
     own: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, queries: Queries
 ) -> torch.Tensor:
-    if config.head_vote == "mean":
+    if config.head_reduction == "mean":
         return finite(sum_of_all(own) / num_scoring_heads(layers, config, num_ranks()))
     return finite(over_queries(largest_of_all(own), queries.segments, queries.weights))
 

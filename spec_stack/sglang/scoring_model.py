@@ -22,9 +22,9 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.model_loader import get_model
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from spec_stack.sglang.pooled_draft import PooledDraft, bytes_per_token
+from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner, bytes_per_token
 from spec_stack.sglang.ranks import least_free_bytes
-from spec_stack.sglang.seams import Scheduler
+from spec_stack.sglang.required_api import Scheduler
 from spec_stack.sglang.server_args import NAME, ServerConfig
 from spec_stack.sglang.support import pruning_of, scoring_refusal
 
@@ -70,7 +70,7 @@ class ScoringModel:
         return found if found is not None else getattr(scheduler.draft_worker, "scoring_model", None)
 
 
-def sized_pool(runner: Any, config: ServerConfig) -> PooledDraft:
+def sized_pool(runner: Any, config: ServerConfig) -> DraftScoringRunner:
     """A draft with a pool, not yet allocated, of the configured size or what its device has room for. Collective."""
     num_bytes = bytes_per_token(runner)
     num_free = least_free_bytes(runner.device, runner.gpu_id)
@@ -79,10 +79,10 @@ def sized_pool(runner: Any, config: ServerConfig) -> PooledDraft:
         "%s: the draft's own KV pool: %d tokens (--spec-stack-draft-pool-tokens), %.2f GB of the %.2f GB that are free",
         *(NAME, num_tokens, num_tokens * num_bytes / 1e9, num_free / 1e9),
     )
-    return PooledDraft(runner, num_tokens)
+    return DraftScoringRunner(runner, num_tokens)
 
 
-def _allocate(pool: PooledDraft) -> None:
+def _allocate(pool: DraftScoringRunner) -> None:
     try:
         pool.allocate()
     # On a GPU it is torch.OutOfMemoryError.
@@ -123,7 +123,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
         )
     if must_fit:
         fit_draft(model, *sizes)
-    # What `PooledDraft` needs of SGLang's ModelRunner.
+    # What `DraftScoringRunner` needs of SGLang's ModelRunner.
     of_runner = {"model_config": model_config, "dtype": model_config.dtype, "gpu_id": target.gpu_id}
     runner = SimpleNamespace(model=model, device=target.device, **of_runner)
     found = ScoringModel(config.scoring_model, runner, target.model_config, args, config, algorithm)

@@ -5,7 +5,7 @@ Between two prefill batches, two scoring parts, or one of each, there is a decod
 
 from __future__ import annotations
 
-from spec_stack.sglang.seams import RunningRequest, Scheduler
+from spec_stack.sglang.required_api import RunningRequest, Scheduler
 
 # Most tokens of a part while anything runs: its forward delays the running requests' next tokens.
 _MOST_BESIDE = 2048

@@ -16,11 +16,11 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.positions import PlacedKey, PositionMap
+from spec_stack.sglang.positions import PositionedRadixKey, PositionMap
 from spec_stack.sglang.prefix_reuse import CachedPrefix, plan_prefill
 from spec_stack.sglang.request_state import dense_reason
+from spec_stack.sglang.required_api import RunningRequest, Scheduler
 from spec_stack.sglang.scoring import DraftScorer
-from spec_stack.sglang.seams import RunningRequest, Scheduler
 from spec_stack.sglang.server_args import NAME
 
 _NUM_CHUNKS = 6
@@ -62,7 +62,7 @@ def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
     scorer.num_cached(prompt)
     importance = _importance(scorer, prompt)
     given = plan_prefill(token_ids, CachedPrefix(), importance, True, None, config, ())
-    key = PlacedKey.of(PositionMap(given.positions, len(token_ids)), None)
+    key = PositionedRadixKey.of(PositionMap(given.positions, len(token_ids)), None)
     placed = RadixKey(array("q", given.token_ids), key)
     moved = [position - slot << 32 for slot, position in enumerate(given.positions)]
     if list(placed.token_ids) != [token_id + by for token_id, by in zip(given.token_ids, moved, strict=True)]:

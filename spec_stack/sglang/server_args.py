@@ -37,7 +37,7 @@ class ServerConfig:
     prefill: PrefillConfig = field(
         default_factory=PrefillConfig,
         metadata={
-            "help": "how prompts are scored and pruned; under on_scoring_error='raise' an error in scoring ends "
+            "help": "how prompts are scored and pruned; under on_scoring_failure='raise' an error in scoring ends "
             "the server, which is for tests"
         },
     )
@@ -217,8 +217,10 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def _prefill_config(values: dict[str, Any]) -> PrefillConfig:
     """From a file's mapping, in which lists stand for tuples."""
-    if "draft_slots" in values and values.get("sparse_prefill") != "draft_only":
-        raise ValueError("draft_slots are those of sparse_prefill 'draft_only'; add it, or leave draft_slots out")
+    if "draft_kv_budget" in values and values.get("sparse_prefill") != "draft_only":
+        raise ValueError(
+            "draft_kv_budget are those of sparse_prefill 'draft_only'; add it, or leave draft_kv_budget out"
+        )
     _refuse_unknown("prefill.", values, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
     if values.get("positions") == "contiguous":
         raise ValueError("positions is a server's own setting: set positions, and leave prefill.positions out")
@@ -247,13 +249,13 @@ def _switch(text: str) -> str:
 
 
 # Without effect beside a scoring model.
-_OF_DRAFTING = ("policy", "policy_options", "gammas", "max_gamma_by_batch_size", "draft_slots")
+_OF_DRAFTING = ("policy", "policy_options", "gammas", "max_gamma_by_batch_size", "draft_kv_budget")
 # Parser and metavar of each flag; default and help are the field's.
 _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "keep_rate": (float, "SHARE"),
     "min_prompt_tokens": (int, "TOKENS"),
     "sparse_prefill": (_switch, "MODE"),
-    "draft_slots": (int, "SLOTS"),
+    "draft_kv_budget": (int, "SLOTS"),
     "scoring_model": (str, "PATH"),
     "policy": (str, "NAME"),
     "gammas": (int, "N"),
@@ -262,7 +264,7 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "positions": (str, "WHERE"),
     "draft_pool_tokens": (int, "TOKENS"),
 }
-_OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "draft_slots")
+_OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "draft_kv_budget")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

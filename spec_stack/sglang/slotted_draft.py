@@ -1,6 +1,6 @@
 """SGLang's draft over its own slots: a bounded number of chosen positions of each request's text.
 
-Own KV pool and request table (see `draft_rows`): backends and graphs are SGLang's, and the target is unchanged.
+Own KV pool and request table (see `draft_kv_rows`): backends and graphs are SGLang's, and the target is unchanged.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
-from spec_stack.prefill.draft_slots import DraftKVBudget, Ints
-from spec_stack.sglang.draft_rows import DraftRow, Part, num_row_slots, text_of
-from spec_stack.sglang.guards import note_failure
-from spec_stack.sglang.pooled_draft import bytes_per_token, extend_batch
+from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Ints
+from spec_stack.sglang.draft_kv_rows import DraftKVRow, Part, num_row_slots, text_of
+from spec_stack.sglang.draft_scoring_runner import bytes_per_token, extend_batch
+from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.request_state import was_wrong
 
 
@@ -41,7 +41,7 @@ class SlottedDraft:
         self.num_per_request = num_row_slots(config, max_gamma)
         self.num_bytes = (num_requests + 1) * self.num_per_request * bytes_per_token(runner)
         self._reserve = torch.empty(self.num_bytes, dtype=torch.uint8, device=runner.device)
-        self._rows: dict[int, DraftRow] = {}
+        self._rows: dict[int, DraftKVRow] = {}
         self._num_prefilled: dict[int, int] = {}
         self.num_most_held = self.num_renewals = self.num_restored = 0
 
@@ -73,7 +73,7 @@ class SlottedDraft:
                 self._rows.pop(row, None)
                 self._num_prefilled[row] = prefix + new
         except Exception:
-            note_failure("noting a prefill for the draft", "all requests' slots are chosen anew")
+            log_failure("noting a prefill for the draft", "all requests' slots are chosen anew")
             self._rows.clear()
             self._num_prefilled.clear()
 
@@ -115,7 +115,7 @@ class SlottedDraft:
                 if new[-1].num_tokens >= self._config.prefill_chunk:
                     new.append(_Parts())
                 self._begin_row(row, batch, at, new[-1])
-            elif held.is_due(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
+            elif held.should_retry(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
                 self._renew_row(row, held, text_of(request.origin_input_ids, request.output_ids), renewed)
         for parts in new:
             if parts.rows:
@@ -126,12 +126,12 @@ class SlottedDraft:
     def _begin_row(self, row: int, batch: Any, at: int, parts: _Parts) -> None:
         # Slot 0 is reserved: padding is written there.
         slots = np.arange(self.num_per_request) + 1 + row * self.num_per_request
-        held = self._rows[row] = DraftRow(slots, DraftKVBudget.of(self._config))
+        held = self._rows[row] = DraftKVRow(slots, DraftKVBudget.of(self._config))
         text = self._prefilled_of(batch, at, row)
         parts.add(row, held.begin(text), np.append(text, 0), at)
         self._show(row, held)
 
-    def _renew_row(self, row: int, held: DraftRow, text: Ints, parts: _Parts) -> None:
+    def _renew_row(self, row: int, held: DraftKVRow, text: Ints, parts: _Parts) -> None:
         part = held.renew(text)
         self.num_renewals += 1
         self.num_restored += len(part.positions)
@@ -153,7 +153,7 @@ class SlottedDraft:
             num_tokens = len(text) - 1 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu[at])
         return np.append(text[:num_tokens], np.zeros(max(0, num_tokens - len(text)), dtype=np.int64))
 
-    def _show(self, row: int, held: DraftRow) -> None:
+    def _show(self, row: int, held: DraftKVRow) -> None:
         slots = torch.from_numpy(held.slots).to(self._table.dtype)
         self._table[row, : len(slots)] = to_device(slots, self._table.device)
         self._shifts[row] = self._shifts_cpu[row] = held.shift
@@ -221,7 +221,7 @@ class SlottedDraft:
             lengths = self._lengths(batch)
             own = (*lengths, self._slots(batch, lengths[0], num_tokens))
         except Exception:
-            note_failure("placing the draft", "its next proposal is not accepted")
+            log_failure("placing the draft", "its next proposal is not accepted")
             # The reserved slot.
             nowhere = torch.zeros(len(batch.seq_lens) * num_tokens, dtype=torch.int64, device=batch.seq_lens.device)
             own = (*before[:3], nowhere)

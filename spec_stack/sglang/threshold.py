@@ -20,7 +20,7 @@ import torch
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.break_even import break_even
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.guards import note_failure
+from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.server_args import NAME, ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def measured_break_even(
     def scoring(num_tokens: float) -> float:
         if not needs_attention(config.scorer):
             return 0.0
-        return by_length.at(num_tokens) + (0.0 if config.asks_prompt else config.look_ahead * draft.at(1))
+        return by_length.at(num_tokens) + (0.0 if config.queries_from_prompt else config.look_ahead * draft.at(1))
 
     return break_even(config, target.at, scoring, draft.at if drafts else lambda num_tokens: 0.0, _LONGEST)
 
@@ -150,7 +150,7 @@ def with_threshold(config: ServerConfig, target: Any, scoring: Any) -> ServerCon
         # The others wait in a collective of the very forward that this rank has left.
         if num_ranks() > 1:
             raise
-        note_failure("measuring where pruning pays", f"min_prompt_tokens stays {prefill.min_prompt_tokens}")
+        log_failure("measuring where pruning pays", f"min_prompt_tokens stays {prefill.min_prompt_tokens}")
     if target.device != "cpu":
         # The blocks of the longest forward, which may fit no later one.
         torch.get_device_module(target.device).empty_cache()
@@ -170,7 +170,7 @@ def _measured(target_runner: Any, scoring_runner: Any, config: PrefillConfig, dr
     with torch.no_grad():
         target, draft = seconds(target_runner), seconds(scoring_runner, scores=True)
     num_layers = int(scoring_runner.model_config.hf_text_config.num_hidden_layers)
-    layers = min(config.num_asked_layers or num_layers, num_layers) / num_layers
+    layers = min(config.resolved_scoring_layers or num_layers, num_layers) / num_layers
     threshold, found = threshold_of(target, draft, measured_break_even(target, draft, config, drafts, layers))
     logger.info(
         "%s: a prefill takes the target %.4f s and %.1f µs a token, the draft %.4f s and %.1f µs, %.1f µs cached: %s",
@@ -182,9 +182,9 @@ def _measured(target_runner: Any, scoring_runner: Any, config: PrefillConfig, dr
 
 def _prefill_of(runner: Any) -> Prefill:
     """Prefills synthetic tokens, in a pool for the last length alone: few models need the longest."""
-    from spec_stack.sglang.pooled_draft import PooledDraft
+    from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
 
-    pools: dict[tuple[int, int], PooledDraft] = {}
+    pools: dict[tuple[int, int], DraftScoringRunner] = {}
     num_ids = min(int(runner.model_config.vocab_size), 1000)
 
     def prefill(num_tokens: int, num_cached: int) -> None:
@@ -193,7 +193,7 @@ def _prefill_of(runner: Any) -> Prefill:
         pool = pools.get((num_tokens, num_cached))
         if pool is None:
             pools.clear()
-            pool = pools[num_tokens, num_cached] = PooledDraft(runner, len(slots))
+            pool = pools[num_tokens, num_cached] = DraftScoringRunner(runner, len(slots))
             if num_cached:
                 pool.forward(token_ids[:num_cached], slots[:num_cached])
         following = pool.forward(token_ids[num_cached:], slots)

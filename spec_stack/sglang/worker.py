@@ -17,8 +17,8 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, S
 
 from spec_stack.sglang import hooks
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
-from spec_stack.sglang.guards import harmless, note_failure
-from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, penalty_advice
+from spec_stack.sglang.errors import log_and_continue, log_failure
+from spec_stack.sglang.launch_messages import DRAFT_AT_SLOTS, drafting_note, graphs_note, penalty_advice
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
@@ -152,7 +152,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
     def apply_runtime_state(self, state: Any) -> None:
         super().apply_runtime_state(state)
-        with harmless("forgetting earlier gammas", "SGLang's record of them grows"):
+        with log_and_continue("forgetting earlier gammas", "SGLang's record of them grows"):
             _forget_earlier_gammas(get_context()._overrides_log)
 
     def build_adaptive_runtime_state(self, *args: Any, cuda_graph_bs: list[int] | None = None, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            self.batch_policy.something_else_runs()
+            self.batch_policy.invalidate_step_timing()
             self._penalties.forget()
             self._penalties.correct_prefill(batch.reqs, batch.sampling_info, batch.seq_lens.device)
             return super().forward_batch_generation(batch, *args, **kwargs)
@@ -172,10 +172,10 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
     def _begin_slots(self, batch: Any, slots: SlottedDraft) -> None:
         # A rank that leaves a forward of the draft would let the others hang in it: then the server ends.
-        guard = harmless("choosing the draft's slots", "it proposes what will not be accepted")
+        guard = log_and_continue("choosing the draft's slots", "it proposes what will not be accepted")
         with guard if num_ranks() == 1 else nullcontext():
             if slots.has_new(batch):
-                self.batch_policy.something_else_runs()
+                self.batch_policy.invalidate_step_timing()
             slots.begin_step(batch)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
                 end_chains(batch.spec_info.retrieve_next_token, self.batch_policy.caps)
             except Exception:
                 # Verified whole, penalised requests would get a wrong text.
-                note_failure("ending proposals at their caps", "none of their tokens is accepted")
+                log_failure("ending proposals at their caps", "none of their tokens is accepted")
                 batch.spec_info.retrieve_next_token[:, 0].fill_(-1)
             # SGLang's own tokens of gamma 0 are int32 without overlap, and CUDA's kernels take int64 alone.
             batch.spec_info.draft_token = batch.spec_info.draft_token.long()

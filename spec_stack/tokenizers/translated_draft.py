@@ -36,7 +36,7 @@ class TranslatedDraft(WrappedDraft):
         # The last target token must yield logits.
         ends = [self._prompt_end(position) for position in range(len(self._tokenization.ranges) - 1)]
         self._ends = ends[: bisect_right(ends, held)]
-        self._draft.forget_from(self._ends[-1] if self._ends else 0)
+        self._draft.truncate(self._ends[-1] if self._ends else 0)
 
     @property
     def next_position(self) -> int:
@@ -101,12 +101,12 @@ class TranslatedDraft(WrappedDraft):
         """Keep the draft slots of these increasing target tokens, and its leading special tokens."""
         self._draft.keep_slots(self._draft_slots(slots))
 
-    def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
+    def reset_to(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
         """Reset the cache to the draft tokens of these prompt tokens."""
         self._ends = [self._prompt_end(position) for position in range(positions[-1] + 1)] if positions else []
         # A draft token shared with the next target token waits for that one.
         end = self._ends[-1] if positions else 0
-        self._draft.prefill_kept(self._tokenization.token_ids, [at for at in self._draft_slots(positions) if at < end])
+        self._draft.reset_to(self._tokenization.token_ids, [at for at in self._draft_slots(positions) if at < end])
 
     def _draft_slots(self, slots: Sequence[int]) -> list[int]:
         """Draft slots of target tokens, and those before the first target token."""

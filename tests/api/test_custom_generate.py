@@ -403,7 +403,7 @@ def test_a_pipeline_gives_the_same_text(embedded: SpecStackGenerator) -> None:
 
 def test_a_long_prompt_is_pruned_and_the_metrics_say_so(embedded: SpecStackGenerator) -> None:
     inputs = embedded.tokenizer("x = 1\n" * 400, return_tensors="pt")
-    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=512, on_scoring_error="raise"))
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=512, on_scoring_failure="raise"))
     outputs = embedded.target.generate(
         **inputs,
         max_new_tokens=8,

@@ -126,7 +126,7 @@ def test_a_policy_chosen_for_the_generator_is_not_replaced_by_a_seed(
     assert SpecStackGenerator(target, draft, policy="throughput").generate(**options).metrics.policy == "fixed-4"
 
 
-@pytest.mark.parametrize("proposer", ["both", "lookup"])
+@pytest.mark.parametrize("proposer", ["both", "ngram"])
 def test_a_seed_holds_whatever_the_generators_proposer_is(
     proposer: str, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
@@ -217,7 +217,7 @@ def test_an_error_while_scoring_is_logged_with_its_traceback_or_raised_on_reques
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "RuntimeError: out of memory" in caplog.text
     assert "in score_prompt" in caplog.text
-    strict = SpecStackConfig(PrefillConfig(on_scoring_error="raise"))
+    strict = SpecStackConfig(PrefillConfig(on_scoring_failure="raise"))
     with pytest.raises(RuntimeError, match="out of memory"):
         SpecStackGenerator(target, draft, config=strict).generate(**options, keep_rate=0.1)
 
@@ -574,15 +574,15 @@ def test_durations_are_where_the_time_went(target: PreTrainedModel, draft: PreTr
     assert 0 < metrics.scoring_s <= metrics.ttft_s - 0.05 <= metrics.total_s - 0.05
     assert metrics.forward_s >= 0.05 * metrics.num_steps
     assert metrics.total_s >= 0.07 * (metrics.num_steps - 1)
-    spent = metrics.scoring_s + sum(record.verify_s + record.controller_s for record in records)
+    spent = metrics.scoring_s + sum(record.verify_s + record.policy_s for record in records)
     assert metrics.total_s - spent < 0.5 * (len(records) - 1), "the caller's own time counts too"
     assert metrics.num_first_tokens == records[0].num_tokens
     later = metrics.num_tokens - metrics.num_first_tokens
     assert metrics.decode_tokens_per_s == pytest.approx(later / (metrics.total_s - metrics.ttft_s))
     assert records[0].draft_s == metrics.scoring_s
     assert all(record.verify_s >= 0.05 for record in records)
-    assert all(record.controller_s >= 0.02 for record in records[1:])
-    assert not any(record.draft_read_prompt for record in records)
+    assert all(record.policy_s >= 0.02 for record in records[1:])
+    assert not any(record.draft_prefilled_prompt for record in records)
 
 
 def test_the_step_in_which_the_draft_reads_the_prompt_is_marked(
@@ -591,7 +591,7 @@ def test_the_step_in_which_the_draft_reads_the_prompt_is_marked(
     result = SpecStackGenerator(target, draft).generate(
         input_ids=random_prompt(30), max_tokens=12, gamma=2, return_records=True
     )
-    assert [record.draft_read_prompt for record in result.records or []][:4] == [False, True, False, False]
+    assert [record.draft_prefilled_prompt for record in result.records or []][:4] == [False, True, False, False]
 
 
 @pytest.mark.gpu

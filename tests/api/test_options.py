@@ -108,4 +108,4 @@ def test_numbers_of_numpy_are_as_good_as_pythons(embedded: SpecStackGenerator) -
     json.dumps(result.metrics.as_dict())
     assert type(PrefillConfig(keep_rate=np.float64(0.5)).keep_rate) is float
     assert type(DecodeConfig(gamma=np.int64(3)).gamma) is int
-    assert type(SessionConfig(max_restored_chunks=np.int64(3)).max_restored_chunks) is int
+    assert type(SessionConfig(max_recalled_chunks=np.int64(3)).max_recalled_chunks) is int

@@ -14,7 +14,7 @@ from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackG
 from spec_stack.api.session import Session
 from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
-from spec_stack.prefill.units import Chunks
+from spec_stack.prefill.segments import ChunkSegments
 from tests.support import reference_session, tiny_architectures
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.reference_session import Trace
@@ -26,9 +26,9 @@ SPARSE = PrefillConfig(
     keep_last=1,
     look_ahead=4,
     pool_kernel=3,
-    on_scoring_error="raise",
+    on_scoring_failure="raise",
 )
-EAGER = SessionConfig(restore_threshold=1.0, max_restored_chunks=4, restore_margin=0, anchor_threshold=None)
+EAGER = SessionConfig(recall_threshold=1.0, max_recalled_chunks=4, recall_margin=0, recall_word_threshold=None)
 
 
 def make_generator(prefill: PrefillConfig = SPARSE, session: SessionConfig = EAGER) -> SpecStackGenerator:
@@ -73,7 +73,7 @@ def test_a_pruned_session_is_one_plain_forward_over_its_slots_in_the_order_writt
         branch = session.fork() if action == "fork" else None
         result = session.generate(input_ids=prompt, max_tokens=max_tokens)
         trace.answers.append(result.token_ids)
-        num_restored += result.metrics.num_restored_tokens
+        num_restored += result.metrics.num_recalled_tokens
         ids, positions = slots(session)
         assert len(set(positions)) == len(positions) == session.num_cached_tokens
         assert reference_session.answers_by_slots(plain, ids, positions, len(result.token_ids)) == result.token_ids
@@ -110,7 +110,7 @@ def test_only_what_is_new_goes_through_the_models() -> None:
 
 
 def test_the_threshold_counts_new_text_alone_and_a_long_one_is_pruned_alone() -> None:
-    session = make_generator(session=SessionConfig(restore=False)).session()
+    session = make_generator(session=SessionConfig(recall=False)).session()
     prompt = random_prompt(200)
     first = session.generate(input_ids=prompt, max_tokens=4)
     assert first.metrics.sparse_prefill
@@ -144,8 +144,8 @@ def test_protected_spans_of_new_text_are_kept() -> None:
 
 
 @pytest.mark.parametrize("margin", [0, 5, 40])
-@pytest.mark.parametrize("anchor_threshold", [None, 0.4, 0.9])
-def test_what_is_restored_follows_the_slow_rule(margin: int, anchor_threshold: float | None) -> None:
+@pytest.mark.parametrize("recall_word_threshold", [None, 0.4, 0.9])
+def test_what_is_restored_follows_the_slow_rule(margin: int, recall_word_threshold: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
     for length, num_cached, size in ((200, 150, 8), (64, 64, 32), (70, 33, 32), (90, 1, 4)):
         importance = torch.rand(length, generator=generator) ** 4
@@ -153,35 +153,43 @@ def test_what_is_restored_follows_the_slow_rule(margin: int, anchor_threshold: f
         held = [at for at in range(num_cached) if at // 3 % 3 == 0]
         for threshold, most in ((0.0, 100), (1.0, 5), (1.3, 100), (0.9, 1), (99.0, 4), (0.0, 0)):
             config = SessionConfig(
-                restore_threshold=threshold,
-                max_restored_chunks=most,
-                restore_margin=margin,
-                anchor_threshold=anchor_threshold,
+                recall_threshold=threshold,
+                max_recalled_chunks=most,
+                recall_margin=margin,
+                recall_word_threshold=recall_word_threshold,
             )
             dropped = dropped_positions([*held, num_cached + 1], num_cached)
             assert sorted([*held, *dropped]) == list(range(num_cached))
-            votes = None if anchor_threshold is None else anchors.tolist()
+            votes = None if recall_word_threshold is None else anchors.tolist()
             expected = reference_session.dropped_chunks_to_restore(
-                importance.tolist(), held, num_cached, size, threshold, most, margin, votes, anchor_threshold or 0.0
+                importance.tolist(),
+                held,
+                num_cached,
+                size,
+                threshold,
+                most,
+                margin,
+                votes,
+                recall_word_threshold or 0.0,
             )
-            units = Chunks(num_cached, size)
+            units = ChunkSegments(num_cached, size)
             assert recall(importance, dropped, units, SPARSE, config, anchors[: len(units)]) == expected
 
 
 def test_where_there_is_little_room_the_best_chunks_come_back() -> None:
     importance, anchors = torch.zeros(80), torch.zeros(10)
     importance[16:24], importance[40:48], anchors[7] = 0.5, 1.0, 3.0
-    config = SessionConfig(restore_threshold=1.0, restore_margin=0, anchor_threshold=1.0)
+    config = SessionConfig(recall_threshold=1.0, recall_margin=0, recall_word_threshold=1.0)
     chunks = {2: range(16, 24), 5: range(40, 48), 7: range(56, 64)}
     for room, kept in ((7, ()), (8, (7,)), (23, (7, 5)), (24, (7, 5, 2))):
         expected = sorted(at for chunk in kept for at in chunks[chunk])
-        assert recall(importance, range(64), Chunks(64, 8), SPARSE, config, anchors[:8], room) == expected
+        assert recall(importance, range(64), ChunkSegments(64, 8), SPARSE, config, anchors[:8], room) == expected
 
 
 def test_rare_words_of_the_question_bring_their_chunk_back_whatever_attention_says() -> None:
     """A draft whose attention wants nothing: what comes back, comes by the words that it shares with the question."""
     config = SpecStackConfig(
-        SPARSE, session=SessionConfig(restore_threshold=1e6, restore_margin=0, anchor_threshold=1.0)
+        SPARSE, session=SessionConfig(recall_threshold=1e6, recall_margin=0, recall_word_threshold=1.0)
     )
     generator = SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config)
     document = random_prompt(240, vocab=40)
@@ -192,7 +200,7 @@ def test_rare_words_of_the_question_bring_their_chunk_back_whatever_attention_sa
     assert 100 not in slots(session)[1]
     history = [*document, *first.token_ids]
     paraphrase = session.fork().generate(input_ids=[*history, 60, 61, 62, 63], max_tokens=2)
-    assert paraphrase.metrics.num_restored_tokens == 0
+    assert paraphrase.metrics.num_recalled_tokens == 0
     session.generate(input_ids=[*history, 60, 50, 51, 52, 61], max_tokens=2)
     assert set(slots(session)[1]) >= set(range(96, 104))
     assert session.num_dropped_tokens >= 180
@@ -207,23 +215,23 @@ def test_restoration_is_off_on_request_and_then_short_turns_are_not_scored() -> 
     first, question = random_prompt(200), random_prompt(5, seed=8)
     restored = {}
     for restore in (True, False):
-        session = make_generator().session(SessionConfig(restore=restore, restore_threshold=0.0))
+        session = make_generator().session(SessionConfig(recall=restore, recall_threshold=0.0))
         answer = session.generate(input_ids=first, max_tokens=3)
         metrics = session.generate(input_ids=[*first, *answer.token_ids, *question], max_tokens=3).metrics
-        restored[restore] = metrics.num_restored_tokens
+        restored[restore] = metrics.num_recalled_tokens
         assert metrics.num_scored_tokens == (208 if restore else 0)
     assert restored[True] > 0
     assert restored[False] == 0
 
 
 def test_a_restored_chunk_stays_when_text_behind_it_is_edited() -> None:
-    config = SessionConfig(restore_threshold=0.0, max_restored_chunks=100)
+    config = SessionConfig(recall_threshold=0.0, max_recalled_chunks=100)
     session = make_generator(session=config).session()
     prompt = random_prompt(200)
     first = session.generate(input_ids=prompt, max_tokens=3)
     held = set(slots(session)[1])
     longer = [*prompt, *first.token_ids, *random_prompt(5, seed=8)]
-    restored = session.generate(input_ids=longer, max_tokens=3).metrics.num_restored_tokens
+    restored = session.generate(input_ids=longer, max_tokens=3).metrics.num_recalled_tokens
     assert session.num_dropped_tokens == 0
     assert restored == 200 - len([position for position in held if position < 200])
     # The same question again: what it restored was written before it.
@@ -233,7 +241,7 @@ def test_a_restored_chunk_stays_when_text_behind_it_is_edited() -> None:
     edited = session.generate(
         input_ids=[*prompt, (first.token_ids[0] + 1) % VOCAB, 4, 5], max_tokens=3, sparse_prefill="off"
     )
-    assert edited.metrics.num_restored_tokens == 0
+    assert edited.metrics.num_recalled_tokens == 0
 
 
 def test_what_comes_back_is_written_before_what_stands_behind_all_that_was_dropped() -> None:
@@ -243,10 +251,10 @@ def test_what_comes_back_is_written_before_what_stands_behind_all_that_was_dropp
     held, num_cached = slots(session)[1], 202
     result = session.generate(input_ids=prompt_2, max_tokens=3)
     restored = sorted({*range(num_cached)} & {*slots(session)[1]} - {*held})
-    assert result.metrics.num_restored_tokens == len(restored) > 0
+    assert result.metrics.num_recalled_tokens == len(restored) > 0
     old = reference_session.slots_with_restored(held, restored, num_cached, "position")
     assert slots(session)[1] == [*old, *range(num_cached, 210)]
-    assert result.metrics.num_rewritten_tokens > 0
+    assert result.metrics.num_recomputed_tokens > 0
 
 
 def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(tmp_path: Path) -> None:
@@ -283,7 +291,7 @@ def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(ta
     undisturbed = generator.session()
     answer = undisturbed.generate(input_ids=prompt, max_tokens=6).token_ids
     expected = ask(undisturbed, answer)
-    assert expected.metrics.num_restored_tokens
+    assert expected.metrics.num_recalled_tokens
     for model in (generator.target, generator.draft):
         for layer in model.model.layers:
             for call in range(3):
@@ -308,7 +316,7 @@ def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(ta
 
 def test_a_scoring_error_takes_the_new_text_whole_and_the_session_goes_on() -> None:
     generator = make_generator(PrefillConfig(chunk_size=8, min_prompt_tokens=24, keep_rate=0.3))
-    session = generator.session(SessionConfig(restore=False))
+    session = generator.session(SessionConfig(recall=False))
     prompt = random_prompt(100)
     answer = session.generate(input_ids=prompt, max_tokens=3).token_ids
     calls = iter(range(1000))
@@ -377,7 +385,7 @@ def test_forks_share_their_past_and_nothing_else() -> None:
 
 
 def test_a_bound_on_the_cache_makes_the_conversation_be_selected_afresh() -> None:
-    session = make_generator().session(SessionConfig(max_cached_tokens=100, restore_threshold=0.0))
+    session = make_generator().session(SessionConfig(max_cached_tokens=100, recall_threshold=0.0))
     prompt = random_prompt(200)
     read: list[int] = []
     session._engine.pair.draft.register_forward_pre_hook(
@@ -409,12 +417,12 @@ def test_a_closed_session_is_refused_and_its_caches_are_gone() -> None:
     ("options", "message"),
     [
         ({"restore": 1}, "restore"),
-        ({"restore_threshold": -1}, "restore_threshold"),
-        ({"restore_threshold": "4"}, "restore_threshold"),
-        ({"max_restored_chunks": -1}, "max_restored_chunks"),
-        ({"restore_margin": -1}, "restore_margin"),
-        ({"anchor_threshold": 0}, "None asks attention alone"),
-        ({"anchor_threshold": "1"}, "anchor_threshold"),
+        ({"recall_threshold": -1}, "recall_threshold"),
+        ({"recall_threshold": "4"}, "recall_threshold"),
+        ({"max_recalled_chunks": -1}, "max_recalled_chunks"),
+        ({"recall_margin": -1}, "recall_margin"),
+        ({"recall_word_threshold": 0}, "None asks attention alone"),
+        ({"recall_word_threshold": "1"}, "recall_word_threshold"),
         ({"max_cached_tokens": 0}, "max_cached_tokens"),
     ],
 )
@@ -499,7 +507,7 @@ def test_a_dropped_fact_comes_back_when_it_is_asked_for(embedded: SpecStackGener
     filler = "The river runs past the old mill and the children play there in the long summer. " * 12
     fact = "The blue code for Bruno is 20984."
     document = f"{filler}\nThe red code for Alice is 61375.\n{filler}\n{fact}\n{filler}"
-    session = embedded.session(SessionConfig(restore_threshold=1.0))
+    session = embedded.session(SessionConfig(recall_threshold=1.0))
     messages = [{"role": "user", "content": f"{document}\n\nWhat is the red code for Alice?"}]
     text = embedded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     offsets = embedded.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -513,11 +521,11 @@ def test_a_dropped_fact_comes_back_when_it_is_asked_for(embedded: SpecStackGener
         {"role": "user", "content": "What is the blue code for Bruno?"},
     ]
     branch = session.fork()
-    branch.config = SessionConfig(restore=False)
+    branch.config = SessionConfig(recall=False)
     branch.generate(messages=messages, max_tokens=24)
     assert len(of_the_fact & set(branch.dropped_positions)) > 0.9 * len(of_the_fact)
     second = session.generate(messages=messages, max_tokens=24)
-    assert 0 < second.metrics.num_restored_tokens < 300
+    assert 0 < second.metrics.num_recalled_tokens < 300
     assert not of_the_fact & set(session.dropped_positions)
 
 
@@ -541,7 +549,7 @@ def test_windows_and_recurrent_states_go_on_from_turn_to_turn(name: str) -> None
 @pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS"])
 def test_restored_tokens_see_through_windows_by_position(name: str) -> None:
     models = tiny_architectures.make_model(name), tiny_architectures.make_model(name, disturbed=True)
-    config = SpecStackConfig(SPARSE, session=SessionConfig(restore_threshold=0.5, max_restored_chunks=6))
+    config = SpecStackConfig(SPARSE, session=SessionConfig(recall_threshold=0.5, max_recalled_chunks=6))
     generator = SpecStackGenerator(*models, config=config)
     plain = tiny_architectures.make_model(name)
     num_restored = 0
@@ -550,7 +558,7 @@ def test_restored_tokens_see_through_windows_by_position(name: str) -> None:
         for _, prompt, max_tokens in trace:
             result = session.generate(input_ids=prompt, max_tokens=max_tokens)
             trace.answers.append(result.token_ids)
-            num_restored += result.metrics.num_restored_tokens
+            num_restored += result.metrics.num_recalled_tokens
             ids, positions = slots(session)
             expected = reference_session.answers_by_slots_and_windows(plain, ids, positions, len(result.token_ids))
             assert result.token_ids == expected
@@ -582,7 +590,7 @@ def test_a_draft_with_another_tokenizer_serves_a_session() -> None:
     other = make_tokenizer("f e bc d abc c b ef a", "<s>")
     models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
     config = SpecStackConfig(
-        replace(SPARSE, unit="chunks"), session=replace(EAGER, restore_threshold=0.0, max_restored_chunks=40)
+        replace(SPARSE, granularity="chunks"), session=replace(EAGER, recall_threshold=0.0, max_recalled_chunks=40)
     )
     generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=other)
     plain = make_model(seed=1, vocab=16)
@@ -601,7 +609,7 @@ def test_a_draft_with_another_tokenizer_serves_a_session() -> None:
         is_whole = result.metrics.num_kept_tokens == result.metrics.num_prompt_tokens
         assert is_whole or result.metrics.num_scored_tokens
         assert (sum(fed) < 2 * (WINDOW + 64)) is (turn > 0), "the draft reads only what is new, and the scoring queries"
-        restored += result.metrics.num_restored_tokens
+        restored += result.metrics.num_recalled_tokens
         text += result.text + "cdef"
     assert restored
 
@@ -619,7 +627,7 @@ def test_edits_and_forks_leave_a_draft_with_another_tokenizer_as_if_it_had_read_
     for action, prompt, max_tokens in trace:
         session = session.fork() if action == "fork" else session
         cold = session.fork()
-        cold._conversation.index = generator.pair.open_index(SPARSE.prefill_chunk)
+        cold._conversation.index = generator.pair.new_draft_cache(SPARSE.prefill_chunk)
         expected = cold.generate(input_ids=prompt, max_tokens=max_tokens, gamma=3, return_records=True)
         result = session.generate(input_ids=prompt, max_tokens=max_tokens, gamma=3, return_records=True)
         assert result.token_ids == expected.token_ids
@@ -673,7 +681,7 @@ def test_a_draft_that_reads_a_conversation_turn_by_turn_with_a_window_holds_what
     """Of prompts alone: what is decoded sees everything."""
     generator = make_generator()
     document = random_prompt(300)
-    models = [generator.pair.open_index(8192) for _ in range(2)]
+    models = [generator.pair.new_draft_cache(8192) for _ in range(2)]
     models[0].prefill(document[:120], range(120), 24, 8)
     models[0].prefill(document[120:], range(120, 300), 24, 8)
     models[1].prefill(document, range(300), 24, 8)
@@ -682,8 +690,8 @@ def test_a_draft_that_reads_a_conversation_turn_by_turn_with_a_window_holds_what
 
 
 def test_early_exit_in_a_session_is_refused_and_says_what_to_change() -> None:
-    with pytest.raises(ValueError, match="scoring_layers=None"):
-        make_generator(replace(SPARSE, scoring_layers=1)).session()
+    with pytest.raises(ValueError, match="num_scoring_layers=None"):
+        make_generator(replace(SPARSE, num_scoring_layers=1)).session()
 
 
 def test_who_gives_only_the_new_message_is_told_once_that_it_begins_anew(embedded: SpecStackGenerator) -> None:

@@ -20,13 +20,13 @@ CALIBRATED: dict[str, Any] = {
     "min_prompt_tokens": 777,
     "draft_window": (5000, 99),
     "draft_sinks": 7,
-    "scoring_layers": 1,
+    "num_scoring_layers": 1,
     "scoring_heads": ((0, 0),),
     "scorer": "bm25",
-    "unit": "chunks",
+    "granularity": "chunks",
     "scoring_queries": "look_ahead",
-    "skipped_layers": 1,
-    "head_vote": "max",
+    "first_scoring_layer": 1,
+    "head_reduction": "max",
 }
 CALIBRATION = Calibration(CALIBRATED, {}, {}, margin=0.1)
 DEFAULT = PrefillConfig()

@@ -13,7 +13,7 @@ from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.calibrate import search
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.calibrate.heads import Setting
-from spec_stack.calibrate.judged import Judged, judge, needed
+from spec_stack.calibrate.judged import ScoredPrompt, judge, needed
 from spec_stack.calibrate.prompts import Prompt, PromptMaker, Task
 from spec_stack.calibrate.report import format_calibration, plot_calibration
 from spec_stack.calibrate.search import calibrate
@@ -23,10 +23,10 @@ from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.calibration import CHOSEN, FILE_NAME, Calibration
 from spec_stack.prefill.registry import make_rule
-from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.scoring import look_at
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.scoring import run_draft
+from spec_stack.prefill.segments import make_segments
 from spec_stack.prefill.selection import select
-from spec_stack.prefill.units import make_units
 from tests.support.models import make_model
 from tests.support.retokenize import drop_merges
 
@@ -116,7 +116,7 @@ def test_the_budget_is_kept_and_what_is_judged_by_then_makes_a_calibration(
 ) -> None:
     now, told = [0.0], []
 
-    def judge_slowly(pair: ModelPair, index: CachedModel, prompt: Prompt, *rest: object) -> Judged:
+    def judge_slowly(pair: ModelPair, index: CachedModel, prompt: Prompt, *rest: object) -> ScoredPrompt:
         now[0] += max(160, len(prompt.token_ids) - num_shared(index.token_ids, prompt.token_ids)) / 512
         return judge(pair, index, prompt)
 
@@ -155,40 +155,41 @@ def test_of_a_draft_with_random_weights_bm25_is_chosen(pair: ModelPair) -> None:
     assert "does not earn its pass" in " ".join(found.notes)
 
 
-def look(pair: ModelPair, prompt: Prompt, config: PrefillConfig) -> Evidence:
+def look(pair: ModelPair, prompt: Prompt, config: PrefillConfig) -> ScoringInputs:
     pieces = pair.pieces(prompt.token_ids)
-    seen, _ = look_at(
-        pair.view_draft(pair.open_index(8192)), prompt.token_ids, lambda *_: pytest.fail("no look-ahead"), config,
+    draft = pair.draft_in_target_vocab(pair.new_draft_cache(8192))
+    seen, _ = run_draft(
+        draft, prompt.token_ids, lambda *_: pytest.fail("no look-ahead"), config,
         pieces=pieces, protected=prompt.protected,
     )  # fmt: skip
-    return Evidence(prompt.token_ids, seen, prompt.protected, pieces)
+    return ScoringInputs(prompt.token_ids, seen, prompt.protected, pieces)
 
 
 def test_what_is_judged_is_what_the_selection_rules_give_whatever_was_judged_before(pair: ModelPair) -> None:
-    index = pair.open_index(8192)
+    index = pair.new_draft_cache(8192)
     maker = PromptMaker(pair, TEXTS, 0)
     for shape in ("question last", "JSON object", "question first"):
         prompt = maker.make(Task(1400, "fact", 1, False, shape))
         judged = judge(pair, index, prompt)
         config = PrefillConfig()
         evidence = look(pair, prompt, config)
-        units = make_units(len(prompt.token_ids), evidence.pieces, config)
-        expected = make_rule(config.scorer).score(evidence, units, config)
+        segments = make_segments(len(prompt.token_ids), evidence.pieces, config)
+        expected = make_rule(config.scorer).score(evidence, segments, config)
         torch.testing.assert_close(judged.default, expected, rtol=2e-3, atol=2e-3)
-        torch.testing.assert_close(judged.words, make_rule("bm25").score(evidence, units, config))
+        torch.testing.assert_close(judged.words, make_rule("bm25").score(evidence, segments, config))
         heads, rows = [(int(layer), int(head)) for layer, head in judged.heads.tolist()], [5, 2, 7]
         setting = Setting(3)
         config = PrefillConfig(**setting.fields([heads[row] for row in rows]))
-        expected = make_rule(config.scorer).score(look(pair, prompt, config), units, config)
+        expected = make_rule(config.scorer).score(look(pair, prompt, config), segments, config)
         torch.testing.assert_close(setting.scores(judged, rows), expected, rtol=2e-3, atol=1e-5)
         wanted = {
-            at for at, (start, stop) in enumerate(units) for low, high in prompt.spans if start < high and low < stop
+            at for at, (start, stop) in enumerate(segments) for low, high in prompt.spans if start < high and low < stop
         }
         assert set(judged.wanted.nonzero()[:, 0].tolist()) == wanted
 
 
 def test_the_share_that_a_prompt_needs_is_one_at_which_its_evidence_is_kept(pair: ModelPair) -> None:
-    index, maker = pair.open_index(8192), PromptMaker(pair, TEXTS, 0)
+    index, maker = pair.new_draft_cache(8192), PromptMaker(pair, TEXTS, 0)
     for shape in ("rules", "tags", "question first, reminder"):
         prompt = maker.make(Task(1400, "fact", 2, False, shape))
         need = float(needed(judged := judge(pair, index, prompt), judged.words))
@@ -199,7 +200,7 @@ def test_the_share_that_a_prompt_needs_is_one_at_which_its_evidence_is_kept(pair
 
 
 def test_a_shape_more_of_a_document_goes_over_its_last_tokens_alone(pair: ModelPair) -> None:
-    index, maker, read = pair.open_index(8192), PromptMaker(pair, TEXTS, 0), []
+    index, maker, read = pair.new_draft_cache(8192), PromptMaker(pair, TEXTS, 0), []
 
     def count(num_tokens: int, share_done: float) -> None:
         if share_done == 1.0:

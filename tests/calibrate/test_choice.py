@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
 from spec_stack.calibrate.choice import choose
-from spec_stack.calibrate.heads import Case, Ranks, Setting, settings_of
-from spec_stack.calibrate.judged import Judged, needed
+from spec_stack.calibrate.heads import Case, HeadRanking, Setting, settings_of
+from spec_stack.calibrate.judged import ScoredPrompt, needed
 from spec_stack.calibrate.needles import FAMILIES
 from spec_stack.calibrate.prompts import Task, plan
 from spec_stack.calibrate.shapes import SHAPES
-from spec_stack.prefill.units import Lines
+from spec_stack.prefill.segments import LineSegments
 
 NUM_UNITS, TOKENS = 100, 20
 HEADS = [(layer, head) for layer in range(6) for head in range(4)]
@@ -27,8 +27,8 @@ HEADS = [(layer, head) for layer in range(6) for head in range(4)]
 Finds = Callable[[Task], tuple[Sequence[int], bool]]
 
 
-def judged_of(task: Task, heads: Sequence[int], words: bool, default: bool = False) -> Judged:
-    """A prompt of a hundred units, one of them the evidence, which these rows rank first and the others anywhere."""
+def judged_of(task: Task, heads: Sequence[int], words: bool, default: bool = False) -> ScoredPrompt:
+    """A prompt of a hundred segments, one of them the evidence, which these rows rank first and the others anywhere."""
     random = torch.Generator().manual_seed(crc32(repr(task).encode()))
     wanted = torch.zeros(NUM_UNITS, dtype=torch.bool)
     at = int(torch.randint(30, 60, (), generator=random))
@@ -42,7 +42,7 @@ def judged_of(task: Task, heads: Sequence[int], words: bool, default: bool = Fal
         scores[row][at] = 30.0 if finds else -1.0
     costs = torch.full((NUM_UNITS,), TOKENS)
     sizes = torch.tensor([NUM_UNITS * TOKENS, 0])
-    return Judged(torch.tensor(HEADS), shares, scores[0], scores[1], costs, wanted, sizes)
+    return ScoredPrompt(torch.tensor(HEADS), shares, scores[0], scores[1], costs, wanted, sizes)
 
 
 def cases_of(finds: Finds, lengths: Sequence[int] = (2048,), default: bool = False, count: int = 80) -> list[Case]:
@@ -58,10 +58,10 @@ def test_the_needed_share_keeps_the_evidence_and_so_does_every_larger_one(
     config = PrefillConfig(chunk_size=1, keep_first=first, keep_last=1)
     scores, unit = torch.rand(len(sizes), generator=random), seed % len(sizes)
     forced = {*range(min(first, num_tokens)), num_tokens - 1}
-    units = Lines(borders)
-    costs = torch.tensor([sum(at not in forced for at in range(start, stop)) for start, stop in units])
+    segments = LineSegments(borders)
+    costs = torch.tensor([sum(at not in forced for at in range(start, stop)) for start, stop in segments])
     wanted = torch.arange(len(sizes)) == unit
-    judged = Judged(
+    judged = ScoredPrompt(
         torch.zeros(1, 2),
         scores[None],
         scores,
@@ -72,7 +72,7 @@ def test_the_needed_share_keeps_the_evidence_and_so_does_every_larger_one(
     )
     need = float(needed(judged, scores))
     for share in (need, (need + 1) / 2, 1.0):
-        assert set(range(borders[unit], borders[unit + 1])) <= units.chosen(scores, config, share)
+        assert set(range(borders[unit], borders[unit + 1])) <= segments.chosen(scores, config, share)
     assert needed(judged, torch.stack([scores, scores])).tolist() == [need, need]
 
 
@@ -103,7 +103,7 @@ def test_a_family_is_judged_by_heads_that_it_has_not_chosen() -> None:
     cases = [
         Case(case.task, judged_of(case.task, [own], False)) if case.task.kind == "json" else case for case in cases
     ]
-    ranks = Ranks([case for case in cases if not case.task.is_guard], HEADS)
+    ranks = HeadRanking([case for case in cases if not case.task.is_guard], HEADS)
     setting = Setting(2)
     assert ranks.best(setting) == [common, own]
     assert own in ranks.best(setting, without=("log",))  # json has chosen it
@@ -122,7 +122,7 @@ def test_the_heads_that_find_are_chosen_and_no_layer_behind_them_is_run() -> Non
     assert config.scoring_heads is not None
     assert {HEADS[row] for row in good[:2]} & set(config.scoring_heads)
     assert max(layer for layer, _ in config.scoring_heads) <= 3
-    assert (config.scoring_queries, config.head_vote, config.unit) == ("prompt", "mean", "lines")
+    assert (config.scoring_queries, config.head_reduction, config.granularity) == ("prompt", "mean", "lines")
     assert all(choice.recalls["chosen"])
     assert "earns its pass" in choice.notes[0]
     assert "The guard" in choice.notes[1]
@@ -146,7 +146,7 @@ def test_a_choice_that_keeps_less_than_the_default_on_prompts_that_chose_nothing
 def test_the_guard_counts_smaller_shares_than_the_usual_one() -> None:
     """The default keeps the evidence of all prompts, but needs nearly the usual share; the heads lose one family."""
 
-    def ranked_nineteenth(judged: Judged) -> Judged:
+    def ranked_nineteenth(judged: ScoredPrompt) -> ScoredPrompt:
         scores = judged.wanted.double()
         scores[:18] = 2.0
         return replace(judged, default=scores)

@@ -109,7 +109,7 @@ def test_the_drafts_pass_is_of_the_layers_that_scoring_asks_for_and_none_where_w
     found = {}
     for name, changes in (
         ("all", {}),
-        ("first", {"scoring_heads": ((0, 0),), "head_vote": "mean"}),
+        ("first", {"scoring_heads": ((0, 0),), "head_reduction": "mean"}),
         ("words", {"scorer": "bm25"}),
     ):
         prefill = replace(PrefillConfig(), **changes)
@@ -199,7 +199,7 @@ def test_what_is_measured_has_ended(
     pair = SimpleNamespace(
         target=model,
         draft=model,
-        open_index=lambda chunk: view,
+        new_draft_cache=lambda chunk: view,
         open_target=lambda chunk: view,
         tokenize_for_draft=lambda ids: (None, None),
     )

@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spec_stack.controller.base import BatchMember, DraftSignals, StepContext, StepRecord
+from spec_stack.controller.base import BatchRequest, DraftSignals, StepContext, StepRecord
 from spec_stack.controller.batch import AcceptanceRates, BatchThroughput, StepSeconds
 from spec_stack.controller.registry import make_batch_policy
 from tests.support.controller_data import step
 
 
-def _context(number: int, *members: BatchMember) -> StepContext:
+def _context(number: int, *members: BatchRequest) -> StepContext:
     return StepContext(number, 8, None, "fp32", batch_size=len(members), members=members)
 
 
@@ -31,7 +31,7 @@ def _measured(seconds: dict[int, float]) -> BatchThroughput:
     policy = BatchThroughput(gammas=tuple(seconds))
     numbers = itertools.count(-100)
     for size, gamma in itertools.product((1, 2, 4), [*seconds] * 2):
-        members = tuple(BatchMember(f"before-{at}") for at in range(size))
+        members = tuple(BatchRequest(f"before-{at}") for at in range(size))
         number = next(numbers)
         policy.choose(_context(number, *members))
         policy.observe(_record(number, members[0].request_id, gamma, 0, seconds[gamma] / size))
@@ -44,7 +44,7 @@ def test_one_requests_acceptance_says_little_of_another() -> None:
     for _ in range(60):
         rates.observe("right", 8, 8)
         rates.observe("wrong", 8, 0)
-    right, wrong = rates.expected_accepted([BatchMember("right"), BatchMember("wrong")])[:, 8]
+    right, wrong = rates.expected_accepted_tokens([BatchRequest("right"), BatchRequest("wrong")])[:, 8]
     assert right > 5
     assert wrong < 1
 
@@ -53,7 +53,7 @@ def test_more_accepted_tokens_than_gamma_count_as_all() -> None:
     rates = AcceptanceRates(max_gamma=2, weight=0.1)
     for _ in range(60):
         rates.observe("request", 2, 4)
-    assert 1.9 < rates.expected_accepted([BatchMember("request")])[0, 2] <= 2
+    assert 1.9 < rates.expected_accepted_tokens([BatchRequest("request")])[0, 2] <= 2
 
 
 def test_a_batch_waits_for_its_slowest_request() -> None:
@@ -62,7 +62,7 @@ def test_a_batch_waits_for_its_slowest_request() -> None:
     chosen = {}
     for others in ((), ("wrong",)):
         policy = BatchThroughput(gammas=(0, 8))
-        members = tuple(BatchMember(name) for name in ("right", *others))
+        members = tuple(BatchRequest(name) for name in ("right", *others))
         for number in range(120):
             gamma = policy.choose(_context(number, *members))
             for member in members:
@@ -75,7 +75,9 @@ def test_a_batch_waits_for_its_slowest_request() -> None:
 
 
 def test_no_more_is_expected_of_a_request_than_its_cap() -> None:
-    expected = AcceptanceRates(max_gamma=8, weight=0.1).expected_accepted([BatchMember("a", 2), BatchMember("b", 0)])
+    expected = AcceptanceRates(max_gamma=8, weight=0.1).expected_accepted_tokens(
+        [BatchRequest("a", 2), BatchRequest("b", 0)]
+    )
     assert not expected[1].any()
     assert 0 == expected[0, 0] < expected[0, 1] < expected[0, 2] == expected[0, 8] <= 2
 
@@ -88,9 +90,9 @@ def test_the_gamma_is_that_under_which_finite_answers_end_soonest() -> None:
         seconds = {gamma: base + slope * gamma for gamma in (0, 1, 2, 4, 8)}
         policy = _measured(seconds)
         rates = [rng.choice([0.2, 0.5, 0.9]) for _ in range(3)]
-        members = tuple(BatchMember(str(at)) for at in range(3))
+        members = tuple(BatchRequest(str(at)) for at in range(3))
         accepted = np.array([[sum(rate**at for at in range(1, gamma + 1)) for gamma in range(9)] for rate in rates])
-        policy.expected_accepted = lambda members, found=accepted: found  # type: ignore[method-assign]
+        policy.expected_accepted_tokens = lambda members, found=accepted: found  # type: ignore[method-assign]
         waits = {gamma: sum(seconds[gamma] * 100 / (1 + accepted[row, gamma]) for row in range(3)) for gamma in seconds}
         assert waits[policy.choose(_context(9, *members))] < 1.1 * min(waits.values())
 
@@ -99,13 +101,13 @@ def test_gamma_changes_only_for_what_is_worth_a_change() -> None:
     """Two gammas, by turns the better one: by a hundredth of the wait, then by a tenth."""
     seconds = {gamma: 1.0 for gamma in (2, 4)}
     policy = _measured(seconds)
-    member, better, turns = BatchMember("a"), 0.01, itertools.count()
+    member, better, turns = BatchRequest("a"), 0.01, itertools.count()
 
-    def expected(members: Sequence[BatchMember]) -> np.ndarray:
+    def expected(members: Sequence[BatchRequest]) -> np.ndarray:
         is_turn = next(turns) % 2 == 0
         return np.array([[0, 0, 1 + better * is_turn, 1, 1 + better * (not is_turn)]])
 
-    policy.expected_accepted = expected  # type: ignore[method-assign]
+    policy.expected_accepted_tokens = expected  # type: ignore[method-assign]
 
     def run(steps: range) -> list[int]:
         chosen = []
@@ -121,7 +123,7 @@ def test_gamma_changes_only_for_what_is_worth_a_change() -> None:
 
 def test_a_decision_and_what_is_learned_from_it_take_less_than_a_fifth_of_a_millisecond() -> None:
     policy = BatchThroughput()
-    members = tuple(BatchMember(str(at)) for at in range(4))
+    members = tuple(BatchRequest(str(at)) for at in range(4))
     spent = []
     for number in range(400):
         begun = time.perf_counter()
@@ -139,9 +141,9 @@ def test_a_decision_and_what_is_learned_from_it_take_less_than_a_fifth_of_a_mill
 def test_a_draft_that_is_always_wrong_ends_its_drafting() -> None:
     policy = BatchThroughput(gammas=(0, 1, 8))
     for number in range(120):
-        gamma = policy.choose(_context(number, BatchMember("a")))
+        gamma = policy.choose(_context(number, BatchRequest("a")))
         policy.observe(_record(number, "a", gamma, 0, 1 + 0.2 * gamma))
-    assert [policy.choose(_context(number, BatchMember("a"))) for number in range(120, 130)].count(0) >= 9
+    assert [policy.choose(_context(number, BatchRequest("a"))) for number in range(120, 130)].count(0) >= 9
 
 
 @pytest.mark.parametrize(

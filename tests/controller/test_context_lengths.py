@@ -77,14 +77,14 @@ def test_a_draft_over_chosen_slots_gains_the_more_the_longer_the_context_is(wher
     assert ratios[-1] > 1.5 * ratios[0]
 
 
-@pytest.mark.parametrize(("num_unread", "drafts"), [(512, True), (32_000, False)])
-def test_the_slots_of_a_long_prompt_are_read_where_the_whole_of_it_would_not_be(num_unread: int, drafts: bool) -> None:
+@pytest.mark.parametrize(("draft_lag", "drafts"), [(512, True), (32_000, False)])
+def test_the_slots_of_a_long_prompt_are_read_where_the_whole_of_it_would_not_be(draft_lag: int, drafts: bool) -> None:
     """The price of waking a draft is that of what it has to catch up on, before it was ever measured."""
     policy = make_policy("throughput")
-    policy.observe(_over(step(0, 0, verify_s=10.0, is_prefill=True), num_unread))
+    policy.observe(_over(step(0, 0, verify_s=10.0, is_prefill=True), draft_lag))
     for _ in range(4):
-        policy.observe(_over(step(0, 0, verify_s=0.03), num_unread))
-    chosen = policy.choose(replace(at(32_000, num_unread, "fp16"), max_gamma=200, num_unread=num_unread))
+        policy.observe(_over(step(0, 0, verify_s=0.03), draft_lag))
+    chosen = policy.choose(replace(at(32_000, draft_lag, "fp16"), max_gamma=200, draft_lag=draft_lag))
     assert (chosen > 0) == drafts
 
 

@@ -31,14 +31,14 @@ def found(num_tokens: int, length: int = 40) -> list[Iterator[NgramToken]]:
 
 @pytest.mark.parametrize("with_next", [0.2, 0.95])
 def test_a_long_sure_look_up_takes_over_from_a_draft(with_next: float) -> None:
-    assert taught_gate().takes_over(found(16), 12, 0.96, with_next, 1)
+    assert taught_gate().switches_to_ngram(found(16), 12, 0.96, with_next, 1)
 
 
 def test_a_single_looked_up_token_does_not_end_a_draft_that_would_go_on_for_long() -> None:
     gate = taught_gate()
-    assert not gate.takes_over(found(1), 12, 0.97, 0.96, 1)
-    assert gate.takes_over(found(1), 12, 0.97, 0.02, 1)
-    assert not gate.takes_over([], 12, 0.97, 0.02, 1)
+    assert not gate.switches_to_ngram(found(1), 12, 0.97, 0.96, 1)
+    assert gate.switches_to_ngram(found(1), 12, 0.97, 0.02, 1)
+    assert not gate.switches_to_ngram([], 12, 0.97, 0.02, 1)
 
 
 def test_a_draft_that_has_to_read_waits_longer_where_much_was_copied_lately() -> None:
@@ -49,7 +49,7 @@ def test_a_draft_that_has_to_read_waits_longer_where_much_was_copied_lately() ->
         policy._measured.at(StepContext(1, 99, None, "fp16")).copied.add(num_copied, 300)
         policy._measured.at(StepContext(1, 99, None, "fp16")).prefill_s = 0.0015
         for number in range(50):
-            context = StepContext(number, 200, None, "fp16", num_unread=400 + number)
+            context = StepContext(number, 200, None, "fp16", draft_lag=400 + number)
             if policy.choose(context):
                 return number
             policy.observe(step(0, 0, verify_s=0.1))

@@ -36,11 +36,11 @@ class Machine:
         self._rng = random.Random(seed)
         self._last: StepRecord | None = None
 
-    def step(self, per_token_s: float = PER_TOKEN_S, stall_s: float = 0.0, controller_s: float = 1e-5) -> None:
+    def step(self, per_token_s: float = PER_TOKEN_S, stall_s: float = 0.0, policy_s: float = 1e-5) -> None:
         number = len(self.gammas)
         if number % NUM_STEPS == 0:
             self._num_unread = 1
-        context = StepContext(number, 99, self._last, "fp32", num_unread=self._num_unread)
+        context = StepContext(number, 99, self._last, "fp32", draft_lag=self._num_unread)
         signals, num_accepted, right = DraftSignals(), 0, True
         most = self.policy.choose(context)
         while len(signals) < most:
@@ -54,7 +54,7 @@ class Machine:
         draft_s = gamma * per_token_s + stall_s + (self._read_s * (self._num_unread - 1) if gamma else 0.0)
         self._last = StepRecord(
             "r", number, "throughput", "fp32", "", False, 1.0, gamma, num_accepted, num_accepted + 1, signals,
-            draft_s, VERIFY_S, controller_s, num_unread=self._num_unread if gamma else 0,
+            draft_s, VERIFY_S, policy_s, draft_lag=self._num_unread if gamma else 0,
         )  # fmt: skip
         self.policy.observe(self._last)
         self._num_unread = (1 + (num_accepted == gamma)) if gamma else self._num_unread + 1
@@ -102,21 +102,21 @@ def test_a_policy_measures_its_draft_though_a_look_up_follows_each_waking() -> N
     policy = SpecKV()
     for _ in range(30):
         policy.observe(record(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S))
-    last, num_unread, was_waking, chosen = record(num_accepted=0, num_tokens=1), 20, False, []
+    last, draft_lag, was_waking, chosen = record(num_accepted=0, num_tokens=1), 20, False, []
     for number in range(400):
-        if was_waking and num_unread != 5:
-            policy.observe(record(num_looked_up=4, signals=DraftSignals(), draft_s=0.0, proposer="lookup"))
-            num_unread, was_waking = 5, False
+        if was_waking and draft_lag != 5:
+            policy.observe(record(num_ngram_tokens=4, signals=DraftSignals(), draft_s=0.0, proposer="ngram"))
+            draft_lag, was_waking = 5, False
             continue
-        gamma = policy.choose(StepContext(number, 99, last, "fp32", num_unread=num_unread))
-        was_waking = gamma > 0 and num_unread > 5
-        read_s = 1e-3 * (num_unread - 1) if gamma else 0.0
+        gamma = policy.choose(StepContext(number, 99, last, "fp32", draft_lag=draft_lag))
+        was_waking = gamma > 0 and draft_lag > 5
+        read_s = 1e-3 * (draft_lag - 1) if gamma else 0.0
         policy.observe(
             record(gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1, draft_s=gamma * PER_TOKEN_S + read_s,
-                   signals=DraftSignals([1.0] * gamma, [0.9] * gamma), num_unread=num_unread if gamma else 0)
+                   signals=DraftSignals([1.0] * gamma, [0.9] * gamma), draft_lag=draft_lag if gamma else 0)
         )  # fmt: skip
-        was_waking = was_waking and num_unread != 5
-        num_unread = 2 if gamma else num_unread + 1
+        was_waking = was_waking and draft_lag != 5
+        draft_lag = 2 if gamma else draft_lag + 1
         chosen.append(gamma)
     assert sum(gamma > 0 for gamma in chosen[-50:]) > 40
 
@@ -126,29 +126,29 @@ def test_what_another_precision_costs_is_learned_right_after_a_draft_was_woken()
     for _ in range(30):
         policy.observe(record(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S))
     last = record(num_accepted=0, num_tokens=1)
-    while not policy.choose(StepContext(1, 99, last, "fp32", num_unread=20)):
+    while not policy.choose(StepContext(1, 99, last, "fp32", draft_lag=20)):
         pass
     for _ in range(20):
-        policy.choose(StepContext(1, 99, last, "bf16", num_unread=1))
+        policy.choose(StepContext(1, 99, last, "bf16", draft_lag=1))
         policy.observe(record(precision="bf16"))
     assert policy._costs.at(record(precision="bf16")).per_token_s() == pytest.approx(PER_TOKEN_S, rel=0.1)
 
 
 def test_the_default_policy_measures_a_draft_that_has_read_much_in_the_next_step_it_is_asked_for() -> None:
     """A look-up has come between; what it wrote is read at a known price."""
-    policy, num_unread, read = warm(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S), 20, []
+    policy, draft_lag, read = warm(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S), 20, []
     for number in range(200):
-        gamma = policy.choose(StepContext(number, 99, plain(number), "fp32", num_unread=num_unread))
-        read_s = 0.03e-3 * (num_unread - 1) if gamma else 0.0
+        gamma = policy.choose(StepContext(number, 99, plain(number), "fp32", draft_lag=draft_lag))
+        read_s = 0.03e-3 * (draft_lag - 1) if gamma else 0.0
         policy.observe(
             record(gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1, draft_s=gamma * PER_TOKEN_S + read_s,
-                   signals=DraftSignals([1.0] * gamma, [0.9] * gamma), num_unread=num_unread if gamma else 0)
+                   signals=DraftSignals([1.0] * gamma, [0.9] * gamma), draft_lag=draft_lag if gamma else 0)
         )  # fmt: skip
         if gamma:
-            read.append((num_unread, policy._measured.at(USUAL).cost.per_token_s()))
-        policy.observe(record(gamma=16, num_looked_up=16, num_accepted=16, num_tokens=17, signals=DraftSignals(),
-                              draft_s=0.0, proposer="lookup"))  # fmt: skip
-        num_unread = 19 if gamma else num_unread + 18
+            read.append((draft_lag, policy._measured.at(USUAL).cost.per_token_s()))
+        policy.observe(record(gamma=16, num_ngram_tokens=16, num_accepted=16, num_tokens=17, signals=DraftSignals(),
+                              draft_s=0.0, proposer="ngram"))  # fmt: skip
+        draft_lag = 19 if gamma else draft_lag + 18
     (much, dear), (little, cheaper) = read[:2]
     assert much > 100 > 32 > little
     assert cheaper < 0.8 * dear
@@ -180,7 +180,7 @@ def record(**changes: object) -> StepRecord:
         "request_id": "r", "step": 1, "policy": "throughput", "precision": "fp32", "task": "", "is_prefill": False,
         "keep_rate": 1.0, "gamma": 4, "num_accepted": 3, "num_tokens": 4,
         "signals": DraftSignals([1.0] * 4, [0.9] * 4), "draft_s": 4 * PER_TOKEN_S, "verify_s": VERIFY_S,
-        "controller_s": 1e-5,
+        "policy_s": 1e-5,
     }  # fmt: skip
     return StepRecord(**(values | changes))  # type: ignore[arg-type]
 
@@ -193,7 +193,7 @@ def warm(**changes: object) -> Throughput:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"draft_read_prompt": True, "draft_s": 9.0}, {"is_prefill": True, "verify_s": 9.0}]
+    "changes", [{"draft_prefilled_prompt": True, "draft_s": 9.0}, {"is_prefill": True, "verify_s": 9.0}]
 )
 def test_the_time_of_reading_a_prompt_says_nothing_about_steps(changes: dict[str, object]) -> None:
     policy = warm()
@@ -211,7 +211,7 @@ def test_a_duration_that_is_no_number_is_left_out() -> None:
 
 
 def test_the_policys_own_time_counts_into_what_is_achieved() -> None:
-    assert warm(controller_s=2e-3).threshold(USUAL) < 0.9 * warm().threshold(USUAL)
+    assert warm(policy_s=2e-3).threshold(USUAL) < 0.9 * warm().threshold(USUAL)
 
 
 def test_lent_policies_are_apart_by_options_and_in_time() -> None:
@@ -265,9 +265,9 @@ def plain(number: int) -> StepRecord:
 def test_a_long_prompt_is_read_by_the_draft_only_where_the_answer_is_long_enough(num_left: int, drafts: bool) -> None:
     policy = warm()
     last = opened(policy)
-    chosen = policy.choose(StepContext(1, num_left, last, "fp32", num_unread=1801))
+    chosen = policy.choose(StepContext(1, num_left, last, "fp32", draft_lag=1801))
     assert (chosen > 0) == drafts
-    assert policy.choose(StepContext(1, num_left, last, "fp32", num_unread=1)) > 0
+    assert policy.choose(StepContext(1, num_left, last, "fp32", draft_lag=1)) > 0
 
 
 def test_a_fresh_policy_measures_plain_steps_before_it_has_a_long_prompt_read() -> None:
@@ -275,7 +275,7 @@ def test_a_fresh_policy_measures_plain_steps_before_it_has_a_long_prompt_read() 
     last = opened(policy)
     chosen = []
     for number in range(1, 8):
-        chosen.append(policy.choose(StepContext(number, 400, last, "fp32", num_unread=1800 + number)))
+        chosen.append(policy.choose(StepContext(number, 400, last, "fp32", draft_lag=1800 + number)))
         last = plain(number)
         policy.observe(last)
     assert chosen[:3] == [0, 0, 0]
@@ -289,7 +289,7 @@ def test_answers_that_were_short_are_expected_to_be_short_again() -> None:
         for number in range(1, 8):
             policy.observe(plain(number))
     last = opened(policy)
-    assert policy.choose(StepContext(1, 400, last, "fp32", num_unread=1801)) == 0
+    assert policy.choose(StepContext(1, 400, last, "fp32", draft_lag=1801)) == 0
 
 
 def test_a_draft_as_dear_as_the_target_is_not_used_however_right_it_is() -> None:
@@ -297,7 +297,7 @@ def test_a_draft_as_dear_as_the_target_is_not_used_however_right_it_is() -> None
     for _ in range(20):
         policy.observe(record(num_accepted=4, num_tokens=5, draft_s=4 * VERIFY_S))
     last = record()
-    chosen = [policy.choose(StepContext(1, 99, last, "fp32", num_unread=1)) for _ in range(600)]
+    chosen = [policy.choose(StepContext(1, 99, last, "fp32", draft_lag=1)) for _ in range(600)]
     assert sum(gamma > 0 for gamma in chosen) <= 6
     assert max(chosen) <= 1
 
@@ -306,7 +306,7 @@ def test_where_drafting_hardly_pays_a_plain_step_now_and_then_tells_what_it_take
     """While all steps draft equally far, the cost of a plain one is not seen, and drafting could seem to pay."""
     policy, last, chosen = Throughput(max_gamma=8), record(), []
     for number in range(400):
-        context, signals = StepContext(number, 99, last, "fp32", num_unread=2), DraftSignals()
+        context, signals = StepContext(number, 99, last, "fp32", draft_lag=2), DraftSignals()
         most = policy.choose(context)
         while len(signals) < most:
             signals.append(0.1, 0.99)
@@ -330,15 +330,15 @@ def test_tries_of_a_useless_draft_take_a_sixtieth_of_the_time_and_none_has_a_lon
         policy.observe(last)
     num_tried = 0
     for _ in range(2000):
-        if policy.choose(StepContext(1, 99, last, "fp32", num_unread=1)):
+        if policy.choose(StepContext(1, 99, last, "fp32", draft_lag=1)):
             num_tried += 1
             policy.observe(record(gamma=1, num_accepted=0, num_tokens=1, signals=DraftSignals([1.0], [0.9]),
                                   draft_s=PER_TOKEN_S))  # fmt: skip
         else:
             policy.observe(plain(1))
     assert 20 < num_tried < 0.018 * 2000 * VERIFY_S / PER_TOKEN_S
-    policy.observe(record(draft_read_prompt=True, num_unread=1800, draft_s=1.0, num_accepted=0, num_tokens=1))
-    chosen = [policy.choose(StepContext(1, 9999, last, "fp32", num_unread=1800)) for _ in range(1000)]
+    policy.observe(record(draft_prefilled_prompt=True, draft_lag=1800, draft_s=1.0, num_accepted=0, num_tokens=1))
+    chosen = [policy.choose(StepContext(1, 9999, last, "fp32", draft_lag=1800)) for _ in range(1000)]
     assert not any(chosen)
 
 
@@ -348,10 +348,10 @@ def test_a_request_that_copies_leaves_the_draft_as_it_was_for_the_next() -> None
     opened(policy)
     for number in range(1, 30):
         policy.observe(record(step=number, gamma=16, num_accepted=16, num_tokens=17, signals=DraftSignals(),
-                              draft_s=0.0, num_looked_up=16, proposer="lookup"))  # fmt: skip
+                              draft_s=0.0, num_ngram_tokens=16, proposer="ngram"))  # fmt: skip
     for each in (policy, fresh):
         last = opened(each)
-        assert each.choose(StepContext(1, 99, last, "fp32", num_unread=1)) > 0
+        assert each.choose(StepContext(1, 99, last, "fp32", draft_lag=1)) > 0
     assert policy.threshold(USUAL) == pytest.approx(fresh.threshold(USUAL), rel=0.05)
 
 
@@ -361,7 +361,7 @@ def test_a_sure_and_useless_draft_is_let_go_within_a_few_steps() -> None:
     last: StepRecord | None = None
     drafted = []
     for number in range(60):
-        context = StepContext(number, 99, last, "fp32", num_unread=1)
+        context = StepContext(number, 99, last, "fp32", draft_lag=1)
         most = machine.policy.choose(context)
         signals = DraftSignals()
         while len(signals) < most:

@@ -115,8 +115,8 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
         scoring_queries=queries,
         look_ahead=look_ahead,
         chunk_size=8,
-        skipped_layers=0,
-        head_vote="max",
+        first_scoring_layer=0,
+        head_reduction="max",
         draft_context=draft_context,
     )
     generator = SpecStackGenerator(target, DRAFTS[draft](target), config=SpecStackConfig(prefill))
@@ -179,7 +179,7 @@ def test_the_loop_keeps_its_promises_to_policies(target: PreTrainedModel, draft:
     for record in records:
         assert len(record.signals) == record.num_drafted <= record.gamma >= record.num_accepted
         assert record.request_id == "r"
-        assert min(record.draft_s, record.verify_s, record.controller_s) >= 0
+        assert min(record.draft_s, record.verify_s, record.policy_s) >= 0
 
 
 class Greedy16(RandomGamma):
@@ -323,8 +323,8 @@ def test_a_policy_is_told_what_the_draft_has_not_read(target: PreTrainedModel, d
     seen, committed = 0, 25
     for context, before, record in zip(policy.contexts, records, records[1:], strict=False):
         committed += before.num_tokens
-        assert context.num_unread == committed - seen
-        assert record.num_unread == (context.num_unread if record.gamma else 0)
+        assert context.draft_lag == committed - seen
+        assert record.draft_lag == (context.draft_lag if record.gamma else 0)
         if record.gamma:
             # The last drafted token is not fed, and what was rejected is taken back.
             seen = committed + min(record.num_accepted, record.gamma - 1)

@@ -15,11 +15,11 @@ from spec_stack.controller.base import DraftSignals
 from spec_stack.controller.ngram import NgramPolicy, NgramToken
 from spec_stack.controller.simple import Fixed
 from spec_stack.decode.loop import RequestLabels, decode
-from spec_stack.decode.ngram_index import NgramIndex, TextMemory
-from spec_stack.decode.proposer import Means
+from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
+from spec_stack.decode.proposer import ProposerInputs
 from spec_stack.decode.registry import make_proposer
 from spec_stack.decode.sampler import Sampler
-from spec_stack.decode.stopping import Stopper
+from spec_stack.decode.stopping import StopChecker
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.types import Proposal, Selection
@@ -35,7 +35,7 @@ def repeating_prompt(seed: int = 0) -> list[int]:
     return [*part, *random_prompt(10, seed + 1), *part, *part[:10]]
 
 
-@pytest.mark.parametrize("proposer", ["lookup", "both"])
+@pytest.mark.parametrize("proposer", ["ngram", "both"])
 @pytest.mark.parametrize("policy", ["throughput", "fixed", "confidence", "heuristic", "ema", "speckv"])
 @pytest.mark.parametrize("seed", [0])
 def test_greedy_tokens_are_the_targets_own_whoever_proposes(
@@ -50,12 +50,12 @@ def test_greedy_tokens_are_the_targets_own_whoever_proposes(
     records = result.records or []
     metrics = result.metrics
     assert metrics.proposer == proposer
-    assert metrics.num_looked_up == sum(record.num_looked_up for record in records) > 0
+    assert metrics.num_ngram_tokens == sum(record.num_ngram_tokens for record in records) > 0
     for record in records:
-        assert record.num_looked_up <= MAX_LOOKED_UP
+        assert record.num_ngram_tokens <= MAX_LOOKED_UP
         assert len(record.signals) == record.num_drafted
-        assert (record.proposer == "model") == (record.num_looked_up == 0)
-        assert proposer == "both" or record.num_drafted == record.num_unread == 0
+        assert (record.proposer == "model") == (record.num_ngram_tokens == 0)
+        assert proposer == "both" or record.num_drafted == record.draft_lag == 0
 
 
 def looping(embedded: SpecStackGenerator) -> list[int]:
@@ -72,7 +72,7 @@ def test_the_embedded_pair_copies_in_fewer_steps_and_loses_nothing(gamma: int, e
     both = embedded.generate(proposer="both", **options)  # type: ignore[arg-type]
     assert plain.metrics.proposer == "model"
     assert both.token_ids == plain.token_ids == reference.greedy(embedded.target, prompt, 60)
-    assert both.metrics.num_looked_up_accepted > 10
+    assert both.metrics.num_ngram_accepted > 10
     assert both.metrics.num_steps < plain.metrics.num_steps
 
 
@@ -87,20 +87,20 @@ def test_auto_is_both_under_the_policy_that_goes_by_the_clock_and_the_model_unde
 
     assert proposer() == "both"
     assert proposer(gamma=2) == proposer(policy="confidence") == proposer(temperature=1.0, seed=3) == "model"
-    assert proposer(gamma=0, proposer="lookup") == "lookup"
+    assert proposer(gamma=0, proposer="ngram") == "ngram"
     with pytest.raises(ValueError, match=r"unknown proposer 'magic'.*lookup"):
         proposer(proposer="magic")
     with pytest.raises(ValueError, match="proposer"):
         DecodeConfig(proposer="magic")  # type: ignore[arg-type]
-    told = SpecStackGenerator(target, draft, config=SpecStackConfig(decode=DecodeConfig(proposer="lookup")))
-    assert told.generate(input_ids=prompt, max_tokens=2, gamma=3).metrics.proposer == "lookup"
+    told = SpecStackGenerator(target, draft, config=SpecStackConfig(decode=DecodeConfig(proposer="ngram")))
+    assert told.generate(input_ids=prompt, max_tokens=2, gamma=3).metrics.proposer == "ngram"
 
 
 def test_what_was_dropped_from_the_prompt_can_be_looked_up_all_the_same(embedded: SpecStackGenerator) -> None:
     passage = embedded.tokenizer("The blue heron landed on pier 47319 at dusk, and nobody saw it.\n").input_ids
     other = embedded.tokenizer("import os\nimport sys\n" * 40).input_ids
     prompt = [*other, *passage, *other, *passage[:6]]
-    kept = embedded.generate(input_ids=prompt, max_tokens=4, sparse_prefill="on", keep_rate=0.2, proposer="lookup")
+    kept = embedded.generate(input_ids=prompt, max_tokens=4, sparse_prefill="on", keep_rate=0.2, proposer="ngram")
     index = NgramIndex()
     index.extend(prompt)
     assert [found.token_id for found in islice(index.continuations()[0], 3)] == passage[6:9]
@@ -126,7 +126,7 @@ def test_a_stop_string_inside_a_look_up_ends_the_text_where_it_ends_it_without(e
     prompt = looping(embedded)
     results = [
         embedded.generate(input_ids=prompt, max_tokens=60, stop="def sub", ignore_eos=True, **options)  # type: ignore[arg-type]
-        for options in ({"gamma": 0}, {"proposer": "lookup"}, {"proposer": "both"})
+        for options in ({"gamma": 0}, {"proposer": "ngram"}, {"proposer": "both"})
     ]
     assert len({(result.text, tuple(result.token_ids), result.finish_reason) for result in results}) == 1
 
@@ -157,9 +157,9 @@ def test_a_draft_that_cannot_propose_leaves_look_ups(target: PreTrainedModel) ->
     prompt = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
     result = generator.generate(input_ids=prompt, max_tokens=20, ignore_eos=True)
     plain = generator.generate(input_ids=prompt, max_tokens=20, ignore_eos=True, gamma=0)
-    assert (result.metrics.proposer, plain.metrics.proposer) == ("lookup", "model")
+    assert (result.metrics.proposer, plain.metrics.proposer) == ("ngram", "model")
     assert result.token_ids == plain.token_ids
-    assert plain.metrics.num_looked_up == 0
+    assert plain.metrics.num_ngram_tokens == 0
 
 
 TARGET = [[0.25, 0.75, 0.0], [0.5, 0.25, 0.25], [0.5, 0.0, 0.5]]
@@ -171,17 +171,17 @@ def run(proposer: str, prompt: list[int], num_tokens: int, gamma: int, sampler: 
     for model in models:
         install(model)
     target, draft = (CachedModel(model, 64) for model in models)
-    means = Means(draft, sampler, (), NgramPolicy())
+    means = ProposerInputs(draft, sampler, (), NgramPolicy())
     steps = decode(
         target, draft, prompt, Selection.everything(prompt), Proposal(), Fixed(gamma), make_proposer(proposer, means),
-        sampler, Stopper(num_tokens, ()), (), RequestLabels("r", "fp32"), StoppedClock(),
+        sampler, StopChecker(num_tokens, ()), (), RequestLabels("r", "fp32"), StoppedClock(),
     )  # fmt: skip
     return [token for output in steps for token in output.token_ids]
 
 
 @pytest.mark.parametrize(
     ("proposer", "gamma", "num_tokens"),
-    [("lookup", 0, 3), ("model", 2, 3), ("both", 1, 3), pytest.param("both", 2, 4, marks=pytest.mark.nightly)],
+    [("ngram", 0, 3), ("model", 2, 3), ("both", 1, 3), pytest.param("both", 2, 4, marks=pytest.mark.nightly)],
 )
 def test_sampled_tokens_have_exactly_the_targets_law_whoever_proposes(
     proposer: str, gamma: int, num_tokens: int
@@ -200,7 +200,7 @@ def test_a_token_that_was_looked_up_is_accepted_with_the_targets_probability(emb
         return_records=True,
     )  # fmt: skip
     assert result.metrics.seed is not None
-    assert any(record.num_looked_up for record in result.records or [])
+    assert any(record.num_ngram_tokens for record in result.records or [])
 
 
 def found(num_tokens: int, length: int = 3, num_seen: int = 1, num_others: int = 0) -> list[NgramToken]:
@@ -210,7 +210,7 @@ def found(num_tokens: int, length: int = 3, num_seen: int = 1, num_others: int =
 def test_the_gate_learns_which_look_ups_are_right() -> None:
     gate = NgramPolicy()
     before = gate.chance(found(1)[0])
-    looked = replace(step(8, 0, draft_s=0.0), signals=DraftSignals(), num_looked_up=8, proposer="lookup")
+    looked = replace(step(8, 0, draft_s=0.0), signals=DraftSignals(), num_ngram_tokens=8, proposer="ngram")
     for _ in range(20):
         gate.offer([found(8)], 8)
         gate.observe(looked)
@@ -227,7 +227,7 @@ def test_the_gate_learns_which_look_ups_are_right() -> None:
 def test_wrong_look_ups_from_one_place_do_not_make_those_from_the_other_doubted(is_shared: bool) -> None:
     gate = NgramPolicy()
     here, there = (found(1)[0]._replace(is_shared=shared) for shared in (is_shared, not is_shared))
-    looked = replace(step(1, 0, draft_s=0.0), signals=DraftSignals(), num_looked_up=1, proposer="lookup")
+    looked = replace(step(1, 0, draft_s=0.0), signals=DraftSignals(), num_ngram_tokens=1, proposer="ngram")
     # That the model of all requests learns is not what is asked here: the two places' chances over each other.
     before = gate.chance(there) / gate.chance(here)
     for _ in range(10):
@@ -261,7 +261,7 @@ def test_a_sessions_look_ups_know_earlier_turns_and_a_shared_memory_other_sessio
     embedded: SpecStackGenerator,
 ) -> None:
     ids = embedded.tokenizer("def area(width, height):\n    return width * height\n\n\n").input_ids
-    memory = TextMemory(4000)
+    memory = SharedNgramCache(4000)
 
     def known(session: Session) -> list[list[int]]:
         """What is found after the bare prompt: in the session's own text, and in the shared one."""
@@ -270,17 +270,17 @@ def test_a_sessions_look_ups_know_earlier_turns_and_a_shared_memory_other_sessio
         lookups.read(ids)
         return [[found.token_id for found in islice(each, 8)] for each in lookups.continuations()]
 
-    with embedded.session(memory=memory) as first, embedded.session(memory=memory) as second:
-        answer = first.generate(input_ids=ids, max_tokens=24, proposer="lookup").token_ids
+    with embedded.session(ngram_cache=memory) as first, embedded.session(ngram_cache=memory) as second:
+        answer = first.generate(input_ids=ids, max_tokens=24, proposer="ngram").token_ids
         # The prompt without its answer: an earlier turn that is no part of the text any more.
         assert known(first) == [answer[:8], answer[:8]]
         assert known(second) == [[], answer[:8]]
-        assert second.generate(input_ids=ids, max_tokens=24, proposer="lookup").token_ids == answer
+        assert second.generate(input_ids=ids, max_tokens=24, proposer="ngram").token_ids == answer
         with second.fork() as fork:
             assert known(fork)[1] == answer[:8]
-    with pytest.raises(ValueError, match="memory must be a TextMemory, got int"):
-        embedded.session(memory=4000)  # type: ignore[arg-type]
-    with embedded.session(memory=TextMemory(4000)) as apart:
+    with pytest.raises(ValueError, match="memory must be a SharedNgramCache, got int"):
+        embedded.session(ngram_cache=4000)  # type: ignore[arg-type]
+    with embedded.session(ngram_cache=SharedNgramCache(4000)) as apart:
         assert known(apart) == [[], []]
 
 
@@ -296,4 +296,4 @@ def test_taking_in_a_long_prompt_is_no_reading_of_the_drafts(embedded: SpecStack
     )
     first = next(record for record in result.records or [] if not record.is_prefill)
     # A tenth of a microsecond a token: far more than a decision takes.
-    assert first.controller_s > 1e-7 * len(ids)
+    assert first.policy_s > 1e-7 * len(ids)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.controller.ngram import NgramToken
-from spec_stack.decode.ngram_index import NgramIndex, TextMemory
+from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
 from tests.support.models import random_prompt
 from tests.support.reference_lookup import longest_followed
 
@@ -23,7 +23,7 @@ texts = st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=3
 def test_the_longest_end_that_anything_followed_is_found_with_what_followed_it_most_often(
     several: list[list[int]], tail: list[int]
 ) -> None:
-    memory = TextMemory()
+    memory = SharedNgramCache()
     for text in several:
         memory.begin_text()
         memory.extend(text)
@@ -36,7 +36,7 @@ def test_the_longest_end_that_anything_followed_is_found_with_what_followed_it_m
 def test_a_text_that_is_not_among_them_is_judged_by_all_that_came_before(
     several: list[list[int]], other: list[int], later: list[list[int]]
 ) -> None:
-    memory = TextMemory()
+    memory = SharedNgramCache()
     index = NgramIndex(memory)
     index.extend(other)
     for text in (*several, *later)[:3]:
@@ -89,7 +89,7 @@ def test_a_text_that_goes_on_differently_still_finds_what_it_was() -> None:
 
 
 def test_what_others_wrote_is_found_and_marked_as_theirs() -> None:
-    memory = TextMemory(1000)
+    memory = SharedNgramCache(1000)
     memory.remember([1, 2], [3, 4, 5])
     index = NgramIndex(memory)
     index.extend([8, 2])
@@ -100,7 +100,7 @@ def test_what_others_wrote_is_found_and_marked_as_theirs() -> None:
 
 
 def test_nothing_goes_on_from_one_text_into_the_next() -> None:
-    memory = TextMemory(1000)
+    memory = SharedNgramCache(1000)
     memory.remember([], [1, 2])
     memory.remember([], [3, 4])
     assert ids(memory.continuation([1]), 3) == [2]
@@ -109,7 +109,7 @@ def test_nothing_goes_on_from_one_text_into_the_next() -> None:
 
 
 def test_two_memories_know_nothing_of_each_other() -> None:
-    one, other = TextMemory(1000), TextMemory(1000)
+    one, other = SharedNgramCache(1000), SharedNgramCache(1000)
     one.remember([1], [2, 3])
     index = NgramIndex(other)
     index.extend([1])
@@ -118,7 +118,7 @@ def test_two_memories_know_nothing_of_each_other() -> None:
 
 @pytest.mark.parametrize("max_tokens", [2, 3, 16, 100])
 def test_a_memory_is_bounded_and_keeps_the_newest_half(max_tokens: int) -> None:
-    memory = TextMemory(max_tokens)
+    memory = SharedNgramCache(max_tokens)
     index = NgramIndex(memory)
     for start in range(0, 1000, 10):
         memory.extend(range(start, start + 10))
@@ -131,7 +131,7 @@ def test_a_memory_is_bounded_and_keeps_the_newest_half(max_tokens: int) -> None:
 
 
 def test_a_memory_of_many_short_texts_is_bounded_too() -> None:
-    memory = TextMemory(64)
+    memory = SharedNgramCache(64)
     for start in range(0, 500, 3):
         memory.remember([start], [start + 1, start + 2])
         assert memory.num_tokens <= 64

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_stack.decode.stopping import Stopper
+from spec_stack.decode.stopping import StopChecker
 from spec_stack.hf.text import WindowedText
 
 ALPHABET = "abcde"
@@ -14,7 +14,7 @@ def letters(token_ids: list[int]) -> str:
     return "".join(ALPHABET[token_id] for token_id in token_ids)
 
 
-def run(stopper: Stopper, steps: list[list[int]]) -> tuple[list[int], str, str | None]:
+def run(stopper: StopChecker, steps: list[list[int]]) -> tuple[list[int], str, str | None]:
     tokens, text, reason = [], "", None
     for step in steps:
         kept, piece, reason = stopper.cut(step)
@@ -31,8 +31,8 @@ steps_of_tokens = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5), 
 def test_stop_strings_cut_alike_however_the_tokens_are_stepped(steps: list[list[int]], stop: list[str]) -> None:
     flat = [token for step in steps for token in step]
     whole = letters(flat)
-    stepped = run(Stopper(len(flat), (), stop, WindowedText(letters)), steps)
-    single = run(Stopper(len(flat), (), stop, WindowedText(letters)), [[token] for token in flat])
+    stepped = run(StopChecker(len(flat), (), stop, WindowedText(letters)), steps)
+    single = run(StopChecker(len(flat), (), stop, WindowedText(letters)), [[token] for token in flat])
     assert stepped == single
     cut = min((whole.find(text) for text in stop if text in whole), default=None)
     tokens, text, reason = stepped
@@ -50,7 +50,7 @@ def test_stop_strings_cut_alike_however_the_tokens_are_stepped(steps: list[list[
 def test_max_tokens_and_end_tokens_cut_inside_a_step(steps: list[list[int]], limit: int, end_ids: set[int]) -> None:
     flat = [token for step in steps for token in step]
     end = next((index + 1 for index, token in enumerate(flat) if token in end_ids), len(flat) + 1)
-    tokens, text, reason = run(Stopper(limit, end_ids, (), WindowedText(letters)), steps)
+    tokens, text, reason = run(StopChecker(limit, end_ids, (), WindowedText(letters)), steps)
     expected = flat[: min(end, limit)]
     assert tokens == expected
     assert text == letters(expected[:-1] if end <= min(limit, len(flat)) else expected)
@@ -63,15 +63,15 @@ def test_max_tokens_and_end_tokens_cut_inside_a_step(steps: list[list[int]], lim
 
 
 def test_text_that_could_become_a_stop_string_is_held_back() -> None:
-    stopper = Stopper(9, (), ["cde"], WindowedText(letters))
+    stopper = StopChecker(9, (), ["cde"], WindowedText(letters))
     assert [stopper.cut([token])[1] for token in (0, 2, 3)] == ["a", "", ""]
     assert stopper.cut([1])[1] == "cdb"
 
 
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:
     with pytest.raises(ValueError, match="tokenizer"):
-        Stopper(5, (), ["x"])
+        StopChecker(5, (), ["x"])
 
 
 def test_the_earliest_start_of_stop_strings_that_end_together_cuts() -> None:
-    assert Stopper(9, (), ["bcd", "d"], WindowedText(letters)).cut([0, 1, 2, 3, 4]) == ([0, 1, 2, 3], "a", "stop")
+    assert StopChecker(9, (), ["bcd", "d"], WindowedText(letters)).cut([0, 1, 2, 3, 4]) == ([0, 1, 2, 3], "a", "stop")

@@ -168,7 +168,9 @@ def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
     models = [make_model(seed=seed, vocab=vocab) for seed, vocab in zip((1, 2), sizes, strict=True)]
     for model in models:
         model.lm_head.weight.data.mul_(0.25)
-    config = SpecStackConfig(PrefillConfig(keep_rate=0.4, look_ahead=3, chunk_size=4, keep_last=1, unit="chunks"))
+    config = SpecStackConfig(
+        PrefillConfig(keep_rate=0.4, look_ahead=3, chunk_size=4, keep_last=1, granularity="chunks")
+    )
     letters = "".join("abc"[index] for index in np.random.default_rng(0).integers(3, size=80))
     prompt = target_tokenizer(letters).input_ids[:40]
     return SpecStackGenerator(*models, target_tokenizer, config=config, **tokenizers), prompt

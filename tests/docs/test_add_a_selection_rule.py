@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.rule import ScoringInputs
 from tests.docs.test_add_a_policy import _python
 from tests.support.pages import ROOT, blocks
 
@@ -51,6 +51,6 @@ def test_a_rule_in_a_module_of_ones_own_has_a_name_on_the_command_line(
 
 def test_the_page_names_everything_that_a_rule_is_shown() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for name in Evidence.__dataclass_fields__:
+    for name in ScoringInputs.__dataclass_fields__:
         # Importance is for whoever has computed it already; rules ask for it by its method.
-        assert f"`evidence.{name}`" in text or name == "importance", name
+        assert f"`inputs.{name}`" in text or name == "importance", name

@@ -17,9 +17,9 @@ from spec_stack.config import (
     HubConfig,
     LoadConfig,
     PrefillConfig,
+    PrefixCacheConfig,
     SamplingParams,
     SessionConfig,
-    StoreConfig,
 )
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.config import ServeConfig
@@ -63,7 +63,7 @@ NOT_ANYWHERE = {
     "refused?": "rejected",
 }
 _CONFIGS = (
-    *(PrefillConfig, DecodeConfig, SamplingParams, SessionConfig, StoreConfig, LoadConfig, HubConfig),
+    *(PrefillConfig, DecodeConfig, SamplingParams, SessionConfig, PrefixCacheConfig, LoadConfig, HubConfig),
     *(CalibrateConfig, ServeConfig, ProxyConfig, ServerConfig),
 )
 # The project's own name, SpecPrefill the paper, a script, a generated table or a name that the library still has.

@@ -25,7 +25,7 @@ from transformers import (
     RwkvConfig,
 )
 
-from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator, StoreConfig
+from spec_stack import PrefillConfig, PrefixCacheConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.hf.architectures import check_architecture
 from tests.support import reference, tiny_architectures
 from tests.support.matrix import RandomGamma
@@ -190,7 +190,7 @@ def kept_of(session: Any, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", ["Llama", "GPT-OSS", "Qwen3.5", "Bloom"])
 def test_what_a_session_recalls_goes_back_to_its_place_in_order(name: str, tmp_path: Path) -> None:
     generator, num_restored = make_generator(name, keep_rate=0.4), 0
-    session = generator.session(SessionConfig(restore_threshold=0.0, max_restored_chunks=1, anchor_threshold=None))
+    session = generator.session(SessionConfig(recall_threshold=0.0, max_recalled_chunks=1, recall_word_threshold=None))
     prompt: list[int] = []
     for turn in range(3):
         prompt = prompt + random_prompt(50, seed=turn)
@@ -202,8 +202,8 @@ def test_what_a_session_recalls_goes_back_to_its_place_in_order(name: str, tmp_p
         kept = kept_of(session, prompt)
         assert result.token_ids == reference.greedy(make_model(name), kept, 8)
         assert result.metrics.num_kept_tokens == len(kept)
-        num_restored += result.metrics.num_restored_tokens
-        if turn and not result.metrics.num_restored_tokens:
+        num_restored += result.metrics.num_recalled_tokens
+        if turn and not result.metrics.num_recalled_tokens:
             assert len(tokens) < len(kept)
         prompt = prompt + result.token_ids
     assert num_restored > 0
@@ -222,7 +222,7 @@ def test_a_store_changes_no_token() -> None:
     prompt = random_prompt(100)
     for name in ("Llama", "Bloom"):
         plain = make_generator(name)
-        config = SpecStackConfig(plain.config.prefill, store=StoreConfig(max_tokens=1000))
+        config = SpecStackConfig(plain.config.prefill, store=PrefixCacheConfig(max_tokens=1000))
         storing = SpecStackGenerator(make_model(name), tiny_architectures.make_model("Llama"), config=config)
         for end in (80, 80, 100):
             options = {"input_ids": prompt[:end], "max_tokens": 8, "sparse_prefill": "on"}

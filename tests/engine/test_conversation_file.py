@@ -53,9 +53,9 @@ def test_a_loaded_session_goes_on_token_for_token(seed: int, tmp_path: Path) -> 
         result = session.generate(input_ids=prompt, max_tokens=max_tokens)
         again = loaded.generate(input_ids=prompt, max_tokens=max_tokens)
         assert again.token_ids == result.token_ids
-        for name in ("num_cached_tokens", "num_kept_tokens", "num_restored_tokens", "sparse_prefill_reason"):
+        for name in ("num_cached_tokens", "num_kept_tokens", "num_recalled_tokens", "sparse_prefill_reason"):
             assert getattr(again.metrics, name) == getattr(result.metrics, name)
-        num_restored += again.metrics.num_restored_tokens
+        num_restored += again.metrics.num_recalled_tokens
         assert slots(loaded) == slots(session)
         session = loaded if action == "fork" else session
         trace.answers.append(result.token_ids)
@@ -102,7 +102,7 @@ def test_a_draft_with_another_tokenizer_is_saved_with_what_it_read(tmp_path: Pat
 
 
 def test_a_chat_goes_on_with_the_tokens_of_its_answers(embedded: SpecStackGenerator, tmp_path: Path) -> None:
-    session = embedded.session(SessionConfig(restore=False))
+    session = embedded.session(SessionConfig(recall=False))
     messages = [{"role": "user", "content": "Give three tips."}]
     first = session.generate(messages=messages, max_tokens=24)
     session.save(tmp_path / "s")
@@ -130,7 +130,7 @@ def test_another_pair_or_configuration_is_refused_by_name(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=message):
             generator.load_session(path)
     # What a session restores is its own affair.
-    assert make_generator(session=SessionConfig(restore=False)).load_session(path).config == EAGER
+    assert make_generator(session=SessionConfig(recall=False)).load_session(path).config == EAGER
 
 
 def _rewritten(path: Path, change: Any) -> None:

@@ -14,13 +14,13 @@ from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.draft_slots import DraftKVBudget, Text, choose_slots
+from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Text, choose_slots
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
 from tests.support.reference_slots import chosen_slots, logits_in_order_of_writing
 
 SLOTS = 32
-PREFILL = PrefillConfig(chunk_size=8, draft_slots=SLOTS, keep_rate=0.3, min_prompt_tokens=10_000)
+PREFILL = PrefillConfig(chunk_size=8, draft_kv_budget=SLOTS, keep_rate=0.3, min_prompt_tokens=10_000)
 
 
 def generator(target: PreTrainedModel, draft: PreTrainedModel) -> SpecStackGenerator:
@@ -62,8 +62,8 @@ def test_the_draft_reads_no_more_of_the_prompt_than_its_slots(target: PreTrained
             return_records=True,  # type: ignore[arg-type]
         )
         first = next(record for record in result.records or [] if record.num_drafted)
-        assert SLOTS <= first.num_unread <= most + 2
-        assert first.draft_read_prompt
+        assert SLOTS <= first.draft_lag <= most + 2
+        assert first.draft_prefilled_prompt
 
 
 @pytest.mark.parametrize(("num_tokens", "num_read"), [(SLOTS, SLOTS + 1), (SLOTS + 1, SLOTS)])
@@ -74,7 +74,7 @@ def test_a_prompt_that_the_slots_hold_is_read_whole_and_a_longer_one_is_not(
         input_ids=random_prompt(num_tokens), max_tokens=6, gamma=2, sparse_prefill="draft_only", return_records=True
     )
     # With the first token of the answer, which the target made alone.
-    assert max(record.num_unread for record in result.records or []) == num_read
+    assert max(record.draft_lag for record in result.records or []) == num_read
 
 
 class Noted(CachedModel):
@@ -199,12 +199,12 @@ def test_one_token_a_step_tells_where_the_draft_is_wrong_too(is_right: bool, eve
 
 def test_what_was_looked_up_meanwhile_counts_as_read_no_further_than_the_slots_go() -> None:
     draft, text = slotted()
-    assert draft.num_unread(len(text)) == SLOTS
+    assert draft.draft_lag(len(text)) == SLOTS
     draft.forward(text, range(len(text)), num_logits=1)
     draft.rollback(0)
-    assert draft.num_unread(len(text) + 5) == 5
+    assert draft.draft_lag(len(text) + 5) == 5
     longer = [*text, *random_prompt(500, seed=9)]
-    assert draft.num_unread(len(longer)) == SLOTS
+    assert draft.draft_lag(len(longer)) == SLOTS
     draft.forward(longer[len(text) :], range(len(text), len(longer)), num_logits=1)
     noted = draft._draft
     assert isinstance(noted, Noted)
@@ -246,7 +246,7 @@ def test_a_later_turn_reads_what_is_new_and_keeps_its_slots(target: PreTrainedMo
                 input_ids=history, max_tokens=12, gamma=2, sparse_prefill="draft_only", return_records=True
             )
             assert result.token_ids == reference.greedy(make_model(seed=1), history, 12), turn
-            most = max(record.num_unread for record in result.records or [])
+            most = max(record.draft_lag for record in result.records or [])
             assert most == SLOTS if turn == 0 else most < 12
             assert result.metrics.forward_s > 0
             history = [*history, *result.token_ids, *random_prompt(6, seed=turn)]
@@ -269,7 +269,7 @@ def test_a_conversation_that_outgrows_the_slots_takes_them_from_what_its_draft_h
         assert len(longer) > 2 * SLOTS
         second = session.generate(input_ids=longer, max_tokens=12, gamma=2, return_records=True)
     assert second.token_ids == reference.greedy(make_model(seed=1), longer, 12)
-    assert max(record.num_unread for record in second.records or []) < SLOTS
+    assert max(record.draft_lag for record in second.records or []) < SLOTS
 
 
 @pytest.mark.parametrize("switch", ["draft_only", "off"])
@@ -312,5 +312,5 @@ def test_sparse_prefill_is_one_of_four(target: PreTrainedModel, draft: PreTraine
         assert f'sparse_prefill="{switch}"' in metrics.sparse_prefill_reason
     with pytest.raises(ValueError, match="sparse_prefill must be one of"):
         own.generate(input_ids=random_prompt(9), max_tokens=2, sparse_prefill="target")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="draft_slots must be"):
-        PrefillConfig(draft_slots=3)
+    with pytest.raises(ValueError, match="draft_kv_budget must be"):
+        PrefillConfig(draft_kv_budget=3)

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 STYLE = (files("spec_stack.explain") / "page.css").read_text(encoding="utf-8")
-WRITERS = ("draft", "lookup", "bonus", "correction", "plain", "other")
+WRITERS = ("draft", "ngram", "bonus", "correction", "plain", "other")
 PHASES = ("draft", "verify", "controller")
 Colour = tuple[float, float, float]
 # Linear RGB as it is seen without one kind of cone: Machado, Oliveira and Fernandes (2009), severity 1.

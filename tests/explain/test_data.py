@@ -25,7 +25,7 @@ def record(step: int, gamma: int, num_accepted: int, num_tokens: int | None = No
         signals=DraftSignals([1.0] * gamma, [0.5] * gamma),
         draft_s=0.1,
         verify_s=0.2,
-        controller_s=0.0,
+        policy_s=0.0,
     )
 
 
@@ -39,10 +39,10 @@ def test_the_token_behind_the_accepted_ones_is_bonus_correction_or_the_targets_a
 
 
 def test_of_a_proposal_of_both_the_looked_up_tokens_are_the_last() -> None:
-    both = replace(record(1, 5, 4), proposer="model+lookup", num_looked_up=3)
-    assert writers_of(both) == ["draft", "draft", "lookup", "lookup", "correction"]
+    both = replace(record(1, 5, 4), proposer="model+lookup", num_ngram_tokens=3)
+    assert writers_of(both) == ["draft", "draft", "ngram", "ngram", "correction"]
     assert writers_of(replace(both, num_accepted=1, num_tokens=2)) == ["draft", "correction"]
-    assert writers_of(replace(both, num_accepted=5, num_tokens=6))[1:] == ["draft", *["lookup"] * 3, "bonus"]
+    assert writers_of(replace(both, num_accepted=5, num_tokens=6))[1:] == ["draft", *["ngram"] * 3, "bonus"]
 
 
 def test_a_record_that_names_its_proposer_is_believed() -> None:

@@ -56,7 +56,7 @@ def data_of(page: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def watched() -> SpecStackGenerator:
-    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, unit="chunks", on_scoring_error="raise"))
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, granularity="chunks", on_scoring_failure="raise"))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     return watching(generator)
 
@@ -131,7 +131,7 @@ QUESTION, FORMAT = "What does f17 return?", "Answer in one word.\nUse no punctua
 
 def queries_of(text: str, **prefill: Any) -> list[QuerySegment]:
     """What scores a user message, the tokens of each segment checked."""
-    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_error="raise", **prefill))
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_failure="raise", **prefill))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     messages = [{"role": "user", "content": text}]
     run = watch_prompt(watching(generator), "r", text, messages=messages, max_tokens=2)
@@ -156,7 +156,7 @@ def test_the_question_scores_wherever_it_stands() -> None:
 
 def test_a_draft_with_another_tokenizer_has_the_same_segments() -> None:
     tokenizer, other = make_tokenizer("a b c d ab abc cd ?", "<t>"), make_tokenizer("d abc c b a bc ?", "<s>")
-    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_error="raise"))
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_failure="raise"))
     spans = []
     for draft_tokenizer in (None, other):
         models = make_model(seed=1, vocab=20), make_model(seed=2, vocab=20)
@@ -183,7 +183,7 @@ def test_a_look_ahead_that_scores_nothing_is_not_shown() -> None:
             scorer="bm25",
             scoring_queries="look_ahead",
             look_ahead=4,
-            on_scoring_error="raise",
+            on_scoring_failure="raise",
         )
     )
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
@@ -212,7 +212,7 @@ def test_the_turns_of_a_session_show_what_is_cached_and_what_is_new(watched: Spe
         assert turn.prompt is not None
         metrics, states = turn.metrics, turn.prompt.states
         num_new = sum(state in "kp" for state in states)
-        assert states.count("r") == metrics["num_restored_tokens"]
+        assert states.count("r") == metrics["num_recalled_tokens"]
         assert states.count("c") + states.count("r") + num_new == metrics["num_kept_tokens"]
         assert "d" not in states[metrics["num_cached_tokens"] :]
     assert "d" in run.turns[1].prompt.states  # type: ignore[union-attr]

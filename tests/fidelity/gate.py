@@ -21,7 +21,7 @@ _KEEP_RATE, _ANSWER_TOKENS = 0.3, 6
 def measure(pair: SpecStackGenerator, scorer: str = PrefillConfig.scorer, count: int | None = None) -> FidelityReport:
     """The first prompts under a selection rule, by a calibrated pair. The prompts are short, so one chunk at the end is
     kept, not two."""
-    prefill = replace(pair.config.prefill, scorer=scorer, keep_rate=_KEEP_RATE, keep_last=1, on_scoring_error="raise")
+    prefill = replace(pair.config.prefill, scorer=scorer, keep_rate=_KEEP_RATE, keep_last=1, on_scoring_failure="raise")
     config = SpecStackConfig(prefill)
     generator = SpecStackGenerator(pair.target, pair.draft, pair.tokenizer, config=config)
     prompts = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]

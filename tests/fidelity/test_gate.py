@@ -10,8 +10,8 @@ import torch
 
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.prefill.registry import SCORERS
-from spec_stack.prefill.rule import Evidence, SelectionRule
-from spec_stack.prefill.units import Units
+from spec_stack.prefill.rule import ScoringInputs, SelectionRule
+from spec_stack.prefill.segments import Segments
 from tests.fidelity.gate import EXPECTED, increase, losses, measure
 
 # Rounding of the recorded losses, and of sums in another order.
@@ -21,14 +21,14 @@ NOISE = 1e-3
 class RandomLines(SelectionRule):
     needs_attention = False
 
-    def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
+    def score(self, evidence: ScoringInputs, units: Segments, config: PrefillConfig) -> torch.Tensor:
         return torch.rand(len(units), generator=torch.Generator().manual_seed(len(units)))
 
 
 class LatestLines(SelectionRule):
     needs_attention = False
 
-    def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
+    def score(self, evidence: ScoringInputs, units: Segments, config: PrefillConfig) -> torch.Tensor:
         return torch.arange(len(units)).float()
 
 

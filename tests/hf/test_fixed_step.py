@@ -85,10 +85,10 @@ def test_a_fork_is_not_changed_by_what_its_origin_goes_on_with() -> None:
     torch.testing.assert_close(fork.forward([7], [461], 1), eager.forward([7], [461], 1), **TOLERANCE)
 
 
-@pytest.mark.parametrize("num_unread", [1, 2, 3])
-def test_running_ahead_drafts_what_reading_every_token_drafts(num_unread: int) -> None:
+@pytest.mark.parametrize("draft_lag", [1, 2, 3])
+def test_running_ahead_drafts_what_reading_every_token_drafts(draft_lag: int) -> None:
     eager, fixed = pair_of_views()
-    text = [*[0] * 460, *random_prompt(num_unread, seed=4)]
+    text = [*[0] * 460, *random_prompt(draft_lag, seed=4)]
     for num_drafted in (5, 1, 16):
         single = propose(eager, text, num_drafted, Sampler(), ())
         ahead = propose(fixed, text, num_drafted, Sampler(), (), run_ahead=fixed.run_ahead)

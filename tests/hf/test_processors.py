@@ -282,7 +282,9 @@ def tiny_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
     models = [make_model(seed=seed, vocab=size) for seed, size in ((1, 5), (2, 4 if kind == "other" else 5))]
     for model in models:
         model.lm_head.weight.data.mul_(0.25)
-    config = SpecStackConfig(PrefillConfig(keep_rate=0.4, unit="chunks", look_ahead=3, chunk_size=4, keep_last=1))
+    config = SpecStackConfig(
+        PrefillConfig(keep_rate=0.4, granularity="chunks", look_ahead=3, chunk_size=4, keep_last=1)
+    )
     letters = "".join("abc"[index] for index in np.random.default_rng(0).integers(3, size=80))
     prompt = tokenizer(letters).input_ids[:40]
     return SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=other), prompt

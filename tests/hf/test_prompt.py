@@ -332,12 +332,12 @@ def test_only_the_tail_of_a_known_chat_is_tokenized(embedded: SpecStackGenerator
     known = known.with_answer(tokenizer("Fine.", add_special_tokens=False).input_ids, "Fine.")
     seen: list[int] = []
 
-    class Watched(type(tokenizer)):  # type: ignore[misc]
+    class ProgressListener(type(tokenizer)):  # type: ignore[misc]
         def __call__(self, text: str, **options: Any) -> Any:
             seen.append(len(text))
             return super().__call__(text, **options)
 
-    tokenizer.__class__ = Watched
+    tokenizer.__class__ = ProgressListener
     again = encode(tokenizer, [*messages, {"role": "user", "content": "Why?"}], known)
     assert len(seen) == 1
     assert seen[0] < 100

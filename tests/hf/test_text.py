@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spec_stack import SpecStackGenerator
-from spec_stack.decode.stopping import Stopper, TextStream
+from spec_stack.decode.stopping import StopChecker, TextStream
 from spec_stack.hf.text import WindowedText, open_text_stream
 from tests.support.models import byte_fallback_tokenizer
 
@@ -84,7 +84,7 @@ def test_a_stop_string_of_bytes_ends_the_text_at_its_last_token() -> None:
     tokenizer = byte_fallback_tokenizer("▁be")
     ids = tokenizer.convert_tokens_to_ids(["▁be", "<0x0A>", "▁be"])
     for steps in ([ids], [ids[:1], ids[1:2], ids[2:]], [ids[:2], ids[2:]]):
-        stopper, kept, text, reason = Stopper(9, (), ["\n"], stream_of(tokenizer)), [], "", None
+        stopper, kept, text, reason = StopChecker(9, (), ["\n"], stream_of(tokenizer)), [], "", None
         while reason is None:
             more, piece, reason = stopper.cut(steps.pop(0))
             kept, text = kept + more, text + piece
@@ -94,7 +94,7 @@ def test_a_stop_string_of_bytes_ends_the_text_at_its_last_token() -> None:
 def test_half_a_character_comes_out_at_the_end(embedded: SpecStackGenerator) -> None:
     ids = embedded.tokenizer("x\U0001f9ea", add_special_tokens=False).input_ids[:-1]
     for stop in ((), ("zz",)):
-        text = Stopper(len(ids), (), stop, stream_of(embedded.tokenizer)).cut(ids)[1]
+        text = StopChecker(len(ids), (), stop, stream_of(embedded.tokenizer)).cut(ids)[1]
         assert text == embedded.tokenizer.decode(ids)
         assert text.endswith("\ufffd")
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
 from spec_stack.prefill.registry import make_rule
-from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.rules.bm25 import bm25
-from spec_stack.prefill.units import make_units
+from spec_stack.prefill.segments import make_segments
 from tests.support import reference_bm25
 
 words = st.sampled_from("abcdef")
@@ -26,8 +26,8 @@ def test_scores_equal_the_formula_word_by_word(bodies: list[list[str]], asked: d
 
 def scores(pieces: list[str], protected: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
     config = PrefillConfig()
-    evidence = Evidence(list(range(len(pieces))), protected=protected, pieces=pieces)
-    return make_rule("bm25").score(evidence, make_units(len(pieces), pieces, config), config)
+    evidence = ScoringInputs(list(range(len(pieces))), protected=protected, pieces=pieces)
+    return make_rule("bm25").score(evidence, make_segments(len(pieces), pieces, config), config)
 
 
 DOCUMENT = ["The", " barn", " was", " red", ".\n", "A", " mill", " stands", " by", " the", " river", ".\n"] + [
@@ -55,7 +55,7 @@ INSTRUCTIONS = [" Quote", " the", " red", " barn", " if", " it", " was", " not",
 def test_the_line_that_shares_the_questions_words_is_the_best(
     pieces: list[str], protected: Sequence[tuple[int, int]]
 ) -> None:
-    borders = make_units(len(pieces), pieces, PrefillConfig()).borders
+    borders = make_segments(len(pieces), pieces, PrefillConfig()).borders
     best = int(scores(pieces, protected).argmax())
     assert "".join(pieces[borders[best] : borders[best + 1]]) == "A mill stands by the river.\n"
 
@@ -77,4 +77,4 @@ def test_scripts_without_spaces_are_searched_by_the_character() -> None:
 def test_without_text_tokens_are_the_words() -> None:
     ids = [*range(100), *[500] * 100, 40, 41]
     config = PrefillConfig(chunk_size=10)
-    assert int(make_rule("bm25").score(Evidence(ids), make_units(202, None, config), config).argmax()) == 4
+    assert int(make_rule("bm25").score(ScoringInputs(ids), make_segments(202, None, config), config).argmax()) == 4

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from spec_stack import PrefillConfig
 from spec_stack.prefill.importance import choose_heads, token_importance
 from spec_stack.prefill.registry import SCORERS, make_rule
-from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.segments import ChunkSegments
 from spec_stack.prefill.selection import select
-from spec_stack.prefill.units import Chunks
 from spec_stack.prefill.words import pair_scores, rare_words
 from tests.support import reference
 
@@ -20,14 +20,14 @@ prompts = st.lists(st.integers(0, 12), min_size=1, max_size=120)
 @given(prompts, st.integers(0, 40), st.integers(1, 9), st.sampled_from([float("inf"), 3.0]))
 def test_rare_words_equal_counting_every_gram_by_hand(ids: list[int], tail: int, size: int, half_life: float) -> None:
     question = max(0, len(ids) - tail), len(ids)
-    got = rare_words(ids, question, Chunks(len(ids), size), half_life)
+    got = rare_words(ids, question, ChunkSegments(len(ids), size), half_life)
     expected = reference.rare_words(ids, question[0], size, half_life)
     assert got.tolist() == pytest.approx(expected)
 
 
 def test_a_rare_word_of_the_question_outweighs_a_common_one() -> None:
     ids = [5] * 64 + [7] + [5] * 63 + [9] * 3 + [5, 7]
-    scores = rare_words(ids, (len(ids) - 2, len(ids)), Chunks(len(ids), 16))
+    scores = rare_words(ids, (len(ids) - 2, len(ids)), ChunkSegments(len(ids), 16))
     assert scores.argmax() == 4
     assert torch.nonzero(scores)[:, 0].tolist() == [3, 4]
 
@@ -36,14 +36,14 @@ def test_a_rare_word_of_the_question_outweighs_a_common_one() -> None:
 def test_pairs_equal_looking_at_every_two_tokens_by_hand(body: list[int], question: list[int], size: int) -> None:
     expected = reference.pair_scores(body, question, size)
     span = len(body), len(body) + len(question)
-    assert pair_scores([*body, *question], span, Chunks(len(body), size)).tolist() == pytest.approx(expected)
+    assert pair_scores([*body, *question], span, ChunkSegments(len(body), size)).tolist() == pytest.approx(expected)
 
 
 def test_a_line_with_two_common_words_of_the_question_outweighs_lines_with_one() -> None:
     lines = [[100 + name, 50, 200 + colour, *range(20, 45)] for name in range(6) for colour in range(6)]
     body = [token for line in lines for token in line]
-    units = Chunks(len(body), len(lines[0]))
-    scores = pair_scores([*body, 7, 203, 50, 104, 8], (len(body), len(body) + 5), units)
+    segments = ChunkSegments(len(body), len(lines[0]))
+    scores = pair_scores([*body, 7, 203, 50, 104, 8], (len(body), len(body) + 5), segments)
     assert torch.nonzero(scores == scores.max())[:, 0].tolist() == [4 * 6 + 3]
     assert scores.max() == 1
     assert scores.sum() == 1
@@ -53,23 +53,25 @@ def test_every_rule_that_is_registered_prunes_a_prompt() -> None:
     importance = torch.rand(200, generator=torch.Generator().manual_seed(1))
     assert set(SCORERS) >= {"attention", "bm25"}
     for scorer in SCORERS:
-        kept = select(Evidence(range(200), importance=importance), PrefillConfig(scorer=scorer)).positions
+        kept = select(ScoringInputs(range(200), importance=importance), PrefillConfig(scorer=scorer)).positions
         assert len(kept) < 200, scorer
 
 
 def test_the_papers_rule_is_the_mean_importance_of_chunks_of_32() -> None:
     paper = PrefillConfig.full_look_ahead()
     importance = torch.rand(200, generator=torch.Generator().manual_seed(1))
-    scores = make_rule(paper.scorer).score(Evidence(range(200), importance=importance), Chunks(200, 32), paper)
+    scores = make_rule(paper.scorer).score(
+        ScoringInputs(range(200), importance=importance), ChunkSegments(200, 32), paper
+    )
     padded = torch.cat([importance, torch.zeros(24)]).reshape(7, 32)
     assert torch.equal(scores, padded.mean(1))
 
 
 def test_without_importance_attention_is_refused_and_bm25_is_not() -> None:
     with pytest.raises(ValueError, match="attention is missing"):
-        select(Evidence(range(300)), PrefillConfig())
+        select(ScoringInputs(range(300)), PrefillConfig())
     ids = [*range(300, 1300), 350, 351, 352]
-    kept = select(Evidence(ids), PrefillConfig(scorer="bm25", keep_rate=0.15)).positions
+    kept = select(ScoringInputs(ids), PrefillConfig(scorer="bm25", keep_rate=0.15)).positions
     assert {50, 51, 52} <= set(kept)
 
 
@@ -99,15 +101,15 @@ def test_the_keep_rate_may_be_a_curve_by_length() -> None:
         {"draft_window": (-1, 512)},
         {"draft_window": (2048, 512, 1)},
         {"draft_sinks": -1},
-        {"scoring_layers": 0},
+        {"num_scoring_layers": 0},
         {"scoring_heads": ()},
         {"scoring_heads": ((0, -1),)},
         {"scoring_heads": (3,)},
         {"scorer": "votes"},
-        {"unit": "words"},
+        {"granularity": "words"},
         {"scoring_queries": "all"},
-        {"head_vote": "sum"},
-        {"skipped_layers": -1},
+        {"head_reduction": "sum"},
+        {"first_scoring_layer": -1},
     ],
 )
 def test_what_cannot_be_scored_by_is_refused_at_construction(bad: dict[str, object]) -> None:

@@ -38,8 +38,8 @@ def test_a_window_early_exit_and_bm25_each_lower_r_and_leave_s() -> None:
     dense, windowed, exits, both, bm25 = (
         gain(),
         gain(draft_window=256),
-        gain(scoring_layers=8),
-        gain(draft_window=256, scoring_layers=8),
+        gain(num_scoring_layers=8),
+        gain(draft_window=256, num_scoring_layers=8),
         gain(scorer="bm25"),
     )
     assert dense[0] > windowed[0] > both[0] > bm25[0]

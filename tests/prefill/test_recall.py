@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from spec_stack.config import MOST_REWRITTEN, PrefillConfig, SessionConfig
-from spec_stack.prefill.recall import order_slots, recall
-from spec_stack.prefill.units import make_units
+from spec_stack.prefill.recall import plan_cache_writes, recall
+from spec_stack.prefill.segments import make_segments
 from tests.support.reference_session import slots_with_restored
 
 
@@ -21,12 +21,12 @@ def test_what_comes_back_is_written_before_the_last_text_and_little_is_written_a
     dropped = sorted({last_dropped, *rng.sample(range(last_dropped), rng.randint(0, last_dropped // 2))})
     held = [position for position in range(num_cached) if position not in dropped]
     restored = sorted(rng.sample(dropped, rng.randint(0, len(dropped) - 1))) if len(dropped) > 1 else []
-    num_staying, behind = order_slots(held, restored, num_cached)
-    assert [*held[:num_staying], *behind] == slots_with_restored(held, restored, num_cached, "position")
+    num_unchanged, behind = plan_cache_writes(held, restored, num_cached)
+    assert [*held[:num_unchanged], *behind] == slots_with_restored(held, restored, num_cached, "position")
     assert len(behind) - len(restored) <= (MOST_REWRITTEN if restored else 0)
 
 
 def test_text_without_any_attention_is_not_recalled() -> None:
-    config = PrefillConfig(unit="chunks", chunk_size=8)
+    config = PrefillConfig(granularity="chunks", chunk_size=8)
     importance = torch.cat([torch.zeros(64), torch.ones(16)])
-    assert recall(importance, range(8, 64), make_units(64, None, config), config, SessionConfig()) == []
+    assert recall(importance, range(8, 64), make_segments(64, None, config), config, SessionConfig()) == []

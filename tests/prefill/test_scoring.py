@@ -16,7 +16,7 @@ from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.queries import WINDOW, find_candidates
-from spec_stack.prefill.scoring import look_at, num_layers_needed, score_prompt
+from spec_stack.prefill.scoring import num_layers_needed, run_draft, score_prompt
 from tests.support import reference, reference_architectures
 from tests.support.models import make_model, random_prompt
 from tests.support.tiny_architectures import CONFIGS
@@ -25,19 +25,19 @@ from tests.tokenizers.test_translated_draft import make_generator, text_of
 
 BASE = {
     "keep_rate": 0.3,
-    "unit": "chunks",
+    "granularity": "chunks",
     "chunk_size": 8,
     "look_ahead": 4,
     "pool_kernel": 5,
-    "skipped_layers": 0,
-    "head_vote": "max",
+    "first_scoring_layer": 0,
+    "head_reduction": "max",
 }
 PROMPT = random_prompt(150)
 LONG = random_prompt(260)
 WAYS = {
     "windowed": {"draft_window": 16, "draft_sinks": 4},
-    "early exit": {"scoring_layers": 2},
-    "windowed early exit": {"draft_window": 16, "draft_sinks": 4, "scoring_layers": 1},
+    "early exit": {"num_scoring_layers": 2},
+    "windowed early exit": {"draft_window": 16, "draft_sinks": 4, "num_scoring_layers": 1},
     "bm25": {"scorer": "bm25"},
     "some heads": {"scoring_heads": ((1, 0), (2, 3))},
 }
@@ -93,7 +93,7 @@ def test_a_window_of_long_prompts_is_dense_in_shorter_ones() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_first_layers_score_as_in_a_plain_forward(num_layers: int) -> None:
-    config = PrefillConfig(**BASE, scoring_layers=num_layers)  # type: ignore[arg-type]
+    config = PrefillConfig(**BASE, num_scoring_layers=num_layers)  # type: ignore[arg-type]
     selection, _ = scored(open_draft(), config)
     eager = make_model(implementation="eager")
     every = [(layer, head) for layer in range(num_layers) for head in range(4)]
@@ -125,10 +125,10 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
 ) -> None:
     """The beginnings of turns before the window run again behind the prompt; the last tokens score in place."""
     prompt = random_prompt(250)
-    vote = {"head_vote": "max" if heads is None else "mean", "scoring_heads": heads}
+    vote = {"head_reduction": "max" if heads is None else "mean", "scoring_heads": heads}
     config = PrefillConfig(**(BASE | vote))  # type: ignore[arg-type]
     draft = open_draft()
-    attention, proposal = look_at(
+    attention, proposal = run_draft(
         draft, prompt, lambda *_: pytest.fail("no look-ahead is needed"), config, protected=protected
     )
     assert not proposal.token_ids
@@ -149,14 +149,14 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
 
 @pytest.mark.parametrize("heads", [((0, 3), (1, 1)), ((0, 0),)])
 def test_chosen_heads_need_no_layer_behind_them(heads: tuple[tuple[int, int], ...]) -> None:
-    config = PrefillConfig(**(BASE | {"head_vote": "mean", "scoring_heads": heads}))  # type: ignore[arg-type]
+    config = PrefillConfig(**(BASE | {"head_reduction": "mean", "scoring_heads": heads}))  # type: ignore[arg-type]
     needed = num_layers_needed(config, 3)
     assert needed == 1 + max(layer for layer, _ in heads)
     found = []
     for num_layers in (None, needed):
         draft = open_draft()
         look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
-        attention = look_at(draft, PROMPT, look_ahead, config, num_layers=num_layers)[0]
+        attention = run_draft(draft, PROMPT, look_ahead, config, num_layers=num_layers)[0]
         # How much a segment counts is what all the layers that run say.
         layers = {index: layer for index, layer in attention.layers.items() if index < needed}
         found.append(replace(attention, layers=layers).importance(config))
@@ -190,7 +190,7 @@ def test_a_draft_whose_layers_did_not_all_see_the_prompt_holds_the_kept_tokens_a
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("Mistral, sliding", "Nemotron-H")])
 @pytest.mark.parametrize("way", ["windowed early exit", "windowed"])
 def test_every_architecture_scores_with_a_window_and_by_its_first_layers(name: str, way: str) -> None:
-    config = PrefillConfig(**BASE, **WAYS[way] | ({"scoring_layers": 2} if "exit" in way else {}))  # type: ignore[arg-type]
+    config = PrefillConfig(**BASE, **WAYS[way] | ({"num_scoring_layers": 2} if "exit" in way else {}))  # type: ignore[arg-type]
     draft = make_architecture(name, disturbed=True)
     generator = SpecStackGenerator(make_architecture("Llama"), draft, config=SpecStackConfig(config))
     result = generator.generate(input_ids=PROMPT, max_tokens=8, sparse_prefill="on", gamma=3)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
-from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.selection import select
 from tests.support import reference
 
@@ -22,8 +22,8 @@ settings_of_a_selection = {
 }
 
 
-def evidence(num_tokens: int, importance: torch.Tensor) -> Evidence:
-    return Evidence(range(num_tokens), importance=importance)
+def evidence(num_tokens: int, importance: torch.Tensor) -> ScoringInputs:
+    return ScoringInputs(range(num_tokens), importance=importance)
 
 
 @given(**settings_of_a_selection)

@@ -21,7 +21,7 @@ from tests.support.folders import copy_draft
 SETTINGS: dict[str, Any] = {
     "keep_rate": 0.1,
     "scoring_heads": ((1, 1),),
-    "head_vote": "mean",
+    "head_reduction": "mean",
     "scoring_queries": "prompt",
 }
 
@@ -113,8 +113,8 @@ def test_other_weights_of_the_same_shape_are_not_matched(known: tuple[Path, Path
 def test_a_server_takes_it_too(known: tuple[Path, Path], plain: SpecStackGenerator) -> None:
     configs = [text_config(model.config) for model in (plain.pair.target, plain.pair.draft)]
     assert with_calibration(ServerConfig(), str(known[1]), *configs).prefill == PrefillConfig(**SETTINGS)
-    asked = ServerConfig(PrefillConfig(head_vote="max"))
-    assert with_calibration(asked, str(known[1]), *configs).prefill.head_vote == "max"
+    asked = ServerConfig(PrefillConfig(head_reduction="max"))
+    assert with_calibration(asked, str(known[1]), *configs).prefill.head_reduction == "max"
     none = ServerConfig(calibration="none")
     assert with_calibration(none, str(known[1]), *configs) == none
 

@@ -27,13 +27,13 @@ class Noted(ByBM25):
         return super().score(evidence, units, config)
 
 
-class Watched(Ema):
+class ProgressListener(Ema):
     def choose(self, context):
         Path(__file__).with_name("chose").touch()
         return super().choose(context)
 
 
-SCORERS["noted"], POLICIES["watched"] = Noted, Watched
+SCORERS["noted"], POLICIES["watched"] = Noted, ProgressListener
 """
 
 

@@ -38,12 +38,12 @@ ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
     # An error while scoring ends the server instead of hiding in a dense prefill.
     # The paper's rule, whatever lies beside the draft.
-    "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_error": "raise"}, "calibration": "none"}',
+    "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_failure": "raise"}, "calibration": "none"}',
 }
 # What an oracle that scores chunks by all layers can follow.
 BY_CHUNKS = {
-    "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_error": "raise", "unit": "chunks", "skipped_layers": 0}, '
-    '"calibration": "none"}'
+    "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_failure": "raise", "granularity": "chunks", '
+    '"first_scoring_layer": 0}, "calibration": "none"}'
 }
 ARGUMENTS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--dtype", "float32"),

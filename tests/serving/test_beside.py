@@ -99,7 +99,7 @@ def _check(server: Server, reference: Reference, environment: Mapping[str, str],
     traffic.run()
     assert not traffic.failures, traffic.failures[:3]
     traffic.check_tokens()
-    assert {"pruned", "not_wanted"} <= {report["outcome"] for report in traffic.reports}
+    assert {"pruned", "disabled"} <= {report["outcome"] for report in traffic.reports}
     if environment is _RETRACTIONS:
         retracted = [reply for _, reply in traffic.replies if reply["meta_info"]["num_retractions"]]
         assert any(reply["meta_info"]["spec_stack"]["sparse_prefill"] for reply in retracted)

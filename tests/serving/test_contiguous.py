@@ -173,6 +173,6 @@ def test_a_target_without_original_positions_is_pruned_at_contiguous_ones(
     second = server.generate(history, 12, **asked)
     assert second["output_ids"] == _greedy(model, _kept(history, second), 12)
     refused = server.generate(_document(reference, 700, 1922), 4, sparse_prefill="on", positions="original")
-    assert _report(refused)["outcome"] == "not_possible"
+    assert _report(refused)["outcome"] == "unsupported"
     assert not server.state()["num_failures"]
     server.stop()

@@ -62,11 +62,11 @@ def _runner(device: str) -> Any:
 
 def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: Callable[[int], int]) -> Any:
     from spec_stack.sglang.decide import Prompt
-    from spec_stack.sglang.pooled_draft import PooledDraft
+    from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
     from spec_stack.sglang.scoring import DraftScorer
 
     scheduler: Any = SimpleNamespace(model_config=runner.model_config, chunked_prefill_size=8192, forward_stream=None)
-    scorer = DraftScorer(scheduler, PooledDraft(runner, num_tokens + 100), most_of_a_part)
+    scorer = DraftScorer(scheduler, DraftScoringRunner(runner, num_tokens + 100), most_of_a_part)
     return scorer.score(Prompt((5,) * num_tokens, None, None, config, "recall"))
 
 
@@ -75,10 +75,10 @@ def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: 
 )
 @pytest.mark.parametrize("window", [None, (8, 4)])
 def test_a_forward_of_the_scoring_draft_copies_without_waiting(slots: Any, window: tuple[int, int] | None) -> None:
+    from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
     from spec_stack.sglang.pool_attention import Window
-    from spec_stack.sglang.pooled_draft import PooledDraft
 
-    draft = PooledDraft(_runner("meta"), 100)
+    draft = DraftScoringRunner(_runner("meta"), 100)
     with torch.no_grad(), blocking_copies() as found, draft.captured_queries({}, 4):
         for length, num_new in ((30, 30), (39, 9), (40, 1)):
             draft.forward([3] * num_new, slots[:length], None if window is None else Window(*window))
@@ -97,7 +97,7 @@ def test_slots_are_chosen_and_renewed_without_waiting(num_prompts: int, monkeypa
         init_forward_metadata=lambda batch: None, forward=lambda q, k, v, layer, batch, save_kv_cache: q
     )
     runner.attn_backend, runner.kv_index_translator = backend, None
-    draft = SlottedDraft(runner, PrefillConfig(draft_slots=128), max_gamma=4, num_requests=4)
+    draft = SlottedDraft(runner, PrefillConfig(draft_kv_budget=128), max_gamma=4, num_requests=4)
     draft.pools(_Sizes(1000), ReqToTokenPool(4, 2000, "meta", enable_memory_saver=False))
     batch: Any = SimpleNamespace(
         req_pool_indices_cpu=torch.arange(1, 1 + num_prompts),

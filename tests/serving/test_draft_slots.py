@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.draft_slots import RENEW_EVERY, choose_slots
-from spec_stack.sglang.draft_rows import num_row_slots
+from spec_stack.prefill.draft_kv_budget import RENEW_EVERY, choose_slots
+from spec_stack.sglang.draft_kv_rows import num_row_slots
 
 from .conftest import ASSETS, CONTEXT, Reference, Server, generate_body
 
@@ -28,7 +28,7 @@ FLAGS = (
         str(CONTEXT),
         "--spec-stack-sparse-prefill",
         "draft_only",
-        "--spec-stack-draft-slots",
+        "--spec-stack-draft-kv-budget",
         str(SLOTS),
     ),
 )
@@ -60,13 +60,13 @@ def _accepted(replies: list[dict[str, Any]]) -> float:
 
 def test_a_request_holds_as_few_slots_of_the_drafts_at_any_length(slotted: Server, reference: Reference) -> None:
     """Counted in the draft's buffers, which are empty at first."""
-    before, counted = slotted.state()["draft_slots"], []
+    before, counted = slotted.state()["draft_kv_budget"], []
     assert before["num_written"] == 0
     for num_tokens, seed in ((1000, 2), (3700, 3)):
         prompt = reference.text_ids(num_tokens, seed)
         reply = slotted.generate(prompt, 40, gamma=GAMMA)
         assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=40)
-        counted.append(slotted.state()["draft_slots"])
+        counted.append(slotted.state()["draft_kv_budget"])
     assert [it["num_most_held"] for it in counted] == [SLOTS + 1, SLOTS + 1]
     # A request that comes later may have another row.
     first, second = (it["num_written"] for it in counted)
@@ -106,13 +106,13 @@ def test_four_at_once_get_the_targets_tokens_while_their_slots_are_chosen_anew(
     slotted: Server, reference: Reference
 ) -> None:
     """Of prompts that the slots hold, and of others; one of them outgrows its slots while it is answered."""
-    before = slotted.state()["draft_slots"]
+    before = slotted.state()["draft_kv_budget"]
     prompts = [reference.prompt(num_tokens, 30 + at) for at, num_tokens in enumerate((100, 700, 1200, 1900))]
     num_new = 3 * RENEW_EVERY
     replies = slotted.generate_all([(prompt, {"max_new_tokens": num_new}) for prompt in prompts])
     for prompt, reply in zip(prompts, replies, strict=True):
         assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=num_new), len(prompt)
-    after = slotted.state()["draft_slots"]
+    after = slotted.state()["draft_kv_budget"]
     assert after["num_renewals"] - before["num_renewals"] >= 3 * (num_new // RENEW_EVERY - 1)
     assert after["num_restored"] > before["num_restored"]
     assert after["num_most_held"] <= SLOTS + RENEW_EVERY + 1
@@ -144,7 +144,7 @@ def test_nothing_is_left_behind_by_aborts_and_an_emptied_cache(slotted: Server, 
     # Idle, SGLang compares what its pools hold with what they should, and ends itself if they differ.
     assert slotted.is_alive, slotted.tail()
     state = slotted.state()
-    assert state["draft_slots"]["num_written"] < state["draft_slots"]["num_slots"]
+    assert state["draft_kv_budget"]["num_written"] < state["draft_kv_budget"]["num_slots"]
     assert not state["num_failures"]
 
 
@@ -186,7 +186,7 @@ def slotted_without_a_model(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> A
     from spec_stack.sglang.slotted_draft import SlottedDraft
 
     monkeypatch.setattr(SlottedDraft, "_begin", lambda *args: None)
-    config = PrefillConfig(draft_slots=96, chunk_size=16)
+    config = PrefillConfig(draft_kv_budget=96, chunk_size=16)
     draft = SlottedDraft.__new__(SlottedDraft)
     draft._config, draft.num_per_request = config, num_row_slots(config, GAMMA)
     draft._rows, draft._num_prefilled = {}, {}
@@ -249,7 +249,7 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
 ) -> None:
     """Whichever of a batch's requests it fails at, and whoever had the rows before."""
     from spec_stack.sglang import slotted_draft
-    from spec_stack.sglang.draft_rows import DraftRow
+    from spec_stack.sglang.draft_kv_rows import DraftKVRow
 
     draft, before = slotted_without_a_model(3, monkeypatch), batch_of({0: 3000, 1: 2000, 2: 3500})
     draft.note_prefill(before)
@@ -257,13 +257,13 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
     assert (draft._shifts > 1000).all()
     new = batch_of({2: 500, 0: 100, 1: 90})
     draft.note_prefill(new)
-    begun = [DraftRow.begin] * num_done
+    begun = [DraftKVRow.begin] * num_done
 
-    class Failing(DraftRow):
+    class Failing(DraftKVRow):
         def begin(self, text_ids: Any) -> Any:
             return begun.pop()(self, text_ids) if begun else fail()
 
-    monkeypatch.setattr(slotted_draft, "DraftRow", Failing)
+    monkeypatch.setattr(slotted_draft, "DraftKVRow", Failing)
     with pytest.raises(RuntimeError, match="by a test"):
         draft.begin_step(new)
     for lengths in draft._lengths(new)[:2]:
@@ -318,20 +318,20 @@ def test_the_one_flag_is_enough(launch: Any, reference: Reference) -> None:
     try:
         prompt = reference.text_ids(1500, 5)
         assert server.generate(prompt, 16)["output_ids"] == reference.tokens(prompt, max_new_tokens=16)
-        assert server.state()["draft_slots"]["num_per_request"] > PrefillConfig.draft_slots
+        assert server.state()["draft_kv_budget"]["num_per_request"] > PrefillConfig.draft_kv_budget
     finally:
         server.stop()
 
 
 @pytest.mark.nightly
 def test_a_row_may_be_longer_than_the_longest_text(launch: Any, reference: Reference) -> None:
-    slots = ("--spec-stack-sparse-prefill", "draft_only", "--spec-stack-draft-slots", str(CONTEXT))
+    slots = ("--spec-stack-sparse-prefill", "draft_only", "--spec-stack-draft-kv-budget", str(CONTEXT))
     server = launch("--max-total-tokens", "12000", "--context-length", str(CONTEXT), *slots)
     try:
         prompt = reference.text_ids(600, 6)
         reply = server.generate(prompt, 40, gamma=GAMMA)
         assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=40)
         assert _accepted([reply]) > 0.1
-        assert server.state()["draft_slots"]["num_per_request"] > CONTEXT
+        assert server.state()["draft_kv_budget"]["num_per_request"] > CONTEXT
     finally:
         server.stop()

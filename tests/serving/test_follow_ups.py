@@ -53,8 +53,8 @@ def _with_recalled(given: Sequence[int], recalled: Iterable[int], num_old: int) 
         return list(given)
     last_dropped = max(set(range(num_old)) - set(given))
     num_before = len(list(itertools.takewhile(lambda position: position < last_dropped, given)))
-    num_staying = max(num_before, len(given) - 256)
-    return [*given[:num_staying], *sorted([*given[num_staying:], *recalled])]
+    num_unchanged = max(num_before, len(given) - 256)
+    return [*given[:num_unchanged], *sorted([*given[num_unchanged:], *recalled])]
 
 
 def _document(reference: Reference, num_tokens: int, seed: int) -> list[int]:
@@ -78,7 +78,7 @@ def test_freeze_does_what_a_session_in_python_does_that_restores_nothing(server:
     """Turn by turn the same tokens, the same number of them kept; questions short and long."""
     texts = [_text(reference, 30, 801), _text(reference, 9, 802), _text(reference, 600, 803)]
     asked = _document(reference, 1300, 800)
-    with reference.generator.session(SessionConfig(restore=False)) as session:
+    with reference.generator.session(SessionConfig(recall=False)) as session:
         for turn in range(4):
             options = {"sparse_prefill": "on"} if turn in (0, 3) else {}
             expected = session.generate(input_ids=asked, max_tokens=12, gamma=0, ignore_eos=True, **options)
@@ -130,11 +130,11 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         given,
         start,
         PrefillConfig.chunk_size,
-        settings["restore_threshold"],
-        settings["max_restored_chunks"],
-        settings["restore_margin"],
+        settings["recall_threshold"],
+        settings["max_recalled_chunks"],
+        settings["recall_margin"],
         [max(both) for both in zip(rare, side_by_side, strict=False)],
-        settings["anchor_threshold"],
+        settings["recall_word_threshold"],
     )
     assert _positions(reply)[: len(given) + len(expected)] == _with_recalled(given, expected, start)
     assert len(expected) == _report(reply)["num_recalled_tokens"] > 0
@@ -175,10 +175,10 @@ def test_what_was_given_stays_and_is_in_the_cache_with_the_reply(
         assert len(recalled) == report["num_recalled_tokens"]
         old = _with_recalled(given, recalled, len(prompt) - 26)
         assert positions == [*old, *range(len(prompt) - 26, len(prompt))]
-        num_staying = next(
+        num_unchanged = next(
             (at for at, pair in enumerate(zip(old, given, strict=False)) if pair[0] != pair[1]), len(given)
         )
-        assert reply["meta_info"]["cached_tokens"] >= num_staying
+        assert reply["meta_info"]["cached_tokens"] >= num_unchanged
         assert rule == "recall" or not recalled
         # Nothing is scored to freeze, and to recall the draft reads what is new and the scoring queries.
         assert report["num_draft_tokens"] <= (0 if rule == "freeze" else 26 + WINDOW)

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def own(launch: Launcher, folder: Path) -> Iterator[Server]:
     """Started by `sglang serve`; a flag goes over the settings' file, and both models have surplus embeddings."""
-    prefill = {"scorer": "rare_words", "on_scoring_error": "raise"}
+    prefill = {"scorer": "rare_words", "on_scoring_failure": "raise"}
     settings = {"prefill": prefill, "keep_rate": 0.9, "min_prompt_tokens": 100, "policy": "twos", "calibration": "none"}
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -102,7 +102,7 @@ def test_a_pair_with_one_tokenizer_and_padded_embeddings_works(own: Server, refe
 def _selected_by(folder: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference, prompt: list[int]) -> list[int]:
     """What the same module's rule keeps of the prompt in this process."""
     from spec_stack.config import PrefillConfig
-    from spec_stack.prefill.rule import Evidence
+    from spec_stack.prefill.rule import ScoringInputs
     from spec_stack.prefill.selection import select
     from spec_stack.settings.plugins import ENVIRONMENT, import_plugins
     from spec_stack.tokenizers.pieces import Pieces
@@ -110,5 +110,5 @@ def _selected_by(folder: Path, monkeypatch: pytest.MonkeyPatch, reference: Refer
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv(ENVIRONMENT, "rare_words")
     import_plugins()
-    evidence = Evidence(prompt, pieces=Pieces(reference.tokenizer).of(prompt))
+    evidence = ScoringInputs(prompt, pieces=Pieces(reference.tokenizer).of(prompt))
     return list(select(evidence, PrefillConfig(scorer="rare_words", keep_rate=0.3)).positions)

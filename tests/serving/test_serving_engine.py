@@ -121,7 +121,7 @@ def test_a_prompt_longer_than_the_drafts_pool_is_prefilled_densely(small: Server
         reply = small.generate(prompt, 2, sparse_prefill="on")
         report = reply["meta_info"]["spec_stack"]
         fits = len(prompt) + 8 <= 1000
-        assert report["outcome"] == ("pruned" if fits else "no_room")
+        assert report["outcome"] == ("pruned" if fits else "draft_pool_full")
         # All chats begin alike.
         assert len(prompt) - 10 < report["num_draft_tokens"] <= len(prompt) if fits else not report["num_draft_tokens"]
         assert fits or "the draft pool has room for" in report["sparse_prefill_reason"]
@@ -138,7 +138,7 @@ def test_a_conversation_that_outgrows_the_drafts_pool_goes_on_from_what_was_kept
     assert len(longer) > 1000
     reply = small.generate(longer, 8, explain=True, follow_up="recall", sparse_prefill="on")
     report, kept = reply["meta_info"]["spec_stack"], first["meta_info"]["spec_stack"]["kept_spans"]
-    assert report["outcome"] == "no_room"
+    assert report["outcome"] == "draft_pool_full"
     assert "the draft pool has room for" in report["sparse_prefill_reason"]
     start = report["num_cached_tokens"]
     assert (report["sparse_prefill"], start) == (True, len(prompt) + 7)
@@ -228,11 +228,11 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
 @pytest.mark.parametrize(
     "chosen",
     [
-        {"scoring_layers": 1, "draft_window": 96, "draft_sinks": 32},
+        {"num_scoring_layers": 1, "draft_window": 96, "draft_sinks": 32},
         # As a calibration chooses: chosen heads.
         {
             "scoring_heads": [[0, 1], [1, 2]],
-            "head_vote": "mean",
+            "head_reduction": "mean",
             "keep_rate": 0.3,
         },
     ],

@@ -142,7 +142,7 @@ def test_random_conversations_get_the_references_tokens_and_the_numbers_add_up(
     assert server.is_alive, server.tail()
     load = server.get("/v1/loads")["loads"][0]
     assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
-    assert {"pruned", "cached", "not_wanted"} <= {report["outcome"] for report in traffic.reports}
+    assert {"pruned", "cached", "disabled"} <= {report["outcome"] for report in traffic.reports}
     assert any(report["num_recalled_tokens"] for report in traffic.reports)
     for rule in ("recall", "freeze"):
         assert any(report["sparse_prefill"] and report["num_cached_tokens"] for report in traffic.followed(rule))

@@ -55,7 +55,7 @@ def test_a_prefill_between_steps_is_not_their_cost() -> None:
     chosen = []
     for step in range(300):
         if step % 3 == 0:
-            gamma.something_else_runs()
+            gamma.invalidate_step_timing()
             clock.now += 500
         chosen.append(_run(gamma, clock, requests, 8, lambda drafted: 1 + 0.01 * drafted))
     assert chosen[150:].count(8) > 140
@@ -67,7 +67,7 @@ def test_where_every_step_follows_a_prefill_the_batch_still_drafts() -> None:
     gamma = BatchPolicy(ServerConfig(), "fp32", clock=clock)
     chosen = []
     for _ in range(80):
-        gamma.something_else_runs()
+        gamma.invalidate_step_timing()
         chosen.append(_run(gamma, clock, [request_of("a")], 8, lambda drafted: 1))
     assert set(chosen[50:]) == {4}
 
@@ -83,7 +83,7 @@ def test_a_stall_between_steps_is_not_their_cost() -> None:
         chosen.append(gamma.get_steps_for_batch(1))
         clock.now += 1 + 0.01 * chosen[-1]
         if step % 2 and chosen[-1] == 8:
-            gamma.something_else_runs()
+            gamma.invalidate_step_timing()
             clock.now += 500
         gamma.on_verify_complete([chosen[-1]], 1)
     assert chosen[150:].count(8) > 140

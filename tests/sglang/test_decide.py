@@ -36,10 +36,10 @@ def _prompt(num_tokens: int, **options: Any) -> Prompt:
 @pytest.mark.parametrize(
     ("options", "num_tokens", "num_cached", "refusal", "outcome", "part"),
     [
-        ({"sparse_prefill": "off"}, 900, 0, None, "not_wanted", "leaves the target dense"),
-        ({}, 399, 0, None, "not_wanted", "shorter than min_prompt_tokens=400"),
-        ({"keep_rate": 1.0}, 900, 0, None, "not_wanted", "keep_rate is 1.0"),
-        ({}, 900, 0, "the target is too large", "not_possible", "off: the target is too large"),
+        ({"sparse_prefill": "off"}, 900, 0, None, "disabled", "leaves the target dense"),
+        ({}, 399, 0, None, "disabled", "shorter than min_prompt_tokens=400"),
+        ({"keep_rate": 1.0}, 900, 0, None, "disabled", "keep_rate is 1.0"),
+        ({}, 900, 0, "the target is too large", "unsupported", "off: the target is too large"),
         ({}, 900, 800, None, "cached", "off: 800 of 900 tokens are cached"),
     ],
 )
@@ -110,8 +110,8 @@ def test_without_a_score_nothing_new_is_dropped(inherits: bool) -> None:
         known.turns.add((None, None), range(800), kept, first)
     needs = decide(_prompt(850), known, RECALL)
     assert isinstance(needs, NeedsScore)
-    decision = plan_unscored(needs, "no room", "no_room")
-    assert decision.outcome == "no_room"
+    decision = plan_unscored(needs, "no room", "draft_pool_full")
+    assert decision.outcome == "draft_pool_full"
     if inherits:
         assert isinstance(decision, Plan)
         assert decision.prefill.positions == (*kept, *range(800, 850))

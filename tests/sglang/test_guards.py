@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
-from spec_stack.sglang.guards import harmless, num_failures
+from spec_stack.sglang.errors import log_and_continue, num_failures
 
 
 def test_a_failure_ends_its_block_alone_and_leaves_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     before = num_failures().get("a test", 0)
-    with caplog.at_level(logging.ERROR), harmless("a test", "nothing is lost"):
+    with caplog.at_level(logging.ERROR), log_and_continue("a test", "nothing is lost"):
         raise KeyError("from within")
     assert num_failures()["a test"] == before + 1
     assert "a test failed; nothing is lost" in caplog.text
@@ -21,10 +21,10 @@ def test_a_failure_ends_its_block_alone_and_leaves_its_traceback(caplog: pytest.
 def test_tracebacks_that_differ_by_a_number_alone_do_not_fill_the_disk(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         for number in range(50):
-            with harmless("a test of many", "nothing is lost"):
+            with log_and_continue("a test of many", "nothing is lost"):
                 raise KeyError(number)
     assert caplog.text.count("a test of many failed") == 20
     assert num_failures()["a test of many"] == 50
-    with caplog.at_level(logging.ERROR), harmless("a test of many", "nothing is lost"):
+    with caplog.at_level(logging.ERROR), log_and_continue("a test of many", "nothing is lost"):
         raise KeyError("another failure")
     assert "another failure" in caplog.text

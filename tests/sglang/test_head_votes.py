@@ -40,7 +40,7 @@ def test_importance_from_the_pool_is_that_of_the_library_from_the_same_keys(head
     keys = [torch.randn(60, 2, 8) for _ in range(2)]
     slots = torch.randperm(60)[:50]
     layers = _captured(keys, 6)
-    config = PrefillConfig(scoring_heads=heads, head_vote="max", pool_kernel=5)
+    config = PrefillConfig(scoring_heads=heads, head_reduction="max", pool_kernel=5)
     got = over_own_heads(Pool(keys), slots, layers, config)
     whole = [
         (torch.cat(found.queries, dim=1), keys[index][slots].transpose(0, 1), found.scaling)
@@ -71,7 +71,7 @@ def test_the_sum_over_chosen_heads_is_that_of_each_head_by_itself() -> None:
     torch.manual_seed(2)
     keys, slots = [torch.randn(60, 2, 8) for _ in range(2)], torch.randperm(60)[:50]
     layers, heads = _captured(keys, 6), ((0, 5), (1, 0), (1, 1))
-    config = PrefillConfig(scoring_heads=heads, head_vote="mean")
+    config = PrefillConfig(scoring_heads=heads, head_reduction="mean")
     queries = Queries(3, SEGMENTS, (0.5, 1.0))
     expected = torch.zeros(50)
     for index, head in heads:
@@ -89,7 +89,7 @@ def test_ranks_that_share_the_heads_find_together_what_one_finds_alone(vote: Any
     torch.manual_seed(1)
     keys = [torch.randn(50, 2, 8) for _ in range(2)]
     slots, whole = torch.arange(50), _captured(keys, 4)
-    config, queries = PrefillConfig(scoring_heads=heads, head_vote=vote), Queries(3, SEGMENTS, (0.5, 1.0), 1)
+    config, queries = PrefillConfig(scoring_heads=heads, head_reduction=vote), Queries(3, SEGMENTS, (0.5, 1.0), 1)
     alone = over_own_heads(Pool(keys), slots, whole, config, found=queries)
     parts = [_part(whole, keys, rank) for rank in range(2)]
     each = [over_own_heads(*_pair(part, slots), config, rank, queries) for rank, part in enumerate(parts)]
@@ -116,7 +116,7 @@ def test_the_host_waits_for_no_copy(heads: Any, vote: Any, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(tensor.shape))
     keys = [torch.empty(60, 2, 8, device="meta") for _ in range(2)]
     layers = {index: LayerQueries(0.3, [torch.empty(6, 3, 8, device="meta")]) for index in range(2)}
-    config = PrefillConfig(scoring_heads=heads, head_vote=vote, chunk_size=4)
+    config = PrefillConfig(scoring_heads=heads, head_reduction=vote, chunk_size=4)
     with blocking_copies() as found:
         over_own_heads(Pool(keys), torch.zeros(50, dtype=torch.int64, device="meta"), layers, config)
     assert found == []

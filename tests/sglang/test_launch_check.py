@@ -91,11 +91,11 @@ def test_ranks_and_short_numbers_take_less(args: dict[str, Any], divisor: int) -
 
 
 def test_a_draft_over_its_own_slots_takes_none_of_the_targets_pool() -> None:
-    config = ServerConfig.from_mapping({"sparse_prefill": "draft_only", "draft_slots": 256})
+    config = ServerConfig.from_mapping({"sparse_prefill": "draft_only", "draft_kv_budget": 256})
     found = describe(_launch(config=config))
     assert "draft" not in found["target's pool"]
     assert "the target prefills densely" in found["prompts"]
-    slots = found["numbers"]["draft_slots"]
+    slots = found["numbers"]["draft_kv_budget"]
     assert slots["num_bytes"] == 49 * slots["num_per_request"] * 2 * 2 * 8 * 128 * 28
     assert f"{slots['num_per_request']} slots of its own for each request" in found["draft's slots"]
     assert "draft's pool" not in found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spec_stack.sglang.launch_check import pool_note
-from spec_stack.sglang.launch_notes import (
+from spec_stack.sglang.launch_messages import (
     graphs_note,
     num_graphs,
     penalty_advice,

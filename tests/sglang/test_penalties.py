@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_stack.sglang.guards import num_failures
+from spec_stack.sglang.errors import num_failures
 from spec_stack.sglang.penalties import Penalties, has_penalties, is_penalised
 from tests.support.sampling_settings import asked
 

@@ -17,7 +17,7 @@ from spec_stack.sglang.prefix_reuse import CachedPrefix, TurnStore, plan_prefill
 from tests.support.reference_session import dropped_chunks_to_restore, slots_with_restored
 
 CONFIG = PrefillConfig(chunk_size=4, keep_rate=0.3, keep_last=1)
-RECALLING = SessionConfig(restore_threshold=1.0, max_restored_chunks=3, restore_margin=2, anchor_threshold=None)
+RECALLING = SessionConfig(recall_threshold=1.0, max_recalled_chunks=3, recall_margin=2, recall_word_threshold=None)
 
 
 @dataclass
@@ -201,7 +201,7 @@ def test_old_text_that_shares_rare_words_with_the_question_is_recalled_without_a
     prompt = [*document, 900, 901, 141, 142, 902]
     beginning = CachedPrefix(80, (*range(8), *range(72, 80)))
     config = PrefillConfig(chunk_size=4, scorer="bm25")
-    given_to = plan_prefill(prompt, beginning, None, False, SessionConfig(restore_margin=0), config, ())
+    given_to = plan_prefill(prompt, beginning, None, False, SessionConfig(recall_margin=0), config, ())
     # 141 and 142 stand at 41 and 42, in the chunk from 40 on; what stands behind all that was dropped comes after it.
     assert given_to.positions == (*range(8), 40, 41, 42, 43, *range(72, 85))
     assert given_to.num_recalled == 4

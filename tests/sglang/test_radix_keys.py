@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.positions import PlacedKey, PositionMap, place_tokens
+from spec_stack.sglang.positions import PositionedRadixKey, PositionMap, encode_positions
 
 Token = tuple[int, int]  # id, position
 
@@ -17,7 +17,7 @@ def _key(sequence: list[Token], num_prompt: int, num_prompt_tokens: int) -> tupl
     """The key under which a request's first tokens are looked up: the prompt's map places what was generated too."""
     kept = [position for _, position in sequence[:num_prompt]]
     positions = PositionMap(kept, num_prompt_tokens)
-    return tuple(PlacedKey.of(positions, None).place(array("q", [token_id for token_id, _ in sequence])))
+    return tuple(PositionedRadixKey.of(positions, None).place(array("q", [token_id for token_id, _ in sequence])))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -59,7 +59,7 @@ def test_no_lookup_ever_finds_kv_that_was_computed_at_other_positions(seed: int)
 
 
 def test_where_nothing_is_dropped_the_key_is_the_dense_one() -> None:
-    key = PlacedKey.of(PositionMap([0, 1, 2, 7, 8], 9), "tenant")
+    key = PositionedRadixKey.of(PositionMap([0, 1, 2, 7, 8], 9), "tenant")
     assert list(key.place(array("q", [5, 6, 7, 8, 9, 10, 11])))[:3] == [5, 6, 7]
     assert list(key.place([8, 9, 10, 11, 12, 13]))[3] == 11 + (4 << 32)
     assert key.namespace == "tenant"
@@ -71,9 +71,9 @@ def test_a_key_is_placed_once_and_keeps_the_clients_namespace() -> None:
     def init(key: Any, token_ids: Any, extra_key: Any, **others: Any) -> None:
         seen.append((list(token_ids), extra_key, others))
 
-    placed = PlacedKey.of(PositionMap([0, 2], 3), "tenant")
-    place_tokens(init, None, array("q", [4, 5, 6]), placed, cache_salt="salt")
-    place_tokens(init, None, array("q", [4, 5, 6]), "tenant")
+    placed = PositionedRadixKey.of(PositionMap([0, 2], 3), "tenant")
+    encode_positions(init, None, array("q", [4, 5, 6]), placed, cache_salt="salt")
+    encode_positions(init, None, array("q", [4, 5, 6]), "tenant")
     assert seen == [
         ([4, 5 + (1 << 32), 6 + (1 << 32)], "tenant", {"cache_salt": "salt"}),
         ([4, 5, 6], "tenant", {}),

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from spec_stack.sglang.reports import ReplyBooks, ReplyInfo, correct_acceptance, with_report
+from spec_stack.sglang.reports import ReportAssembler, ReportStore, correct_acceptance, with_report
 from spec_stack.sglang.request_state import (
     STATE,
     note_step,
@@ -23,7 +23,7 @@ def test_what_travels_with_tokens_adds_up_to_the_reply() -> None:
         request.output_ids += [0] * (num_accepted + 1)
     carried = request.customized_info[STATE]
     assert len(carried) == len(request.output_ids)
-    reply = ReplyInfo()
+    reply = ReportAssembler()
     assert reply.meta_info(is_finished=False) is None
     # SGLang hands over slices of it, as the tokens go out.
     for start in range(0, len(carried), 3):
@@ -37,7 +37,7 @@ def test_what_travels_with_tokens_adds_up_to_the_reply() -> None:
 
 def test_of_steps_that_are_anothers_nothing_is_said() -> None:
     report = {name: value for name, value in REPORT.items() if name != "policy"}
-    reply = ReplyInfo()
+    reply = ReportAssembler()
     reply.add([report, None])
     reply.add([])
     said = reply.meta_info(is_finished=True)
@@ -63,7 +63,7 @@ def test_a_moving_gammas_acceptance_is_of_what_was_proposed() -> None:
 
 def test_an_openai_stream_carries_the_report_in_its_usage_chunk_alone() -> None:
     report = {"num_proposed": 4, "num_accepted": 2, "gamma_trace": [4], "accepted_trace": [2], "outcome": "pruned"}
-    books = ReplyBooks(None)
+    books = ReportStore(None)
     events = [
         'data: {"choices":[{"delta":{"content":"\\"choices\\":[] \\"usage\\":{"}}]}\n\n',
         'data: {"id":"a","choices":[],"usage":{"prompt_tokens":9}}\n\n',

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.launch_notes import pruning_note
+from spec_stack.sglang.launch_messages import pruning_note
 from spec_stack.sglang.request_state import (
     RequestOptions,
     dense_reason,
@@ -75,7 +75,7 @@ def test_the_launch_says_what_a_longer_prompt_keeps_where_a_curve_says_less() ->
     "asked", [{}, {"sparse_prefill": "draft_only"}, {"sparse_prefill": "off"}, {"protect": [[0, 3]]}]
 )
 def test_a_draft_with_slots_of_its_own_leaves_the_target_dense(asked: dict[str, Any]) -> None:
-    config = ServerConfig.from_mapping({"sparse_prefill": "draft_only", "draft_slots": 256})
+    config = ServerConfig.from_mapping({"sparse_prefill": "draft_only", "draft_kv_budget": 256})
     assert "of prompts of over 256 tokens the draft has 256 slots" in pruning_note(config, None, "")
     assert RequestOptions.parse(asked, config).prefill(config).sparse_prefill == asked.get(
         "sparse_prefill", "draft_only"
@@ -148,10 +148,10 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"keep_rate": 3}, "keep_rate"),
         ({"min_prompt_tokens": -1}, "min_prompt_tokens"),
         ({"threshold": 9}, "threshold"),
-        ({"prefill": {"on_scoring_error": 1}}, "on_scoring_error"),
+        ({"prefill": {"on_scoring_failure": 1}}, "on_scoring_failure"),
         ({"follow_up": "thaw"}, "follow_up"),
         ({"draft_pool_tokens": 0}, "draft_pool_tokens"),
-        ({"recall": {"restore_threshold": -1}}, "restore_threshold"),
+        ({"recall": {"recall_threshold": -1}}, "recall_threshold"),
         ({"recall": {"max_cached_tokens": 9}}, "recall.max_cached_tokens"),
         ({"recall": {"chunks": 9}}, "recall.chunks"),
         ({"max_gamma_by_batch_size": {"0": 2}}, "max_gamma_by_batch_size"),
@@ -166,14 +166,14 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"gammas": 4}, "gammas"),
         ({"prefill": {"keep": 1}}, "prefill.keep"),
         ({"prefill": {"draft_window": 0}}, "draft_window"),
-        ({"prefill": {"scoring_layers": 0}}, "scoring_layers"),
+        ({"prefill": {"num_scoring_layers": 0}}, "num_scoring_layers"),
         ({"prefill": {"scoring_heads": [[1]]}}, "scoring_heads"),
         ({"calibration": 3}, "calibration"),
         ({"scoring_model": ""}, "scoring_model"),
         ({"scoring_model": "draft", "gammas": [2], "policy": "ema"}, "policy, gammas set how SPEC_STACK drafts"),
         ({"scoring_model": "draft", "sparse_prefill": "draft_only"}, "needs SPEC_STACK's own draft"),
-        ({"scoring_model": "draft", "draft_slots": 256}, "draft_slots set how SPEC_STACK drafts"),
-        ({"draft_slots": 256}, "draft_slots are those of sparse_prefill 'draft_only'"),
+        ({"scoring_model": "draft", "draft_kv_budget": 256}, "draft_kv_budget set how SPEC_STACK drafts"),
+        ({"draft_kv_budget": 256}, "draft_kv_budget are those of sparse_prefill 'draft_only'"),
         ({"keep_rate": [[0, 0.5]]}, "keep_rate"),
         ({"prefill": 3}, "prefill"),
         ({"colour": "red"}, "colour"),

@@ -83,7 +83,7 @@ class Greedy:
                 signals=signals,
                 draft_s=costs.draft_s(drafted),
                 verify_s=5.0 if is_prefill else costs.verify_s(drafted),
-                controller_s=0.0,
+                policy_s=0.0,
             )
             records.append(record)
             position += accepted + 1
@@ -125,7 +125,7 @@ def step(
         signals=DraftSignals([4 * (1 - confidence)] * gamma, [confidence] * gamma),
         draft_s=0.01 * gamma if draft_s is None else draft_s,
         verify_s=verify_s,
-        controller_s=0.0,
+        policy_s=0.0,
     )
 
 

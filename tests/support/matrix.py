@@ -183,7 +183,7 @@ def rollback_error(name: str, seed: int = 0, num_steps: int = 30) -> float:
 
 
 def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, in units of the largest expected value."""
+    """Largest difference, in segments of the largest expected value."""
     return float((got - expected).abs().max() / expected.abs().max())
 
 

@@ -29,7 +29,7 @@ def dropped_chunks_to_restore(
     most: int,
     margin: int = 0,
     anchors: Sequence[float] | None = None,
-    anchor_threshold: float = 0.0,
+    recall_word_threshold: float = 0.0,
 ) -> list[int]:
     """Positions of dropped tokens in the best chunks of the old text that are worth enough, by either vote, and of
     those within the margin of one, by sorting."""
@@ -41,7 +41,7 @@ def dropped_chunks_to_restore(
     wanted = {index for index in best if worth[index] >= threshold * mean and (mean or not threshold)}
     if anchors is not None:
         best = sorted(range(len(chunks)), key=lambda index: (-anchors[index], index))[:most]
-        wanted |= {index for index in best if anchors[index] >= anchor_threshold}
+        wanted |= {index for index in best if anchors[index] >= recall_word_threshold}
     near = {at + step for index in wanted for at in chunks[index] for step in range(-margin, margin + 1)}
     return sorted(near & set(range(num_cached)) - set(held))
 

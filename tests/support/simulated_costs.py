@@ -18,7 +18,7 @@ class Pair:
 
     num_prompt_tokens: that it has to catch up on, at read_s each; num_prefilled, prefill_s: what the target took in,
     and its time. per_slot: by what share of it a forward of the target, and of the draft, takes longer for every slot
-    that it attends to; draft_slots: at most so many in the draft.
+    that it attends to; draft_kv_budget: at most so many in the draft.
     """
 
     ratio: float
@@ -27,7 +27,7 @@ class Pair:
     num_prompt_tokens: int = 0
     prefill_s: float = 3e-3
     per_slot: tuple[float, float] = (0.0, 0.0)
-    draft_slots: int = 1 << 30
+    draft_kv_budget: int = 1 << 30
     read_s: float = READ_S
     num_prefilled: int = 0
 
@@ -40,7 +40,7 @@ def varied(rng: random.Random) -> float:
 GROWING = {
     "full draft, good": Pair(0.2, varied, lambda said: said, per_slot=(1 / 4000, 1 / 800)),
     "full draft, half as good": Pair(0.2, varied, lambda said: 0.5 * said, per_slot=(1 / 4000, 1 / 800)),
-    "chosen slots, good": Pair(0.2, varied, lambda said: said, per_slot=(1 / 4000, 1 / 800), draft_slots=512),
+    "chosen slots, good": Pair(0.2, varied, lambda said: said, per_slot=(1 / 4000, 1 / 800), draft_kv_budget=512),
 }
 
 
@@ -49,25 +49,25 @@ def answer(
 ) -> tuple[int, float, float]:
     """Tokens after the first one, seconds with the prefill, and what the same takes without drafting; behind so many
     tokens that target and draft have cached."""
-    num_draft_slots = min(num_cached, pair.draft_slots)
+    num_draft_slots = min(num_cached, pair.draft_kv_budget)
     target_s, draft_s_each = (
         PLAIN_S * ratio * (1 + share * slots)
         for ratio, share, slots in zip((1.0, pair.ratio), pair.per_slot, (num_cached, num_draft_slots), strict=True)
     )
 
-    def record(step: int, signals: DraftSignals, num_accepted: int, draft_s: float, verify_s: float, num_unread: int,
+    def record(step: int, signals: DraftSignals, num_accepted: int, draft_s: float, verify_s: float, draft_lag: int,
                read_prompt: bool) -> StepRecord:  # fmt: skip
         gamma = len(signals)
         return StepRecord("r", step, policy.name, "fp32", "", step == 0, 1.0, gamma, num_accepted, num_accepted + 1,
-                          signals, draft_s, verify_s, 1e-5, read_prompt, 0, num_unread if gamma else 0,
+                          signals, draft_s, verify_s, 1e-5, read_prompt, 0, draft_lag if gamma else 0,
                           num_target_slots=num_cached, num_draft_slots=num_draft_slots,
                           num_prefilled=0 if step else pair.num_prefilled)  # fmt: skip
 
     last = record(0, DraftSignals(), 0, 0.0, pair.prefill_s, 0, False)
     policy.observe(last)
-    seconds, done, num_unread, step = pair.prefill_s, 1, pair.num_prompt_tokens + 1, 1
+    seconds, done, draft_lag, step = pair.prefill_s, 1, pair.num_prompt_tokens + 1, 1
     while done < num_tokens:
-        context = StepContext(step, num_tokens - done - 1, last, "fp32", num_unread=num_unread,
+        context = StepContext(step, num_tokens - done - 1, last, "fp32", draft_lag=draft_lag,
                               num_target_slots=num_cached, num_draft_slots=num_draft_slots)  # fmt: skip
         most = max(0, min(policy.choose(context), context.max_gamma, 16))
         signals, num_accepted, is_right = DraftSignals(), 0, True
@@ -79,14 +79,14 @@ def answer(
             if len(signals) < most and not policy.keep_drafting(context, signals):
                 break
         gamma = len(signals)
-        draft_s = (gamma * draft_s_each + pair.read_s * (num_unread - 1)) * rng.uniform(0.9, 1.1) if gamma else 0.0
+        draft_s = (gamma * draft_s_each + pair.read_s * (draft_lag - 1)) * rng.uniform(0.9, 1.1) if gamma else 0.0
         verify_s = target_s * (1 + 0.02 * gamma) * rng.uniform(0.9, 1.1)
-        read_prompt = gamma > 0 and 0 < pair.num_prompt_tokens < num_unread
-        last = record(step, signals, num_accepted, draft_s, verify_s, num_unread, read_prompt)
+        read_prompt = gamma > 0 and 0 < pair.num_prompt_tokens < draft_lag
+        last = record(step, signals, num_accepted, draft_s, verify_s, draft_lag, read_prompt)
         policy.observe(last)
         seconds += draft_s + verify_s
         done, step = done + num_accepted + 1, step + 1
-        num_unread = 1 + int(num_accepted == gamma) if gamma else num_unread + 1
+        draft_lag = 1 + int(num_accepted == gamma) if gamma else draft_lag + 1
     return done - 1, seconds, (done - 1) * target_s + pair.prefill_s
 
 

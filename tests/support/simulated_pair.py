@@ -20,10 +20,10 @@ from spec_stack.controller.base import Policy, StepRecord
 from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.decode import propose
 from spec_stack.decode.loop import RequestLabels, decode
-from spec_stack.decode.proposer import Means
+from spec_stack.decode.proposer import ProposerInputs
 from spec_stack.decode.registry import make_proposer
 from spec_stack.decode.sampler import Sampler
-from spec_stack.decode.stopping import Stopper
+from spec_stack.decode.stopping import StopChecker
 from spec_stack.types import Proposal, Selection
 
 Row = tuple[float, float, int]
@@ -39,7 +39,7 @@ class Text:
         Its category.
     prompt_ids, text_ids : list of int
         What the target prefilled, and wrote.
-    draft_rows : list of (float, float, int)
+    draft_kv_rows : list of (float, float, int)
         At every place of the text the draft's entropy in bits, confidence and likeliest token.
     tails : dict
         By place, [entropies, confidences] of what the draft puts behind its own wrong token there.
@@ -50,7 +50,7 @@ class Text:
     task: str
     prompt_ids: list[int]
     text_ids: list[int]
-    draft_rows: list[Row]
+    draft_kv_rows: list[Row]
     tails: dict[int, list[list[float]]]
     wrong_id: int
     end_id: int
@@ -68,7 +68,7 @@ class Text:
             task=row["task"],
             prompt_ids=prompt_ids,
             text_ids=text_ids,
-            draft_rows=list(zip(row["ent"], row["conf"], drafted, strict=True)),
+            draft_kv_rows=list(zip(row["ent"], row["conf"], drafted, strict=True)),
             tails={int(place): tail for place, tail in row["tails"].items()},
             wrong_id=len(numbers),
             end_id=len(numbers) + 1,
@@ -77,7 +77,7 @@ class Text:
     @property
     def is_right(self) -> list[bool]:
         """By place, whether the draft's token is the target's."""
-        return [row[2] == token_id for row, token_id in zip(self.draft_rows, self.text_ids, strict=True)]
+        return [row[2] == token_id for row, token_id in zip(self.draft_kv_rows, self.text_ids, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class SimulatedDraft:
     def num_cached(self) -> int:
         return len(self._fed)
 
-    def num_unread(self, num_tokens: int) -> int:
+    def draft_lag(self, num_tokens: int) -> int:
         return num_tokens - len(self._fed)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> Any:
@@ -182,12 +182,12 @@ class SimulatedDraft:
         fed, size = self._fed[start:], len(text.text_ids)
         wrong = next((at for at, token_id in enumerate(fed) if at >= size or token_id != text.text_ids[at]), None)
         if wrong is None:
-            return text.draft_rows[len(fed)] if len(fed) < size else (1.0, 0.8, text.wrong_id)
+            return text.draft_kv_rows[len(fed)] if len(fed) < size else (1.0, 0.8, text.wrong_id)
         if wrong in text.tails:
             entropies, confidences = text.tails[wrong]
             depth = min(len(fed) - wrong - 1, len(entropies) - 1)
             return entropies[depth], confidences[depth], text.wrong_id
-        entropy, confidence, _ = text.draft_rows[min(wrong, size - 1)]
+        entropy, confidence, _ = text.draft_kv_rows[min(wrong, size - 1)]
         return entropy, confidence, text.wrong_id
 
     def rollback(self, num_tokens: int) -> None:
@@ -230,9 +230,9 @@ def run_text(text: Text, policy: Policy, proposer: str, gate: NgramPolicy, costs
             selection=Selection.everything(text.prompt_ids),
             proposal=Proposal(),
             policy=policy,
-            proposer=make_proposer(proposer, Means(draft, sampler, {text.end_id}, gate)),
+            proposer=make_proposer(proposer, ProposerInputs(draft, sampler, {text.end_id}, gate)),
             sampler=sampler,
-            stopper=Stopper(len(text.text_ids), {text.end_id}),
+            stopper=StopChecker(len(text.text_ids), {text.end_id}),
             end_ids={text.end_id},
             labels=RequestLabels("", "bf16", text.task),
             clock=Clock(now),

@@ -76,7 +76,7 @@ def main() -> None:
         PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return
     print(table())
-    print("\nlargest error, in units of the largest expected value (importance: absolute)")
+    print("\nlargest error, in segments of the largest expected value (importance: absolute)")
     print(f"{'architecture':24s}    score  sparse prefill  rollback  tokens different  accepted  rejected")
     rows = {}
     for name in CONFIGS:

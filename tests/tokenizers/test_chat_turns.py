@@ -91,7 +91,7 @@ def _merged_blanks(tokenizer: Any, ids: list[int]) -> set[int]:
 
 def test_tool_messages_may_be_pruned_and_tool_definitions_may_not() -> None:
     tokenizer, turns = RECOGNISED["chatml"], TURNS["chatml"]
-    tool = {"type": "function", "function": {"name": "lookup", "description": "finds", "parameters": {}}}
+    tool = {"type": "function", "function": {"name": "ngram", "description": "finds", "parameters": {}}}
     messages = [
         {"role": "user", "content": "where is it"},
         {"role": "assistant", "content": "let me see"},

@@ -129,8 +129,10 @@ def test_with_fewer_merges_the_fact_is_still_kept_and_drafts_accepted(retokenize
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_prompt_is_scored_in_the_drafts_tokens_and_selected_in_the_targets(seed: int) -> None:
-    last_token = {"scoring_queries": "look_ahead", "look_ahead": 0, "head_vote": "max"}
-    config = PrefillConfig(keep_rate=0.3, unit="chunks", pool_kernel=5, chunk_size=4, skipped_layers=0, **last_token)  # type: ignore[arg-type]
+    last_token = {"scoring_queries": "look_ahead", "look_ahead": 0, "head_reduction": "max"}
+    config = PrefillConfig(
+        keep_rate=0.3, granularity="chunks", pool_kernel=5, chunk_size=4, first_scoring_layer=0, **last_token
+    )  # type: ignore[arg-type]
     generator = make_generator(config)
     # The last target token is one draft token, so that the last draft token alone asks.
     text = text_of(120, seed) + "f"

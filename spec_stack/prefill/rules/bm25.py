@@ -1,4 +1,4 @@
-"""BM25 over the units of a prompt, for its question: no draft, milliseconds.
+"""BM25 over the segments of a prompt, for its question: no draft, milliseconds.
 
 Robertson and Zaragoza, https://doi.org/10.1561/1500000019.
 """
@@ -14,19 +14,19 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.question import question_and_bodies
-from spec_stack.prefill.rule import Evidence, SelectionRule
-from spec_stack.prefill.units import Units
+from spec_stack.prefill.rule import ScoringInputs, SelectionRule
+from spec_stack.prefill.segments import Segments
 
 _K1, _B = 1.5, 0.75
 
 
 class ByBM25(SelectionRule):
-    """BM25 of each unit for the question's words (`queries.question_words`); without text, for its tokens."""
+    """BM25 of each segment for the question's words (`queries.question_words`); without text, for its tokens."""
 
     needs_attention: ClassVar[bool] = False
 
-    def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
-        asked, bodies = question_and_bodies(evidence, units)
+    def score(self, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
+        asked, bodies = question_and_bodies(inputs, segments)
         return torch.tensor(bm25(bodies, asked), dtype=torch.float32)
 
 

@@ -24,10 +24,10 @@ FAULTS = {
     "placing": ("manager", "plan_scored"),
     "forgetting": ("manager", "SparsePrefillManager.forget"),
     "state": ("manager", "SparsePrefillManager.state"),
-    "key": ("positions", "PlacedKey.place"),
+    "key": ("positions", "PositionedRadixKey.place"),
     "positions": ("positions", "BatchMap.__call__"),
-    "report": ("reports", "ReplyInfo.add"),
-    "books": ("reports", "ReplyBooks.close"),
+    "report": ("reports", "ReportAssembler.add"),
+    "books": ("reports", "ReportStore.close"),
     "acceptance": ("hooks", "correct_acceptance"),
     "stream": ("reports", "_shown"),
     "completion": ("hooks", "reported_completion"),
@@ -38,7 +38,7 @@ FAULTS = {
     "caps": ("worker", "end_chains"),
     "finding penalties": ("penalties", "has_penalties"),
     "penalties": ("penalties", "_OutputCounts.correct"),
-    "slots": ("draft_rows", "DraftRow.begin"),
+    "slots": ("draft_kv_rows", "DraftKVRow.begin"),
     "reading": ("slotted_draft", "SlottedDraft._forward"),
     "places": ("slotted_draft", "SlottedDraft.place"),
     "lengths": ("slotted_draft", "SlottedDraft._lengths"),
@@ -50,9 +50,9 @@ def register():
     if os.environ.get("SPEC_STACK_TEST_PLAIN_KEYS"):
         from array import array
 
-        from spec_stack.sglang.positions import PlacedKey
+        from spec_stack.sglang.positions import PositionedRadixKey
 
-        PlacedKey.place = lambda self, token_ids: array("q", token_ids)
+        PositionedRadixKey.place = lambda self, token_ids: array("q", token_ids)
     if rank := os.environ.get("SPEC_STACK_TEST_FAIL_ON_RANK"):
         _fail_on(int(rank))
     if os.environ.get("SPEC_STACK_TEST_FAULTS"):

@@ -29,8 +29,8 @@ def end_of_stops(text: str, at: int) -> int:
 
 
 def borders(pieces: Sequence[str], longest: int) -> list[int]:
-    """Where units begin and end, as token indices: after stops that end a sentence with the breaks behind them, after
-    breaks."""
+    """Where segments begin and end, as token indices: after stops that end a sentence with the breaks behind them,
+    after breaks."""
     text = "".join(pieces)
     starts = [len("".join(pieces[:index])) for index in range(len(pieces))]
     ends, at = [], 0
@@ -73,8 +73,8 @@ def selected(
     inside = [0.0 if forced else score for forced, score in zip(kept, scores, strict=True)]
     free = [any(start <= at < stop for start, stop in protected) for at in range(num_tokens)]
     left = math.ceil(round(keep_rate * num_tokens, 9)) - sum(kept)
-    units = [range(start, stop) for start, stop in itertools.pairwise(edges)]
-    for unit in sorted(units, key=lambda unit: (-sum(inside[at] for at in unit) / len(unit), unit.start)):
+    segments = [range(start, stop) for start, stop in itertools.pairwise(edges)]
+    for unit in sorted(segments, key=lambda unit: (-sum(inside[at] for at in unit) / len(unit), unit.start)):
         new = [at for at in unit if not kept[at] and not free[at]]
         if new and len(new) <= left:
             left -= len(new)

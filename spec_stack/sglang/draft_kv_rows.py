@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.draft_slots import RENEW_EVERY, DraftKVBudget, Ints
+from spec_stack.prefill.draft_kv_budget import RENEW_EVERY, DraftKVBudget, Ints
 
 # Steps of tokens that a row must hold before slots can be chosen anew: the one that passes the mark, two with pending
 # results, and the one that is drafted. One more is spare.
@@ -26,7 +26,7 @@ class Part:
     num_before: int
 
 
-class DraftRow:
+class DraftKVRow:
     """The slots of one request, in the order in which the draft reads them, free ones last.
 
     shift: text position of a token of the newest part, less its place in the row.
@@ -52,8 +52,8 @@ class DraftRow:
         self._budget.num_known += 1
         return Part(self._held, 0)
 
-    def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
-        return bool(len(self._held)) and self._budget.is_due(num_tokens, is_wrong)
+    def should_retry(self, num_tokens: int, is_wrong: bool) -> bool:
+        return bool(len(self._held)) and self._budget.should_retry(num_tokens, is_wrong)
 
     def renew(self, text_ids: Ints) -> Part:
         """Choose the slots anew and free the others; the recalled part, which may be empty.
@@ -72,7 +72,7 @@ class DraftRow:
 
 def num_row_slots(config: PrefillConfig, max_gamma: int) -> int:
     """Slots of a row: the chosen ones, and room for what is written until the next choice."""
-    return config.draft_slots + RENEW_EVERY + _STEPS_AHEAD * (max_gamma + 1)
+    return config.draft_kv_budget + RENEW_EVERY + _STEPS_AHEAD * (max_gamma + 1)
 
 
 def text_of(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Ints:

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 _SRT = "sglang.srt"
-SEAMS: Mapping[str, str] = {
+REQUIRED_ATTRIBUTES: Mapping[str, str] = {
     "model_executor.forward_batch_info.ForwardBatch": "forward_mode batch_size input_ids req_pool_indices seq_lens "
     "out_cache_loc seq_lens_sum seq_lens_cpu positions extend_num_tokens extend_seq_lens extend_prefix_lens "
     "extend_start_loc extend_seq_lens_cpu extend_prefix_lens_cpu spec_algorithm capture_hidden_mode",
@@ -44,9 +44,9 @@ SEAMS: Mapping[str, str] = {
 
 
 def missing() -> list[str]:
-    """The seams that the installed SGLang lacks, as dotted names."""
+    """The required_api that the installed SGLang lacks, as dotted names."""
     found = []
-    for path, names in SEAMS.items():
+    for path, names in REQUIRED_ATTRIBUTES.items():
         module, _, name = f"{_SRT}.{path}".rpartition(".")
         owner = getattr(import_module(module), name, None)
         found += [f"{module}.{name}.{each}" for each in names.split() if owner is None or not _has(owner, each)]

@@ -70,7 +70,7 @@ def extend_batch(
     )
 
 
-class PooledDraft:
+class DraftScoringRunner:
     """The draft with the KV of whole texts in num_tokens slots; index says which slots hold which text."""
 
     def __init__(self, runner: Any, num_tokens: int) -> None:

@@ -25,7 +25,7 @@ def num_failures() -> dict[str, int]:
     return dict(_counted)
 
 
-def note_failure(what: str, instead: str) -> None:
+def log_failure(what: str, instead: str) -> None:
     """Log the current exception with its traceback, and the fallback."""
     _counted[what] += 1
     error = sys.exception()
@@ -38,11 +38,11 @@ def note_failure(what: str, instead: str) -> None:
 
 
 @contextmanager
-def harmless(what: str, instead: str) -> Iterator[None]:
+def log_and_continue(what: str, instead: str) -> Iterator[None]:
     """Log exceptions of the block instead of raising them. what: the name of the work, for the counts; instead: the
     fallback.
     """
     try:
         yield
     except Exception:
-        note_failure(what, instead)
+        log_failure(what, instead)

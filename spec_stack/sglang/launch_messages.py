@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spec_stack.sglang.draft_rows import num_row_slots
+from spec_stack.sglang.draft_kv_rows import num_row_slots
 from spec_stack.sglang.server_args import ServerConfig
 
 # Bytes of one slot number, in backends that list slots token by token.
@@ -22,7 +22,7 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
     """
     prefill = config.prefill
     if prefill.sparse_prefill == "draft_only":
-        slots = prefill.draft_slots
+        slots = prefill.draft_kv_budget
         return f"the target prefills densely; of prompts of over {slots} tokens the draft has {slots} slots"
     if refusal is not None:
         return f"no prompt is pruned here, since {refusal}"

@@ -1,4 +1,4 @@
-"""The units of a prompt, kept or dropped whole: lines and sentences of its text, or chunks of equal size.
+"""The segments of a prompt, kept or dropped whole: lines and sentences of its text, or chunks of equal size.
 
 Pure: tensors and strings. `spec_stack.tokenizers.pieces` makes the `pieces`.
 """
@@ -17,7 +17,7 @@ import torch
 from spec_stack.config import PrefillConfig
 
 LONGEST_UNIT = 128
-"""Most tokens of a line unit; a longer line or sentence is split."""
+"""Most tokens of a line segment; a longer line or sentence is split."""
 # What may close a sentence behind its stop, and what has to follow a stop that ends one: a space, or a script without
 # spaces. So 759.41, file.py and "no.", end nothing.
 _CLOSING = "[\"'`*_)\\]}\u2019\u201d\u00bb\u300d\u300f\uff09]*+"
@@ -29,10 +29,11 @@ _LINE = re.compile(f"[^\n]*?(?:{_END}\n*|\n+|\\Z)")
 _ROUNDING = 1e-9
 
 
-class Units(ABC):
-    """A prompt cut into units, in order and without gaps.
+class Segments(ABC):
+    """A prompt cut into segments, in order and without gaps.
 
-    borders: (num_units + 1,), strictly increasing from 0 to num_tokens: unit i is borders[i] up to borders[i + 1].
+    borders: (num_segments + 1,), strictly increasing from 0 to num_tokens: segment i is borders[i] up to borders[i +
+    1].
     """
 
     def __init__(self, borders: Sequence[int]) -> None:
@@ -53,22 +54,22 @@ class Units(ABC):
 
     @property
     def owner(self) -> torch.Tensor:
-        """The unit of every token, (num_tokens,)."""
+        """The segment of every token, (num_tokens,)."""
         return self._owner
 
     @abstractmethod
     def means(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean per unit (num_units,) of one value per token (num_tokens,)."""
+        """Mean per segment (num_segments,) of one value per token (num_tokens,)."""
 
     def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
-        """Score of every unit (num_units,) by the importance of the tokens (num_tokens,)."""
+        """Score of every segment (num_segments,) by the importance of the tokens (num_tokens,)."""
         return self.means(importance)
 
     @abstractmethod
     def chosen(
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
     ) -> set[int]:
-        """The kept tokens by scores (num_units,); ties go to the earlier unit.
+        """The kept tokens by scores (num_segments,); ties go to the earlier segment.
 
         keep_rate: kept share of the prompt, forced ends (keep_first, keep_last) included. free: tokens that are kept
         anyway, at no cost.
@@ -76,14 +77,14 @@ class Units(ABC):
 
     @abstractmethod
     def leading(self, ranked: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
-        """The first units of a ranking (num_units,), until they hold as many tokens as num_chunks chunks."""
+        """The first segments of a ranking (num_segments,), until they hold as many tokens as num_chunks chunks."""
 
     @abstractmethod
-    def around(self, unit: int, margin: int) -> tuple[int, int]:
-        """The half-open span of a unit, with a margin of tokens where its border may split a line."""
+    def around(self, segment: int, margin: int) -> tuple[int, int]:
+        """The half-open span of a segment, with a margin of tokens where its border may split a line."""
 
 
-class Chunks(Units):
+class ChunkSegments(Segments):
     """Chunks of `size` tokens, of which the last may have fewer (SpecPrefill, https://arxiv.org/abs/2502.02789)."""
 
     def __init__(self, num_tokens: int, size: int) -> None:
@@ -109,12 +110,12 @@ class Chunks(Units):
     def leading(self, ranked: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
         return ranked[:num_chunks]
 
-    def around(self, unit: int, margin: int) -> tuple[int, int]:
-        return max(0, self.borders[unit] - margin), min(self.num_tokens, self.borders[unit + 1] + margin)
+    def around(self, segment: int, margin: int) -> tuple[int, int]:
+        return max(0, self.borders[segment] - margin), min(self.num_tokens, self.borders[segment + 1] + margin)
 
 
-class Lines(Units):
-    """Lines and sentences: units of unequal length, kept up to a budget of tokens."""
+class LineSegments(Segments):
+    """Lines and sentences: segments of unequal length, kept up to a budget of tokens."""
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
         owner = self.owner.to(values.device)
@@ -122,7 +123,7 @@ class Lines(Units):
         return (sums / torch.bincount(owner, minlength=len(self))).to(values.dtype)
 
     def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
-        """As in Units, but forced tokens count 0: the first ones are attention sinks and would carry their line."""
+        """As in Segments, but forced tokens count 0: the first ones are attention sinks and would carry their line."""
         first, last = config.forced_tokens
         inside = torch.zeros_like(importance)
         inner = slice(first, max(first, self.num_tokens - last))
@@ -132,8 +133,8 @@ class Lines(Units):
     def chosen(
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
     ) -> set[int]:
-        """At most ceil(keep_rate · num_tokens) tokens, forced ends included, free ones excluded; units that do not fit
-        are skipped.
+        """At most ceil(keep_rate · num_tokens) tokens, forced ends included, free ones excluded; segments that do not
+        fit are skipped.
         """
         num_tokens = self.num_tokens
         kept = forced_ends(num_tokens, config)
@@ -141,8 +142,8 @@ class Lines(Units):
         paid = bytearray(num_tokens)
         for position in (*kept, *(at for at in free if 0 <= at < num_tokens)):
             paid[position] = 1
-        for unit in torch.argsort(scores, descending=True, stable=True).tolist():
-            start, stop = self.borders[unit], self.borders[unit + 1]
+        for segment in torch.argsort(scores, descending=True, stable=True).tolist():
+            start, stop = self.borders[segment], self.borders[segment + 1]
             cost = stop - start - sum(paid[start:stop])
             if 0 < cost <= left:
                 kept.update(range(start, stop))
@@ -155,8 +156,8 @@ class Lines(Units):
         sizes = torch.tensor(self.borders).diff()[ranked]
         return ranked[sizes.cumsum(0) - sizes < num_chunks * chunk_size]
 
-    def around(self, unit: int, margin: int) -> tuple[int, int]:
-        return self.borders[unit], self.borders[unit + 1]
+    def around(self, segment: int, margin: int) -> tuple[int, int]:
+        return self.borders[segment], self.borders[segment + 1]
 
 
 def forced_ends(num_tokens: int, config: PrefillConfig) -> set[int]:
@@ -165,25 +166,25 @@ def forced_ends(num_tokens: int, config: PrefillConfig) -> set[int]:
     return {*range(min(first, num_tokens)), *range(max(0, num_tokens - last), num_tokens)}
 
 
-def make_units(num_tokens: int, pieces: Sequence[str] | None, config: PrefillConfig) -> Units:
-    """Cut a prompt into units by config.unit and chunk_size.
+def make_segments(num_tokens: int, pieces: Sequence[str] | None, config: PrefillConfig) -> Segments:
+    """Cut a prompt into segments by config.granularity and chunk_size.
 
     pieces: the text of every token; None without a tokenizer, and chunks replace lines. Raises ValueError for pieces of
     another length.
     """
-    if config.unit == "chunks" or pieces is None:
-        return Chunks(num_tokens, config.chunk_size)
+    if config.granularity == "chunks" or pieces is None:
+        return ChunkSegments(num_tokens, config.chunk_size)
     if len(pieces) != num_tokens:
         raise ValueError(f"{len(pieces)} pieces of text for {num_tokens} tokens")
-    return Lines(line_borders(pieces))
+    return LineSegments(line_borders(pieces))
 
 
 def line_borders(pieces: Sequence[str]) -> list[int]:
-    """Borders (num_units + 1,), as token indices, of the lines and sentences of a text; units of at most LONGEST_UNIT
-    tokens.
+    """Borders (num_segments + 1,), as token indices, of the lines and sentences of a text; segments of at most
+    LONGEST_UNIT tokens.
 
     A character of several tokens has its text at the last of them, so that no border splits it. A token belongs to the
-    unit in which its text begins.
+    segment in which its text begins.
     """
     stops = list(accumulate(map(len, pieces)))
     starts = [0, *stops[:-1]] if stops else []

@@ -46,7 +46,7 @@ class StoredPrompt:
         )
 
 
-class PrefixStore:
+class PrefixCache:
     """The latest prompts, as many as fit into max_tokens of both caches. Thread-safe.
 
     A target's key depends on all slots before it and their positions, so a call reuses the prefix with equal tokens and
@@ -111,21 +111,21 @@ def _cut(model: CachedModel, num_tokens: int) -> CachedModel:
     return other
 
 
-class StoredTurn(SingleTurn):
+class CachedPrefixTurn(SingleTurn):
     """A request that starts from a stored prefix and can store its own caches."""
 
-    def __init__(self, pair: ModelPair, request: Request, store: PrefixStore) -> None:
+    def __init__(self, pair: ModelPair, request: Request, store: PrefixCache) -> None:
         super().__init__(pair, request)
         self._store = store
         prefill = request.prefill
-        reads_whole = not request.scores or (prefill.scoring_layers is None and needs_attention(prefill.scorer))
+        reads_whole = not request.scores or (prefill.num_scoring_layers is None and needs_attention(prefill.scorer))
         # A state cannot go back to what two prompts share.
         self._keeps_index = reads_whole and bool(self._draft_ids) and not self.index.is_stateful
         # The index as it was before the selection dropped any of it.
         self._read: CachedModel | None = None
         if self._keeps_index:
             self.index = store.take_index(self._draft_ids, self._settings) or self.index
-            self.draft = pair.view_draft(self.index, request.tokenization)
+            self.draft = pair.draft_in_target_vocab(self.index, request.tokenization)
 
     @property
     def _settings(self) -> tuple[int, int] | None:
@@ -152,12 +152,12 @@ class StoredTurn(SingleTurn):
         """The draft has prefilled the prompt but the scoring queries, and nothing of it is dropped yet."""
         self._read = self.index.fork() if self._keeps_index else None
 
-    def take_all(self) -> Selection:
-        return self._take_over(super().take_all())
+    def select_everything(self) -> Selection:
+        return self._take_over(super().select_everything())
 
-    def reopen_draft(self) -> None:
+    def reset_draft(self) -> None:
         self._keeps_index, self._read = False, None
-        super().reopen_draft()
+        super().reset_draft()
 
     def _take_over(self, selection: Selection) -> Selection:
         """The selection behind the stored slots."""
@@ -181,10 +181,10 @@ class StoredTurn(SingleTurn):
         """Move this request's caches into the store. Do not use them afterwards."""
         if self.target.is_stateful:
             return
-        self.target.forget_from(len(self._request.prompt_ids))
+        self.target.truncate(len(self._request.prompt_ids))
         index = self._read
         if index is None:
             is_whole = self._keeps_index and not self._request.scores
-            index = self.index if is_whole else self._pair.open_index(self._request.prefill.prefill_chunk)
-            index.forget_from(len(self._draft_ids))
+            index = self.index if is_whole else self._pair.new_draft_cache(self._request.prefill.prefill_chunk)
+            index.truncate(len(self._draft_ids))
         self._store.put(StoredPrompt(self.target, index, self._settings))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator, StoreConfig
+from spec_stack import PrefillConfig, PrefixCacheConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.prefill.queries import WINDOW
 from tests.api.test_session import SPARSE
 from tests.support import tiny_architectures
@@ -22,7 +22,7 @@ def make_generators(
     prefill: PrefillConfig = SPARSE, max_tokens: int = 4000
 ) -> tuple[SpecStackGenerator, SpecStackGenerator]:
     """One with a store, one without."""
-    configs = (SpecStackConfig(prefill, store=StoreConfig(max_tokens)), SpecStackConfig(prefill))
+    configs = (SpecStackConfig(prefill, store=PrefixCacheConfig(max_tokens)), SpecStackConfig(prefill))
     one, two = (SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config) for config in configs)
     return one, two
 
@@ -52,7 +52,7 @@ def prompts(seed: int) -> list[list[int]]:
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_window=32, draft_sinks=8),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_window=(170, 32), draft_sinks=8),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_context="full"),
-        PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, scoring_layers=1),
+        PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, num_scoring_layers=1),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, scorer="bm25"),
     ],
     ids=["sparse", "dense", "window", "window of long prompts", "full context", "first layers", "bm25"],
@@ -135,7 +135,7 @@ def test_the_store_holds_no_more_than_it_may_and_forgets_on_request() -> None:
     generator.generate(input_ids=random_prompt(150, seed=11), max_tokens=2)
     generator.generate(input_ids=random_prompt(900, seed=1), max_tokens=2, sparse_prefill="off")
     assert generator.engine.store.num_tokens == num_tokens
-    generator.clear_store()
+    generator.reset_prefix_cache()
     assert generator.engine.store.num_tokens == 0
     assert generator.generate(input_ids=random_prompt(150, seed=11), max_tokens=2).metrics.num_cached_tokens == 0
 
@@ -221,7 +221,7 @@ def test_windows_and_recurrent_states_give_the_tokens_that_they_give_without(nam
     models = tiny_architectures.make_model(name), tiny_architectures.make_model(name, disturbed=True)
     config = SpecStackConfig(PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=64))
     plain = SpecStackGenerator(*models, config=config)
-    stored = SpecStackGenerator(*models, config=SpecStackConfig(config.prefill, store=StoreConfig(2000)))
+    stored = SpecStackGenerator(*models, config=SpecStackConfig(config.prefill, store=PrefixCacheConfig(2000)))
     base = random_prompt(100, vocab=tiny_architectures.VOCAB)
     for prompt in (base, base, base[:70], [*base, *base[:20]]):
         options: dict[str, Any] = {"input_ids": prompt, "max_tokens": 5, "gamma": 2}
@@ -231,7 +231,7 @@ def test_windows_and_recurrent_states_give_the_tokens_that_they_give_without(nam
 def test_a_draft_with_another_tokenizer_is_remembered_too() -> None:
     tokenizers = make_tokenizer("a b c d e f ab abc de cd", "<t>"), make_tokenizer("f e bc d abc c b ef a", "<s>")
     models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
-    config = SpecStackConfig(SPARSE, store=StoreConfig(2000))
+    config = SpecStackConfig(SPARSE, store=PrefixCacheConfig(2000))
     plain = SpecStackGenerator(*models, tokenizers[0], config=SpecStackConfig(SPARSE), draft_tokenizer=tokenizers[1])
     stored = SpecStackGenerator(*models, tokenizers[0], config=config, draft_tokenizer=tokenizers[1])
     text = "abcdefdeab" * 20
@@ -243,4 +243,4 @@ def test_a_draft_with_another_tokenizer_is_remembered_too() -> None:
 
 def test_a_bound_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="0 is off"):
-        StoreConfig(-1)
+        PrefixCacheConfig(-1)

@@ -1,4 +1,4 @@
-"""Lines and sentences as units: what is never parted, and what a budget of tokens keeps of them."""
+"""Lines and sentences as segments: what is never parted, and what a budget of tokens keeps of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig, SessionConfig
 from spec_stack.prefill.recall import recall
-from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.segments import LONGEST_UNIT, ChunkSegments, LineSegments, line_borders, make_segments
 from spec_stack.prefill.selection import select
-from spec_stack.prefill.units import LONGEST_UNIT, Chunks, Lines, line_borders, make_units
-from tests.support import reference_units
+from tests.support import reference_segments
 
 LINES = PrefillConfig(chunk_size=4, keep_first=1, keep_last=2)
 pieces_of_text = st.lists(st.text(alphabet="a1 .!?\n。)”雨", max_size=4), min_size=1, max_size=300)
@@ -42,7 +42,7 @@ def test_units_part_a_text_without_gaps_and_none_is_too_long(pieces: list[str]) 
 
 @given(pieces_of_text)
 def test_borders_equal_looking_at_every_character_by_hand(pieces: list[str]) -> None:
-    assert line_borders(pieces) == reference_units.borders(pieces, LONGEST_UNIT)
+    assert line_borders(pieces) == reference_segments.borders(pieces, LONGEST_UNIT)
 
 
 def test_a_sentence_ends_with_its_stops_and_a_line_with_its_breaks() -> None:
@@ -53,7 +53,7 @@ def test_a_sentence_ends_with_its_stops_and_a_line_with_its_breaks() -> None:
 def test_a_stop_inside_a_number_a_name_or_a_string_ends_nothing() -> None:
     for whole in (
         '{"total": 759.41, "paid": true}\n',
-        "see self.units.borders in units.py, v2.5\n",
+        "see self.segments.borders in segments.py, v2.5\n",
         'raise E("no.", 3)\n',
     ):
         assert texts_of(characters(whole)) == [whole]
@@ -95,16 +95,16 @@ def test_text_without_spaces_or_stops_and_one_endless_line_are_split_by_length()
 
 
 def test_a_character_of_several_tokens_is_never_parted() -> None:
-    # Its text stands at the last of its tokens, and a stop behind it ends the unit.
+    # Its text stands at the last of its tokens, and a stop behind it ends the segment.
     assert line_borders(["a", ".", "", "", "雨", "。", "b"]) == [0, 2, 6, 7]
 
 
 def test_without_text_chunks_take_the_place_of_lines_and_pieces_must_fit() -> None:
-    assert isinstance(make_units(20, None, LINES), Chunks)
-    assert isinstance(make_units(2, ["a\n", "b"], LINES), Lines)
-    assert isinstance(make_units(2, ["a\n", "b"], replace(LINES, unit="chunks")), Chunks)
+    assert isinstance(make_segments(20, None, LINES), ChunkSegments)
+    assert isinstance(make_segments(2, ["a\n", "b"], LINES), LineSegments)
+    assert isinstance(make_segments(2, ["a\n", "b"], replace(LINES, granularity="chunks")), ChunkSegments)
     with pytest.raises(ValueError, match="3 pieces of text for 2 tokens"):
-        make_units(2, ["a", "b", "c"], LINES)
+        make_segments(2, ["a", "b", "c"], LINES)
 
 
 settings_of_a_selection = {
@@ -132,9 +132,9 @@ def test_kept_lines_are_whole_within_the_budget_with_both_ends_and_what_is_prote
     config = PrefillConfig(
         keep_rate=keep_rate, chunk_size=3, keep_first=keep_first, keep_last=keep_last, scoring_queries="look_ahead"
     )
-    evidence = Evidence(range(num_tokens), pieces=pieces, importance=importance)
+    evidence = ScoringInputs(range(num_tokens), pieces=pieces, importance=importance)
     positions = list(select(evidence, config, protected).positions)
-    assert positions == reference_units.selected(
+    assert positions == reference_segments.selected(
         importance.double().tolist(), pieces, LONGEST_UNIT, keep_rate, 3 * keep_first, 3 * keep_last, protected
     )
     forced = {*range(min(3 * keep_first, num_tokens)), *range(max(0, num_tokens - 3 * keep_last), num_tokens)}
@@ -142,9 +142,9 @@ def test_kept_lines_are_whole_within_the_budget_with_both_ends_and_what_is_prote
     assert forced | free <= set(positions)
     assert len(set(positions) - free) <= max(len(forced), math.ceil(keep_rate * num_tokens - 1e-9))
     chosen = set(positions) - forced - free
-    for start, stop in make_units(num_tokens, pieces, config):
-        unit = set(range(start, stop))
-        assert not chosen & unit or unit <= set(positions)
+    for start, stop in make_segments(num_tokens, pieces, config):
+        segment = set(range(start, stop))
+        assert not chosen & segment or segment <= set(positions)
 
 
 def test_the_best_line_is_kept_and_one_that_does_not_fit_is_passed_over() -> None:
@@ -152,7 +152,7 @@ def test_the_best_line_is_kept_and_one_that_does_not_fit_is_passed_over() -> Non
     importance = torch.zeros(len(pieces))
     importance[5:36], importance[36:39] = 1.0, 0.5
     config = replace(LINES, keep_rate=20 / len(pieces))
-    kept = set(select(Evidence(range(len(pieces)), pieces=pieces, importance=importance), config).positions)
+    kept = set(select(ScoringInputs(range(len(pieces)), pieces=pieces, importance=importance), config).positions)
     assert {36, 37, 38} <= kept
     assert not set(range(5, 36)) & kept
 
@@ -161,7 +161,7 @@ def test_tokens_that_are_kept_anyway_carry_no_line() -> None:
     pieces = characters("a" * 9 + "\n" + "b" * 9 + "\n" + "c" * 9 + "\n" + "d" * 10)
     importance = torch.zeros(40)
     importance[0], importance[12], importance[39] = 9.0, 1.0, 9.0
-    worth = make_units(40, pieces, LINES).worth(importance, LINES)
+    worth = make_segments(40, pieces, LINES).worth(importance, LINES)
     torch.testing.assert_close(worth, torch.tensor([0.0, 0.1, 0.0, 0.0]))
 
 
@@ -169,16 +169,18 @@ def test_a_dropped_line_comes_back_whole_and_without_a_margin() -> None:
     pieces = characters("aaaaaaaaa\nbbbbbbbbb\nccccccccc\n")
     importance = torch.zeros(40)
     importance[12] = 1.0
-    units = make_units(30, pieces, LINES)
+    segments = make_segments(30, pieces, LINES)
     session = replace(PrefillConfig(), chunk_size=8)
-    assert recall(importance, list(range(30)), units, session, SessionConfig(restore_threshold=1.0)) == [*range(10, 20)]
+    assert recall(importance, list(range(30)), segments, session, SessionConfig(recall_threshold=1.0)) == [
+        *range(10, 20)
+    ]
 
 
 def test_lines_come_back_within_as_many_tokens_as_the_chunks_that_are_looked_at() -> None:
     pieces = characters("".join(letter * 9 + "\n" for letter in "abcdefgh"))
     importance = torch.ones(80)
-    units = make_units(80, pieces, LINES)
-    config = SessionConfig(restore_threshold=0.5, max_restored_chunks=3)
+    segments = make_segments(80, pieces, LINES)
+    config = SessionConfig(recall_threshold=0.5, max_recalled_chunks=3)
     # Three chunks of eight tokens are reached with the third line of ten.
-    found = recall(importance, list(range(80)), units, replace(LINES, chunk_size=8), config)
+    found = recall(importance, list(range(80)), segments, replace(LINES, chunk_size=8), config)
     assert found == list(range(30))

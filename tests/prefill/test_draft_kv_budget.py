@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from spec_stack.prefill.draft_slots import choose_slots
+from spec_stack.prefill.draft_kv_budget import choose_slots
 from tests.support.models import random_prompt
 from tests.support.reference_slots import chosen_slots
 
