@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
-import numpy as np
-
 from spec_stack.settings.checks import (
     make_plain,
     plain,
@@ -212,6 +210,8 @@ class PrefillConfig:
         """The keep_rate of a prompt of this length."""
         if not isinstance(self.keep_rate, Sequence):
             return self.keep_rate
+        import numpy as np  # Registries and the command line import this module, without arrays.
+
         lengths, rates = zip(*self.keep_rate, strict=True)
         return float(np.interp(math.log(max(1, num_prompt_tokens)), np.log(lengths), rates))
 

@@ -88,7 +88,7 @@ def test_auto_is_both_under_the_policy_that_goes_by_the_clock_and_the_model_unde
     assert proposer() == "both"
     assert proposer(gamma=2) == proposer(policy="confidence") == proposer(temperature=1.0, seed=3) == "model"
     assert proposer(gamma=0, proposer="ngram") == "ngram"
-    with pytest.raises(ValueError, match=r"unknown proposer 'magic'.*lookup"):
+    with pytest.raises(ValueError, match=r"unknown proposer 'magic'.*ngram"):
         proposer(proposer="magic")
     with pytest.raises(ValueError, match="proposer"):
         DecodeConfig(proposer="magic")  # type: ignore[arg-type]
