@@ -27,7 +27,7 @@ def main() -> None:
             print(f"{question} {result.text.strip()}")
             print(
                 f"  {metrics.num_new_tokens} new, {metrics.num_cached_tokens} cached, {metrics.num_recalled_tokens} "
-                f"restored; first token after {metrics.ttft_s:.2f} s"
+                f"recalled; first token after {metrics.ttft_s:.2f} s"
             )
 
 

@@ -344,7 +344,7 @@ class DecodeConfig:
     gamma: int = option(4, "tokens drafted per step under the policy 'fixed'; 0 is plain decoding")
     proposer: str = option(
         "auto",
-        "source of proposals: the draft 'model'; n-gram 'lookup' in the whole prompt, dropped parts included, and in "
+        "source of proposals: the draft 'model'; 'ngram' lookup in the whole prompt, dropped parts included, and in "
         "the answer so far; 'both', at each step the one with the higher expected gain. 'auto' is 'both' under "
         "policies that measure time ('throughput', 'speckv') and 'model' under every other",
     )
@@ -494,7 +494,7 @@ class SessionConfig:
         require(isinstance(self.recall, bool), f"recall must be True or False, got {self.recall!r}")
         require_number("recall_threshold", self.recall_threshold)
         require(self.recall_threshold >= 0, f"recall_threshold must be 0 or more, got {self.recall_threshold}")
-        require_int("max_recalled_chunks", self.max_recalled_chunks, 0, hint="; 0 restores nothing")
+        require_int("max_recalled_chunks", self.max_recalled_chunks, 0, hint="; 0 recalls nothing")
         require_int("recall_margin", self.recall_margin, 0)
         if self.recall_word_threshold is not None:
             require_number("recall_word_threshold", self.recall_word_threshold)

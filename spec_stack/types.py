@@ -67,11 +67,11 @@ class Selection:
         and among new tokens.
     num_prompt_tokens : int
         N, the length of the whole prompt.
-    num_restored : int
+    num_recalled : int
         Recalled tokens, dropped in an earlier turn. They are among the first tokens.
     num_held : int
         Prompt tokens that stay in the target's cache.
-    num_rewritten : int
+    num_recomputed : int
         Tokens that were cached after recalled ones and are prefilled again. They too are among the first tokens.
     num_new_held : int
         Held tokens of the new text, from a stored prompt or from a turn that ended early.
@@ -85,13 +85,13 @@ class Selection:
     token_ids: Sequence[int]
     positions: Sequence[int]
     num_prompt_tokens: int
-    num_restored: int = 0
+    num_recalled: int = 0
     num_held: int = 0
-    num_rewritten: int = 0
+    num_recomputed: int = 0
     num_new_held: int = 0
 
     def __post_init__(self) -> None:
-        num_old = self.num_restored + self.num_rewritten
+        num_old = self.num_recalled + self.num_recomputed
         if len(self.token_ids) != len(self.positions) or len(self.positions) <= num_old:
             raise ValueError(f"{len(self.token_ids)} token ids for {len(self.positions)} positions; give one for each")
         for positions in (self.positions[:num_old], self.positions[num_old:]):
@@ -107,7 +107,7 @@ class Selection:
     @property
     def num_new(self) -> int:
         """New tokens in the target's cache after prefill."""
-        return self.num_new_held + len(self.positions) - self.num_restored - self.num_rewritten
+        return self.num_new_held + len(self.positions) - self.num_recalled - self.num_recomputed
 
     @property
     def keep_rate(self) -> float:
@@ -148,7 +148,7 @@ class Proposal:
         """The proposer's name in records."""
         if self.num_ngram_tokens == 0:
             return "model"
-        return "ngram" if self.num_ngram_tokens == len(self.token_ids) else "model+lookup"
+        return "ngram" if self.num_ngram_tokens == len(self.token_ids) else "model+ngram"
 
 
 @dataclass(frozen=True)

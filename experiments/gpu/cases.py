@@ -16,7 +16,7 @@ from spec_stack.config import DraftStep
 from spec_stack.hf.attention import install
 from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.selection import select
 from spec_stack.sglang.pool_attention import Window
 from spec_stack.sglang.pool_attention import attend as attend_to_pool
@@ -40,7 +40,7 @@ def _rounded(value: float | None) -> float | None:
 def select_anything(prompt: list[int], keep_rate: float) -> Selection:
     """As many tokens as a keep_rate keeps, in chunks, chosen by random importance."""
     importance = torch.rand(len(prompt), generator=torch.Generator().manual_seed(1))
-    return select(Evidence(prompt, importance=importance), PrefillConfig(keep_rate=keep_rate))
+    return select(ScoringInputs(prompt, importance=importance), PrefillConfig(keep_rate=keep_rate))
 
 
 def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, warms_up_all: bool) -> dict[str, Any]:

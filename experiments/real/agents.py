@@ -110,7 +110,7 @@ def replay(
         print(
             f"{key[:34]:34s} {turn:3d} {arm:14s} {told['ttft_s']:7.2f} s  {told['num_prompt_tokens']:6d} tokens, "
             f"{told['num_cached_tokens']:6d} cached, {told['num_new_tokens']:6d} new, "
-            f"{told['num_recalled_tokens']:5d} restored, {told['num_kept_tokens']:6d} held",
+            f"{told['num_recalled_tokens']:5d} recalled, {told['num_kept_tokens']:6d} held",
             flush=True,
         )
 
@@ -154,7 +154,7 @@ def report_of(rows: Rows) -> dict[str, Any]:
     pruning = (SESSION, f"cold {SESSION}")
     lost = sum(row["system_tokens_lost"] for arm in pruning for row in rows.of_arm(arm).values())
     restored = sum(row["num_recalled_tokens"] for row in rows.of_arm(SESSION).values())
-    print(f"tokens of system messages and schemas that were dropped: {lost}; tokens restored: {restored}")
+    print(f"tokens of system messages and schemas that were dropped: {lost}; tokens recalled: {restored}")
     return {"kinds": report, "system_tokens_lost": lost, "restored": restored}
 
 

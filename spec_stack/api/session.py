@@ -212,7 +212,7 @@ class Session(GenerationMixin):
             )
 
     def _room(self, request: Request) -> float:
-        """Tokens that may be restored within the target cache's limit."""
+        """Tokens that may be recalled within the target cache's limit."""
         if self.config.max_cached_tokens is None:
             return math.inf
         rate = request.prefill.rate_for(request.num_new_tokens) if request.scores else 1.0

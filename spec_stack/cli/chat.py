@@ -49,7 +49,7 @@ def status_line(metrics: Metrics) -> str:
         f"{metrics.num_new_tokens} new",
         f"{metrics.num_cached_tokens} cached",
         f"{metrics.num_kept_tokens} kept",
-        f"{metrics.num_recalled_tokens} restored",
+        f"{metrics.num_recalled_tokens} recalled",
         f"TTFT {metrics.ttft_s:.2f} s",
     ]
     if metrics.decode_tokens_per_s is not None:

@@ -29,13 +29,14 @@ class Tuning:
     # Rates, and probabilities.
     rate_keep: float = 0.97
     """What each step leaves of a rate's past."""
-    prior_weight: float = 5.0
-    """Plain steps that a rate's start counts for, and tokens that the acceptance of all requests counts for against a
-    request's own."""
+    prior_weight: float = 6.0
+    """Plain steps that a rate's start counts for."""
     shared_weight: float = 4.0
     """Plain steps that the rate of all requests counts for against a request's own."""
     trust: float = 20.0
     """Examples that the shipped weights of an online regression count for."""
+    own_trust: float = 5.0
+    """Tokens that the estimate of all requests counts for against a request's own outcomes."""
     forgetting: float = 0.999
     """What each example leaves of an online regression's certainty, and each step of the rate by whole answers."""
 

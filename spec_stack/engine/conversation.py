@@ -190,14 +190,14 @@ class Turn:
         return self._select(ScoringInputs(self._request.prompt_ids))
 
     def _select(
-        self, inputs: ScoringInputs, restored: Sequence[int] = (), config: PrefillConfig | None = None
+        self, inputs: ScoringInputs, recalled: Sequence[int] = (), config: PrefillConfig | None = None
     ) -> Selection:
         request = self._request
         selection = select_turn(
             inputs,
             self._slots,
             request.num_cached,
-            restored,
+            recalled,
             config,
             request.protected,
             self._lost,

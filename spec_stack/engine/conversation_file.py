@@ -22,7 +22,7 @@ from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.calibration import fingerprint
 
-VERSION = 2
+VERSION = 3
 _KIND = "spec_stack session"
 _NO_SETTINGS = ("given", "calibrated_by")
 _NUM_PROBED = 8

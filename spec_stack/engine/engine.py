@@ -177,8 +177,8 @@ class Engine:
             proposer=request.proposer,
             num_new_tokens=len(request.prompt_ids) - caches.num_cached,
             num_cached_tokens=caches.num_cached,
-            num_recalled_tokens=selection.num_restored,
-            num_recomputed_tokens=selection.num_rewritten,
+            num_recalled_tokens=selection.num_recalled,
+            num_recomputed_tokens=selection.num_recomputed,
             decode_reason=request.decode_note,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from spec_stack.controller.base import StepRecord
 
-STATE_LETTERS = {"kept": "k", "dropped": "d", "protected": "p", "restored": "r", "cached": "c"}
+STATE_LETTERS = {"kept": "k", "dropped": "d", "protected": "p", "recalled": "r", "cached": "c"}
 """One letter per token state."""
 
 

@@ -144,12 +144,12 @@ def query_segments(seen: Seen, texts: Sequence[str]) -> list[QuerySegment]:
 
 
 def states_of(request: Request, held: Sequence[int], selection: Selection) -> str:
-    """One of STATE_LETTERS per prompt token. Earlier text is cached, restored or dropped; new text is protected, kept
+    """One of STATE_LETTERS per prompt token. Earlier text is cached, recalled or dropped; new text is protected, kept
     or dropped."""
     num_cached = request.num_cached
     states = ["dropped"] * len(request.prompt_ids)
     for position in selection.positions:
-        states[position] = "kept" if position >= num_cached else "restored"
+        states[position] = "kept" if position >= num_cached else "recalled"
     for position in (at for start, stop in request.protected for at in range(max(start, num_cached), stop)):
         states[position] = "protected"
     for position in (at for at in held if at < len(states)):

@@ -5,12 +5,12 @@
   const SVG = "http://www.w3.org/2000/svg";
   const STATES = {
     k: ["kept", "rgb(var(--heat))"], d: ["dropped", "var(--dropped)"], p: ["protected", "var(--protected)"],
-    r: ["restored", "var(--restored)"], c: ["cached from earlier turns", "var(--cached)"],
+    r: ["recalled", "var(--recalled)"], c: ["cached from earlier turns", "var(--cached)"],
   };
   // Name, colour, and the line under it, for those who do not tell the colours apart.
   const WRITERS = {
-    draft: ["accepted from the draft", "var(--draft)", "solid"], "look-up": ["accepted from the look-up", "var(--lookup)", "dotted"],
-    lookup: ["accepted from the look-up", "var(--lookup)", "dotted"], bonus: ["bonus token", "var(--bonus)", "double"],
+    draft: ["accepted from the draft", "var(--draft)", "solid"],
+    ngram: ["accepted from n-gram lookup", "var(--ngram)", "dotted"], bonus: ["bonus token", "var(--bonus)", "double"],
     correction: ["correction", "var(--correction)", "dashed"], plain: ["the target alone", "var(--plain)", "none"],
   };
   // A longer stretch of text that the target did not prefill now is folded.
@@ -77,7 +77,7 @@
       entries.push(["prompt tokens", count(m.num_prompt_tokens)]);
       if (m.num_cached_tokens) entries.push(["of them new", count(m.num_new_tokens)]);
       entries.push([`kept: ${count(m.num_kept_tokens)} tokens`, share(m.keep_rate)]);
-      if (m.num_recalled_tokens) entries.push(["restored", count(m.num_recalled_tokens)]);
+      if (m.num_recalled_tokens) entries.push(["recalled", count(m.num_recalled_tokens)]);
       entries.push(["time to first token", seconds(m.ttft_s)]);
       if (m.decode_tokens_per_s) entries.push(["tokens/s after it", m.decode_tokens_per_s.toFixed(0)]);
     } else {

@@ -78,7 +78,7 @@ class ContiguousModel(CachedModel):
     def _numbered(self, positions: Sequence[int]) -> Sequence[int]:
         return range(len(self._positions), len(self._positions) + len(positions))
 
-    def _mark_restored(self, positions: Sequence[int]) -> None:
+    def _mark_recalled(self, positions: Sequence[int]) -> None:
         raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
 
     def _open_slots(

@@ -17,7 +17,7 @@ from spec_stack.hf import cache as model_cache
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention, is_capturing
 from spec_stack.hf.fixed_step import WIDTHS, FixedCache, FixedStep, padded
-from spec_stack.hf.slots import KeysCached, RestoredSlots, SlotPositions
+from spec_stack.hf.slots import KeysCached, RecalledSlots, SlotPositions
 from spec_stack.hf.states import States
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class CachedModel:
         self._token_ids: list[int] = []
         self._positions: list[int] = []
         self._to_recompute: list[tuple[int, int]] = []
-        # End of the slots with restored positions; positions increase from there on.
-        self._restored_end = 0
+        # End of the slots with recalled positions; positions increase from there on.
+        self._recalled_end = 0
 
     @property
     def _cache(self) -> DynamicCache:
@@ -102,7 +102,7 @@ class CachedModel:
         """The largest cached position plus 1; exceeds num_cached after a sparse prefill."""
         if self._to_recompute:
             return self._to_recompute[-1][1] + 1
-        if len(self._positions) > self._restored_end:
+        if len(self._positions) > self._recalled_end:
             return self._positions[-1] + 1
         return max(self._positions, default=-1) + 1
 
@@ -151,7 +151,7 @@ class CachedModel:
         with torch.inference_mode():
             other._cache = model_cache.fork(self._cache)
         other._positions, other._token_ids = list(self._positions), list(self._token_ids)
-        other._to_recompute, other._restored_end = list(self._to_recompute), self._restored_end
+        other._to_recompute, other._recalled_end = list(self._to_recompute), self._recalled_end
         return other
 
     def compact(self) -> None:
@@ -171,7 +171,7 @@ class CachedModel:
             "token_ids": torch.tensor(self._token_ids, dtype=torch.long),
             "positions": torch.tensor(self._positions, dtype=torch.long),
             "to_recompute": torch.tensor(self._to_recompute, dtype=torch.long).reshape(-1, 2),
-            "restored_end": torch.tensor([self._restored_end]),
+            "recalled_end": torch.tensor([self._recalled_end]),
         }
         return slots | {f"cache.{name}": tensor for name, tensor in model_cache.contents(self._cache).items()}
 
@@ -182,7 +182,7 @@ class CachedModel:
             other._token_ids = contents["token_ids"].tolist()
             other._positions = contents["positions"].tolist()
             other._to_recompute = [(token_id, position) for token_id, position in contents["to_recompute"].tolist()]
-            other._restored_end = int(contents["restored_end"])
+            other._recalled_end = int(contents["recalled_end"])
             cached = {
                 name.removeprefix("cache."): tensor.to(self.model.device)
                 for name, tensor in contents.items()
@@ -198,7 +198,7 @@ class CachedModel:
         return other
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Append tokens in pieces of prefill_chunk; logits (num_logits, vocab). Positions increase; restored tokens, at
+        """Append tokens in pieces of prefill_chunk; logits (num_logits, vocab). Positions increase; recalled tokens, at
         uncached earlier positions, may precede them. Raises ValueError for invalid ones, before any change."""
         if num_logits < 1:
             raise ValueError(f"{num_logits} logits do not fit; `prefill` gives none")
@@ -290,7 +290,7 @@ class CachedModel:
         if not (len(token_ids) == len(positions) >= num_logits and token_ids):
             raise ValueError(f"{len(token_ids)} tokens, {len(positions)} positions, {num_logits} logits do not fit")
         if positions[0] < self.next_position:
-            self._mark_restored(positions)
+            self._mark_recalled(positions)
         if self._num_ids > self._num_rows:
             token_ids = [min(token_id, self._num_rows - 1) for token_id in token_ids]
         taken = (
@@ -300,19 +300,19 @@ class CachedModel:
         self._to_recompute = []
         return taken
 
-    def _mark_restored(self, positions: Sequence[int]) -> None:
-        """Check restored tokens, before next_position, and store where they end."""
-        num_restored = bisect_left(positions, self.next_position)
-        if num_restored == len(positions) or not self.can_recall:
+    def _mark_recalled(self, positions: Sequence[int]) -> None:
+        """Check recalled tokens, before next_position, and store where they end."""
+        num_recalled = bisect_left(positions, self.next_position)
+        if num_recalled == len(positions) or not self.can_recall:
             raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
-        if not set(self._positions).isdisjoint(positions[:num_restored]):
-            raise ValueError("some of the positions to restore are cached already")
-        self._restored_end = len(self._positions) + num_restored
+        if not set(self._positions).isdisjoint(positions[:num_recalled]):
+            raise ValueError("some of the positions to recall are cached already")
+        self._recalled_end = len(self._positions) + num_recalled
 
     def _open_slots(
         self, window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
     ) -> SlotPositions:
-        kind = RestoredSlots if self._restored_end else SlotPositions
+        kind = RecalledSlots if self._recalled_end else SlotPositions
         return kind(self._positions, window, num_sinks, last_layer)
 
     def _run(
@@ -415,7 +415,7 @@ class CachedModel:
             return
         with torch.inference_mode():
             model_cache.keep_slots(self._cache, slots, self.model.device)
-        self._restored_end = len(slots) if self._restored_end else 0
+        self._recalled_end = len(slots) if self._recalled_end else 0
         self._positions = [self._positions[slot] for slot in slots]
         self._token_ids = [self._token_ids[slot] for slot in slots]
 
@@ -423,7 +423,7 @@ class CachedModel:
         """Reset the cache to the prompt's tokens at these increasing positions; the next forward computes them."""
         self._cache = model_cache.new_cache(self.model.config)
         self._token_ids, self._positions = [], []
-        self._restored_end = 0
+        self._recalled_end = 0
         self._to_recompute = [(prompt_ids[position], position) for position in positions]
 
     def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:

@@ -97,8 +97,8 @@ class SlotPositions:
         return max(run, seen.num_sinks) + seen.window - 1
 
 
-class RestoredSlots(SlotPositions):
-    """Slots of which some were restored at earlier positions. A token attends to every slot written before it; in
+class RecalledSlots(SlotPositions):
+    """Slots of which some were recalled at earlier positions. A token attends to every slot written before it; in
     sliding layers, to those within a window on both sides."""
 
     def seen(self, num_queries: int, layer_window: int | None) -> Seen:

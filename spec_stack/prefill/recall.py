@@ -82,13 +82,13 @@ def recall(
     is_dropped = bytearray(segments.num_tokens)
     for position in dropped:
         is_dropped[position] = 1
-    restored: set[int] = set()
+    recalled: set[int] = set()
     for segment in (segment for both in zip_longest(shared, wanted) for segment in both if segment is not None):
         start, stop = segments.around(segment, config.recall_margin)
-        more = restored.union(position for position in range(start, stop) if is_dropped[position])
+        more = recalled.union(position for position in range(start, stop) if is_dropped[position])
         if len(more) <= room:
-            restored = more
-    return sorted(restored)
+            recalled = more
+    return sorted(recalled)
 
 
 def _by_attention(
@@ -113,7 +113,7 @@ def _best(votes: torch.Tensor, least: float, segments: Segments, num_chunks: int
 
 def plan_cache_writes(
     held: Sequence[int],
-    restored: Sequence[int],
+    recalled: Sequence[int],
     num_cached: int,
     lost: Sequence[int] = (),
     in_place: bool = False,
@@ -121,25 +121,25 @@ def plan_cache_writes(
     """How many held slots stay, and the positions written behind them, increasing.
 
     Recalled text is written behind everything that was dropped, or before the last MOST_REWRITTEN slots; with in_place
-    (contiguous positions) in text order. held: positions in the cache, in write order. restored: recalled positions.
+    (contiguous positions) in text order. held: positions in the cache, in write order. recalled: recalled positions.
     lost: positions to be prefilled again.
     """
     num_unchanged = len(held)
-    if restored and in_place:
-        num_unchanged = bisect_left(held, restored[0])
-    elif restored:
+    if recalled and in_place:
+        num_unchanged = bisect_left(held, recalled[0])
+    elif recalled:
         last_dropped = dropped_positions([*held, *lost], num_cached)[-1]
         num_unchanged = next((slot for slot, position in enumerate(held) if position > last_dropped), num_unchanged)
         # After many turns without a drop, all of them would be behind it.
         num_unchanged = max(num_unchanged, len(held) - MOST_REWRITTEN)
-    return num_unchanged, sorted([*held[num_unchanged:], *restored, *lost])
+    return num_unchanged, sorted([*held[num_unchanged:], *recalled, *lost])
 
 
 def select_turn(
     inputs: ScoringInputs,
     held: Sequence[int],
     num_cached: int,
-    restored: Sequence[int] = (),
+    recalled: Sequence[int] = (),
     config: PrefillConfig | None = None,
     protected: Sequence[Span] = (),
     lost: Sequence[int] = (),
@@ -150,7 +150,7 @@ def select_turn(
     config: None keeps all of the new text. The other arguments are those of `plan_cache_writes`. The selection's
     num_held says how many held slots stay; the others are rolled back, and are part of it.
     """
-    num_unchanged, back = plan_cache_writes(held, restored, num_cached, lost, in_place)
+    num_unchanged, back = plan_cache_writes(held, recalled, num_cached, lost, in_place)
     prompt_ids = inputs.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:
@@ -161,7 +161,7 @@ def select_turn(
         token_ids=[prompt_ids[position] for position in positions],
         positions=positions,
         num_prompt_tokens=len(prompt_ids),
-        num_restored=len(restored),
+        num_recalled=len(recalled),
         num_held=num_unchanged,
-        num_rewritten=len(back) - len(restored),
+        num_recomputed=len(back) - len(recalled),
     )

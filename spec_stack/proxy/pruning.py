@@ -45,7 +45,7 @@ class ProxyMetrics(AppMetrics):
         super().__init__("ok: upstream answered, cancelled, refused, failed")
         forwarded = "pruned; or the whole: dense, short, long, busy, late, failed, unread"
         self._prompts = self.counter("prompts", f"Prompts by what was forwarded ({forwarded})", ["outcome"])
-        self._tokens = self.counter("prompt_tokens", "Prompt tokens of the draft (all, kept, restored)", ["part"])
+        self._tokens = self.counter("prompt_tokens", "Prompt tokens of the draft (all, kept, recalled)", ["part"])
         self.scoring_s = self.histogram("scoring_seconds", "Scoring and pruning of a prompt")
         self.gauge("prompts_waiting", "Prompts waiting to be scored", num_waiting)
         self.gauge("sessions", "Conversations kept", num_conversations)
@@ -56,7 +56,7 @@ class ProxyMetrics(AppMetrics):
         if (result := pruning.result) is not None:
             self._tokens.labels("all").inc(result.num_tokens)
             self._tokens.labels("kept").inc(result.num_kept_tokens)
-            self._tokens.labels("restored").inc(result.num_recalled_tokens)
+            self._tokens.labels("recalled").inc(result.num_recalled_tokens)
 
 
 @dataclass(eq=False)

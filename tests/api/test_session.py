@@ -416,7 +416,7 @@ def test_a_closed_session_is_refused_and_its_caches_are_gone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"restore": 1}, "restore"),
+        ({"recall": 1}, "recall"),
         ({"recall_threshold": -1}, "recall_threshold"),
         ({"recall_threshold": "4"}, "recall_threshold"),
         ({"max_recalled_chunks": -1}, "max_recalled_chunks"),

@@ -100,7 +100,7 @@ def test_the_command_reads_lines_from_standard_input(
     assert main(["chat", "--file", str(document), "--max-tokens", "24", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert "48213" in said
-    assert said.count("restored") == 2
+    assert said.count("recalled") == 2
 
 
 def test_a_prompt_goes_behind_what_is_piped_in(

@@ -132,7 +132,7 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
         found = find_candidates(len(prompt), None)
         options = {"marked": found.is_question, "opening": found.opening, "pool_kernel": prefill.pool_kernel}
         scores = reference.question_importance(eager, prompt, (), found.segments, **options)
-    positions = reference.selected_positions(scores, 0.3, 8, 1, 2)
+    positions = reference.selected_positions(scores, 0.3, 8, 1, 1)
     kept = [prompt[position] for position in positions]
     assert tokens == reference.sparse_greedy(make_model(seed=1), kept, positions, len(prompt), 30)
     first = outputs[0].record

@@ -84,5 +84,5 @@ def test_text_and_marks_stand_out_from_the_card(dark: bool) -> None:
     card = named["card"]
     for name in ("ink", "soft", "pale"):
         assert contrast(named[name], card) >= 4.5, name
-    for name in (*WRITERS, *PHASES, "protected", "restored", "cached", "query"):
+    for name in (*WRITERS, *PHASES, "protected", "recalled", "cached", "query"):
         assert contrast(named[name], card) >= 3.0, name
