@@ -148,7 +148,7 @@ class Proposal:
         """The proposer's name in records."""
         if self.num_ngram_tokens == 0:
             return "model"
-        return "ngram" if self.num_ngram_tokens == len(self.token_ids) else "model+lookup"
+        return "ngram" if self.num_ngram_tokens == len(self.token_ids) else "model+ngram"
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class StepRecord:
         Tokens that the draft was fed before it could draft in this step, the last committed one included; 0 where it
         drafted nothing. draft_s has their cost.
     proposer : str
-        The source: "model", "ngram", or "model+lookup", the draft first. Meaningless where gamma is 0.
+        The source: "model", "ngram", or "model+ngram", the draft first. Meaningless where gamma is 0.
     num_ngram_tokens : int
         Proposed tokens that were looked up, the last ones of the proposal.
     lag : int

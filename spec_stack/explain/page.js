@@ -9,8 +9,8 @@
   };
   // Name, colour, and the line under it, for those who do not tell the colours apart.
   const WRITERS = {
-    draft: ["accepted from the draft", "var(--draft)", "solid"], "look-up": ["accepted from the look-up", "var(--lookup)", "dotted"],
-    lookup: ["accepted from the look-up", "var(--lookup)", "dotted"], bonus: ["bonus token", "var(--bonus)", "double"],
+    draft: ["accepted from the draft", "var(--draft)", "solid"],
+    ngram: ["accepted from n-gram lookup", "var(--ngram)", "dotted"], bonus: ["bonus token", "var(--bonus)", "double"],
     correction: ["correction", "var(--correction)", "dashed"], plain: ["the target alone", "var(--plain)", "none"],
   };
   // A longer stretch of text that the target did not prefill now is folded.

@@ -39,7 +39,7 @@ def test_the_token_behind_the_accepted_ones_is_bonus_correction_or_the_targets_a
 
 
 def test_of_a_proposal_of_both_the_looked_up_tokens_are_the_last() -> None:
-    both = replace(record(1, 5, 4), proposer="model+lookup", num_ngram_tokens=3)
+    both = replace(record(1, 5, 4), proposer="model+ngram", num_ngram_tokens=3)
     assert writers_of(both) == ["draft", "draft", "ngram", "ngram", "correction"]
     assert writers_of(replace(both, num_accepted=1, num_tokens=2)) == ["draft", "correction"]
     assert writers_of(replace(both, num_accepted=5, num_tokens=6))[1:] == ["draft", *["ngram"] * 3, "bonus"]
