@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -143,3 +146,19 @@ def test_a_calibrations_lengths_are_checked(lengths: Any) -> None:
     with pytest.raises(ValueError, match="lengths"):
         CalibrateConfig(lengths)
     assert CalibrateConfig([2048, 4096]).lengths == (2048, 4096)
+
+
+def test_a_changed_configuration_is_checked_without_reading_its_types_again() -> None:
+    config, num_calls = PrefillConfig(), 0
+
+    def count(frame: FrameType, event: str, value: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        replace(config, keep_rate=0.3)
+    finally:
+        sys.setprofile(None)
+    # Every request changes it, on a server in the scheduler's loop.
+    assert num_calls < 300
