@@ -79,6 +79,16 @@ def check_samples(n: object, temperature: float) -> None:
 
 
 @renamed({name: f"sparse_prefill: {values}" for name, values in OLD_SWITCHES.items()})
+@renamed(
+    {
+        "unit": "granularity",
+        "head_vote": "head_reduction",
+        "skipped_layers": "first_scoring_layer",
+        "scoring_layers": "num_scoring_layers",
+        "draft_slots": "draft_kv_budget",
+        "on_scoring_error": "on_scoring_failure",
+    }
+)
 @remembers_given
 @documented
 @dataclass(frozen=True)
@@ -458,6 +468,15 @@ class SamplingParams:
 
 
 @renamed({"order": "always order='position', which answers better; leave it out"})
+@renamed(
+    {
+        "restore": "recall",
+        "restore_threshold": "recall_threshold",
+        "restore_margin": "recall_margin",
+        "max_restored_chunks": "max_recalled_chunks",
+        "anchor_threshold": "recall_word_threshold",
+    }
+)
 @documented
 @dataclass(frozen=True)
 class SessionConfig:
