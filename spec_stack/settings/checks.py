@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 
 def require(condition: bool, message: str) -> None:
@@ -27,9 +27,9 @@ def require_one_of(name: str, value: object, known: Sequence[object]) -> None:
     require(isinstance(value, str) and value in known, f"{name} must be one of {list(known)}, got {value!r}")
 
 
-def require_choices(config: Any) -> None:
+def require_choices(config: object) -> None:
     """Require known names in a configuration's fields of a Literal type."""
-    for name, known in _choices(type(config)).items():
+    for name, known in _choices(type(config)).items():  # type: ignore[arg-type]
         require_one_of(name, getattr(config, name), known)
 
 
