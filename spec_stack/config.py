@@ -79,6 +79,16 @@ def check_samples(n: object, temperature: float) -> None:
 
 
 @renamed({name: f"sparse_prefill: {values}" for name, values in OLD_SWITCHES.items()})
+@renamed(
+    {
+        "unit": "granularity",
+        "head_vote": "head_reduction",
+        "skipped_layers": "first_scoring_layer",
+        "scoring_layers": "num_scoring_layers",
+        "draft_slots": "draft_kv_budget",
+        "on_scoring_error": "on_scoring_failure",
+    }
+)
 @remembers_given
 @documented
 @dataclass(frozen=True)
@@ -119,7 +129,9 @@ class PrefillConfig:
     pool_kernel: int = option(
         13, "width, in tokens, of the average that smooths attention under head_reduction 'max'; odd, 1 is none"
     )
-    chunk_size: int = option(32, "tokens per chunk; also the unit of keep_first and keep_last, whatever `unit` is")
+    chunk_size: int = option(
+        32, "tokens per chunk; also the unit of keep_first and keep_last, whatever `granularity` is"
+    )
     keep_first: int = option(1, "chunks at the beginning that are always kept")
     keep_last: int = option(1, "chunks at the end that are always kept, 1 or more")
     min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that sparse_prefill 'auto' prunes")
@@ -155,7 +167,7 @@ class PrefillConfig:
     )
     scoring_heads: Sequence[tuple[int, int]] | None = option(
         None,
-        "(layer, head) pairs whose attention scores the prompt; None is all after the first_scoring_layer. Under "
+        "(layer, head) pairs whose attention scores the prompt; None is all from the first_scoring_layer on. Under "
         "scoring_queries 'prompt' no layer after the last of them runs before the first token",
     )
     first_scoring_layer: int = option(
@@ -456,6 +468,15 @@ class SamplingParams:
 
 
 @renamed({"order": "always order='position', which answers better; leave it out"})
+@renamed(
+    {
+        "restore": "recall",
+        "restore_threshold": "recall_threshold",
+        "restore_margin": "recall_margin",
+        "max_restored_chunks": "max_recalled_chunks",
+        "anchor_threshold": "recall_word_threshold",
+    }
+)
 @documented
 @dataclass(frozen=True)
 class SessionConfig:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection
+from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection, SessionConfig
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.config import DEFAULT_MAX_TOKENS
 from spec_stack.settings.options import meaning
@@ -143,3 +146,34 @@ def test_a_calibrations_lengths_are_checked(lengths: Any) -> None:
     with pytest.raises(ValueError, match="lengths"):
         CalibrateConfig(lengths)
     assert CalibrateConfig([2048, 4096]).lengths == (2048, 4096)
+
+
+def test_a_changed_configuration_is_checked_without_reading_its_types_again() -> None:
+    config, num_calls = PrefillConfig(), 0
+
+    def count(frame: FrameType, event: str, value: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        replace(config, keep_rate=0.3)
+    finally:
+        sys.setprofile(None)
+    # Every request changes it, on a server in the scheduler's loop.
+    assert num_calls < 300
+
+
+@pytest.mark.parametrize(
+    ("config", "former", "now"),
+    [
+        (PrefillConfig, "unit", "granularity"),
+        (PrefillConfig, "on_scoring_error", "on_scoring_failure"),
+        (PrefillConfig, "prune", "sparse_prefill"),
+        (SessionConfig, "restore", "recall"),
+        (SessionConfig, "order", "always"),
+    ],
+)
+def test_a_former_name_of_a_field_is_answered_by_the_present_one(config: type, former: str, now: str) -> None:
+    with pytest.raises(TypeError, match=f"no field {former!r}: it is now {now}"):
+        config(**{former: 1})

@@ -316,7 +316,7 @@ class SpecStackGenerator(GenerationMixin):
             return session._sample(calls)
 
     def reset_prefix_cache(self) -> None:
-        """Drop all stored prompts (`PrefixCacheConfig.max_tokens`), and free their ngram_cache."""
+        """Drop all stored prompts (`PrefixCacheConfig.max_tokens`), and free their memory."""
         self.engine.store.clear()
 
 

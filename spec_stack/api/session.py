@@ -71,7 +71,7 @@ class Session(GenerationMixin):
         if config is not None and not isinstance(config, SessionConfig):
             raise ValueError(f"config must be a SessionConfig, got {type(config).__name__}")
         if ngram_cache is not None and not isinstance(ngram_cache, SharedNgramCache):
-            raise ValueError(f"memory must be a SharedNgramCache, got {type(ngram_cache).__name__}")
+            raise ValueError(f"ngram_cache must be a SharedNgramCache, got {type(ngram_cache).__name__}")
         if engine.config.prefill.num_scoring_layers is not None:
             raise ValueError(
                 "a session's draft holds the whole conversation in all of its layers; open the generator with "

@@ -64,9 +64,7 @@ class SlottedDraft(WrappedDraft):
 
     def _is_due(self, num_new: int) -> bool:
         is_first = not self._budget.num_known
-        return (
-            is_first or num_new > self._budget.num_slots or self._budget.should_retry(len(self._text), self._is_wrong)
-        )
+        return is_first or num_new > self._budget.num_slots or self._budget.is_due(len(self._text), self._is_wrong)
 
     def _renew(self) -> list[int]:
         """Choose the slots anew and drop the others; the positions to prefill, in order."""

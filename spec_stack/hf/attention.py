@@ -130,8 +130,8 @@ def attend(
     if is_causal and sinks is not None:
         # SDPA has no sinks (GPT-OSS).
         output = _attend_with_sinks(query, key, value, attention_mask, scale, sinks)
-    elif is_causal and attention_mask is None:
-        output = _attend_causally(query, key, value, scale)
+    elif is_causal:
+        output = _attend_causally(query, key, value, attention_mask, scale)
     if output is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -139,19 +139,21 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
-    """Bottom-right causal attention (1, num_heads, n, head_dim); None where transformers' own function is as good."""
+def _attend_causally(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
+    """Attention (1, num_heads, n, head_dim) under a mask, or bottom-right causal; None where transformers' own function
+    is as good."""
     num_queries, num_keys, is_grouped = query.shape[2], key.shape[2], query.shape[1] > key.shape[1]
     # The mask that transformers builds on CUDA takes 1 GB for an 8,192-token chunk at 128K.
-    if devices.fits_flash(query, value):
+    if mask is None and devices.fits_flash(query, value):
         return devices.flash(query, key, value, scale)
-    if 1 < num_queries < num_keys:
+    if mask is None and 1 < num_queries < num_keys:
         from torch.nn.attention.bias import causal_lower_right
 
         bias = causal_lower_right(num_queries, num_keys)
         return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=is_grouped)
     # transformers repeats the KV heads by copying the whole cache in every step.
-    return _attend_folded(query, key, value, None, scale) if is_grouped and num_queries < num_keys else None
+    is_short = num_queries <= _MAX_FOLDED_QUERIES and num_queries < num_keys
+    return _attend_folded(query, key, value, mask, scale) if is_grouped and is_short else None
 
 
 def _attend_by_position(

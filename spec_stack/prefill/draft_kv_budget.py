@@ -43,7 +43,7 @@ class DraftKVBudget:
         num_sinks = config.keep_first * config.chunk_size
         return cls(config.draft_kv_budget, partial(choose_slots, chunk_size=config.chunk_size, num_sinks=num_sinks))
 
-    def should_retry(self, num_tokens: int, is_wrong: bool) -> bool:
+    def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
         """Return whether slots are to be chosen anew at this text length; sooner after wrong proposals."""
         pace = RENEW_WHERE_WRONG if is_wrong else RENEW_EVERY
         return num_tokens >= max(self.num_known + pace, self.num_slots)

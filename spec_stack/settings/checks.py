@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from numbers import Integral, Real
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -28,9 +29,15 @@ def require_one_of(name: str, value: object, known: Sequence[object]) -> None:
 
 def require_choices(config: object) -> None:
     """Require known names in a configuration's fields of a Literal type."""
-    for name, kind in get_type_hints(type(config)).items():
-        if get_origin(kind) is Literal:
-            require_one_of(name, getattr(config, name), get_args(kind))
+    for name, known in _choices(type(config)).items():  # type: ignore[arg-type]
+        require_one_of(name, getattr(config, name), known)
+
+
+@cache
+def _choices(config: type) -> dict[str, tuple[object, ...]]:
+    """The known names by field; once per class, since types are read from their source text."""
+    kinds = get_type_hints(config)
+    return {name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal}
 
 
 def require_int(name: str, value: object, least: int, most: float = math.inf, hint: str = "") -> None:

@@ -52,8 +52,8 @@ class DraftKVRow:
         self._budget.num_known += 1
         return Part(self._held, 0)
 
-    def should_retry(self, num_tokens: int, is_wrong: bool) -> bool:
-        return bool(len(self._held)) and self._budget.should_retry(num_tokens, is_wrong)
+    def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
+        return bool(len(self._held)) and self._budget.is_due(num_tokens, is_wrong)
 
     def renew(self, text_ids: Ints) -> Part:
         """Choose the slots anew and free the others; the recalled part, which may be empty.

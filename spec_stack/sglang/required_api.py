@@ -44,7 +44,7 @@ REQUIRED_ATTRIBUTES: Mapping[str, str] = {
 
 
 def missing() -> list[str]:
-    """The required_api that the installed SGLang lacks, as dotted names."""
+    """The required attributes that the installed SGLang lacks, as dotted names."""
     found = []
     for path, names in REQUIRED_ATTRIBUTES.items():
         module, _, name = f"{_SRT}.{path}".rpartition(".")

@@ -115,7 +115,7 @@ class SlottedDraft:
                 if new[-1].num_tokens >= self._config.prefill_chunk:
                     new.append(_Parts())
                 self._begin_row(row, batch, at, new[-1])
-            elif held.should_retry(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
+            elif held.is_due(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
                 self._renew_row(row, held, text_of(request.origin_input_ids, request.output_ids), renewed)
         for parts in new:
             if parts.rows:

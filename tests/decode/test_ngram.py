@@ -278,7 +278,7 @@ def test_a_sessions_look_ups_know_earlier_turns_and_a_shared_memory_other_sessio
         assert second.generate(input_ids=ids, max_tokens=24, proposer="ngram").token_ids == answer
         with second.fork() as fork:
             assert known(fork)[1] == answer[:8]
-    with pytest.raises(ValueError, match="memory must be a SharedNgramCache, got int"):
+    with pytest.raises(ValueError, match="ngram_cache must be a SharedNgramCache, got int"):
         embedded.session(ngram_cache=4000)  # type: ignore[arg-type]
     with embedded.session(ngram_cache=SharedNgramCache(4000)) as apart:
         assert known(apart) == [[], []]

@@ -9,6 +9,7 @@ from itertools import combinations
 import pytest
 
 STYLE = (files("spec_stack.explain") / "page.css").read_text(encoding="utf-8")
+SCRIPT = (files("spec_stack.explain") / "page.js").read_text(encoding="utf-8")
 WRITERS = ("draft", "ngram", "bonus", "correction", "plain", "other")
 PHASES = ("draft", "verify", "controller")
 Colour = tuple[float, float, float]
@@ -86,3 +87,8 @@ def test_text_and_marks_stand_out_from_the_card(dark: bool) -> None:
         assert contrast(named[name], card) >= 4.5, name
     for name in (*WRITERS, *PHASES, "protected", "recalled", "cached", "query"):
         assert contrast(named[name], card) >= 3.0, name
+
+
+@pytest.mark.parametrize("writer", [writer for writer in WRITERS if writer != "other"])
+def test_each_writer_of_tokens_has_its_own_colour_and_words(writer: str) -> None:
+    assert re.search(rf'\b{writer}: \["[^"]+", "var\(--{writer}\)"', SCRIPT)

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spec_stack import SpecStackGenerator
 from spec_stack.cli.doctor import diagnose
@@ -164,6 +166,30 @@ def test_a_trial_without_a_gain_and_a_failed_compilation_leave_the_draft_eager(
         raise RuntimeError("no compiler here")
 
     assert "no compiler here" in str(compiled_step(monkeypatch, fails, 2.0, 1.0))
+
+
+class LargestResult(TorchDispatchMode):
+    """Numbers in the largest tensor that an operator gives in the block."""
+
+    num_numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        sizes = [each.numel() for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.num_numbers = max([self.num_numbers, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("width", [1, 5, 16])
+def test_no_step_repeats_the_keys_of_heads_that_share_them(width: int) -> None:
+    model = SHARED["qwen2"]
+    num_kv_heads = model.config.num_key_value_heads
+    assert num_kv_heads < model.config.num_attention_heads
+    keys, values = ([torch.zeros(1, num_kv_heads, 4096, 16) for _ in model.model.layers] for _ in range(2))
+    inputs = torch.arange(width).expand(3, width).contiguous()
+    with torch.inference_mode(), LargestResult() as largest:
+        fixed_step.fixed_forward(model, cache_parameter(type(model)), inputs, keys, values)
+    assert largest.num_numbers == keys[0].numel()
 
 
 def on_meta(num_ids: int | None) -> FixedCache:

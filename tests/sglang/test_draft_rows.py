@@ -68,7 +68,7 @@ def test_the_row_reads_chosen_positions_and_all_that_the_host_does_not_know_yet(
     num_renewals = num_restored = 0
     for step in range(200):
         known = max(num_prompt_tokens, len(written.text) - lag)
-        if written.row.should_retry(known, is_wrong=step % 50 < 10):
+        if written.row.is_due(known, is_wrong=step % 50 < 10):
             before = set(written.held)
             num_back = written.renew(known)
             chosen = set(choose_slots(written.text[:known], 96, 16, 16))
@@ -98,15 +98,15 @@ def test_a_text_that_the_slots_hold_is_held_whole_and_a_longer_one_is_not() -> N
 def test_a_row_that_was_not_begun_is_never_chosen_anew() -> None:
     row = DraftKVRow(np.arange(8), DraftKVBudget.of(CONFIG))
     assert row.shift == 0
-    assert not row.should_retry(1_000_000, is_wrong=True)
+    assert not row.is_due(1_000_000, is_wrong=True)
 
 
 def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_was_wrong() -> None:
     written = WrittenSlots(2 * 96 + 10, seed=1)
     num_tokens = len(written.text)
     for is_wrong, pace in ((True, RENEW_WHERE_WRONG), (False, RENEW_EVERY)):
-        assert not written.row.should_retry(num_tokens + pace - 1, is_wrong)
-        assert written.row.should_retry(num_tokens + pace + 1, is_wrong)
+        assert not written.row.is_due(num_tokens + pace - 1, is_wrong)
+        assert written.row.is_due(num_tokens + pace + 1, is_wrong)
     # What is held whole is not chosen from, however wrong the draft is.
     short = WrittenSlots(50, seed=1)
-    assert not short.row.should_retry(96 - 1, is_wrong=True)
+    assert not short.row.is_due(96 - 1, is_wrong=True)
