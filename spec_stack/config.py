@@ -119,7 +119,9 @@ class PrefillConfig:
     pool_kernel: int = option(
         13, "width, in tokens, of the average that smooths attention under head_reduction 'max'; odd, 1 is none"
     )
-    chunk_size: int = option(32, "tokens per chunk; also the unit of keep_first and keep_last, whatever `unit` is")
+    chunk_size: int = option(
+        32, "tokens per chunk; also the unit of keep_first and keep_last, whatever the granularity"
+    )
     keep_first: int = option(1, "chunks at the beginning that are always kept")
     keep_last: int = option(1, "chunks at the end that are always kept, 1 or more")
     min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that sparse_prefill 'auto' prunes")
@@ -344,8 +346,8 @@ class DecodeConfig:
     gamma: int = option(4, "tokens drafted per step under the policy 'fixed'; 0 is plain decoding")
     proposer: str = option(
         "auto",
-        "source of proposals: the draft 'model'; n-gram 'lookup' in the whole prompt, dropped parts included, and in "
-        "the answer so far; 'both', at each step the one with the higher expected gain. 'auto' is 'both' under "
+        "source of proposals: the draft 'model'; 'ngram', n-gram lookup in the whole prompt, dropped parts included, "
+        "and in the answer so far; 'both', at each step the one with the higher expected gain. 'auto' is 'both' under "
         "policies that measure time ('throughput', 'speckv') and 'model' under every other",
     )
 
@@ -494,7 +496,7 @@ class SessionConfig:
         require(isinstance(self.recall, bool), f"recall must be True or False, got {self.recall!r}")
         require_number("recall_threshold", self.recall_threshold)
         require(self.recall_threshold >= 0, f"recall_threshold must be 0 or more, got {self.recall_threshold}")
-        require_int("max_recalled_chunks", self.max_recalled_chunks, 0, hint="; 0 restores nothing")
+        require_int("max_recalled_chunks", self.max_recalled_chunks, 0, hint="; 0 recalls nothing")
         require_int("recall_margin", self.recall_margin, 0)
         if self.recall_word_threshold is not None:
             require_number("recall_word_threshold", self.recall_word_threshold)
