@@ -130,7 +130,7 @@ class PrefillConfig:
         13, "width, in tokens, of the average that smooths attention under head_reduction 'max'; odd, 1 is none"
     )
     chunk_size: int = option(
-        32, "tokens per chunk; also the unit of keep_first and keep_last, whatever `granularity` is"
+        32, "tokens per chunk; also the unit of keep_first and keep_last, whatever the granularity"
     )
     keep_first: int = option(1, "chunks at the beginning that are always kept")
     keep_last: int = option(1, "chunks at the end that are always kept, 1 or more")
@@ -356,8 +356,8 @@ class DecodeConfig:
     gamma: int = option(4, "tokens drafted per step under the policy 'fixed'; 0 is plain decoding")
     proposer: str = option(
         "auto",
-        "source of proposals: the draft 'model'; 'ngram' lookup in the whole prompt, dropped parts included, and in "
-        "the answer so far; 'both', at each step the one with the higher expected gain. 'auto' is 'both' under "
+        "source of proposals: the draft 'model'; 'ngram', n-gram lookup in the whole prompt, dropped parts included, "
+        "and in the answer so far; 'both', at each step the one with the higher expected gain. 'auto' is 'both' under "
         "policies that measure time ('throughput', 'speckv') and 'model' under every other",
     )
 
