@@ -555,11 +555,11 @@ class SpecStackConfig:
         Drafting.
     session : SessionConfig
         Cache limits and recall of sessions.
-    store : PrefixCacheConfig
+    prefix_cache : PrefixCacheConfig
         Stored prompts outside sessions.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
-    store: PrefixCacheConfig = field(default_factory=PrefixCacheConfig)
+    prefix_cache: PrefixCacheConfig = field(default_factory=PrefixCacheConfig)

@@ -266,7 +266,7 @@ class SpecStackGenerator(GenerationMixin):
     ) -> list[GenerationResult]:
         """Answer several prompts, one after the other, each as `generate` does.
 
-        A common prefix is prefilled once if a store is configured (`PrefixCacheConfig`), with unchanged answers.
+        A common prefix is prefilled once if a prefix cache is configured (`PrefixCacheConfig`), with unchanged answers.
         Prompts are not batched.
 
         Parameters
@@ -317,7 +317,7 @@ class SpecStackGenerator(GenerationMixin):
 
     def reset_prefix_cache(self) -> None:
         """Drop all stored prompts (`PrefixCacheConfig.max_tokens`), and free their memory."""
-        self.engine.store.clear()
+        self.engine.prefix_cache.clear()
 
 
 def calibrated(

@@ -40,7 +40,7 @@ class Engine:
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}
         self._pool = PolicyPool(policy if policy is not None else config.decode.policy, options)
         self._ngram_policies = ObjectPool(NgramPolicy)
-        self.store = PrefixCache(config.store.max_tokens)
+        self.prefix_cache = PrefixCache(config.prefix_cache.max_tokens)
         self._model_samples = ignored_sampling(pair.target.generation_config, SamplingParams()) != ""
         self._warnings = OnceEach()
 
@@ -72,13 +72,13 @@ class Engine:
 
     def run(self, request: Request) -> Generator[StepOutput, None, None]:
         """Answer a planned request over its own caches, which begin with the stored prefix of its prompt."""
-        if self.store.max_tokens:
+        if self.prefix_cache.max_tokens:
             return self._run_stored(request)
         return self.answer(request, SingleTurn(self.pair, request))
 
     def _run_stored(self, request: Request) -> Generator[StepOutput, None, None]:
         request.clock.resume()
-        caches = CachedPrefixTurn(self.pair, request, self.store)
+        caches = CachedPrefixTurn(self.pair, request, self.prefix_cache)
         try:
             yield from self.answer(request, caches)
         except GeneratorExit:

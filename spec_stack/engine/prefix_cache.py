@@ -1,4 +1,4 @@
-"""The prefix store: caches of earlier prompts, reused by calls with the same prefix."""
+"""The prefix cache: caches of earlier prompts, reused by calls with the same prefix."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class CachedPrefixTurn(SingleTurn):
         )
 
     def remember(self) -> None:
-        """Move this request's caches into the store. Do not use them afterwards."""
+        """Move this request's caches into the prefix cache. Do not use them afterwards."""
         if self.target.is_stateful:
             return
         self.target.truncate(len(self._request.prompt_ids))

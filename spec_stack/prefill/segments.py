@@ -92,7 +92,7 @@ class ChunkSegments(Segments):
         self._size = size
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
-        """As in Units; the tokens that the last chunk lacks count as 0."""
+        """As in Segments; the tokens that the last chunk lacks count as 0."""
         padded = torch.nn.functional.pad(values, (0, len(self) * self._size - len(values)))
         return padded.reshape(len(self), self._size).mean(dim=1)
 

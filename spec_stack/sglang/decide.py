@@ -31,7 +31,7 @@ from spec_stack.tokenizers.pieces import Pieces
 _MOST_PLANS = 16
 
 OUTCOMES = ("pruned", "disabled", "unsupported", "cached", "nothing_to_prune", "draft_pool_full", "failed")
-"""Outcomes of a prompt, for counting. not_wanted: by the request or its length; covered: everything was selected."""
+"""Outcomes of a prompt, for counting. disabled: by the request or its length; nothing_to_prune: all was selected."""
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ def test_a_store_changes_no_token() -> None:
     prompt = random_prompt(100)
     for name in ("Llama", "Bloom"):
         plain = make_generator(name)
-        config = SpecStackConfig(plain.config.prefill, store=PrefixCacheConfig(max_tokens=1000))
+        config = SpecStackConfig(plain.config.prefill, prefix_cache=PrefixCacheConfig(max_tokens=1000))
         storing = SpecStackGenerator(make_model(name), tiny_architectures.make_model("Llama"), config=config)
         for end in (80, 80, 100):
             options = {"input_ids": prompt[:end], "max_tokens": 8, "sparse_prefill": "on"}

@@ -54,7 +54,7 @@ def test_only_the_targets_positions_bound_a_request() -> None:
 
 
 def test_conversations_and_remembered_prompts_go_on_past_the_drafts_positions() -> None:
-    plain, stored = make_generator(), make_generator(SpecStackConfig(store=PrefixCacheConfig(max_tokens=1000)))
+    plain, stored = make_generator(), make_generator(SpecStackConfig(prefix_cache=PrefixCacheConfig(max_tokens=1000)))
     prompt = random_prompt(3 * LIMIT)
     expected = [plain.generate(input_ids=prompt[:end], max_tokens=8, gamma=0).token_ids for end in (100, 150, 192)]
     for end, tokens in zip((100, 150, 192), expected, strict=True):

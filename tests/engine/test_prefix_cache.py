@@ -22,7 +22,7 @@ def make_generators(
     prefill: PrefillConfig = SPARSE, max_tokens: int = 4000
 ) -> tuple[SpecStackGenerator, SpecStackGenerator]:
     """One with a store, one without."""
-    configs = (SpecStackConfig(prefill, store=PrefixCacheConfig(max_tokens)), SpecStackConfig(prefill))
+    configs = (SpecStackConfig(prefill, prefix_cache=PrefixCacheConfig(max_tokens)), SpecStackConfig(prefill))
     one, two = (SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config) for config in configs)
     return one, two
 
@@ -129,21 +129,21 @@ def test_the_store_holds_no_more_than_it_may_and_forgets_on_request() -> None:
     generator, _ = make_generators(max_tokens=500)
     for seed in range(12):
         generator.generate(input_ids=random_prompt(150, seed=seed), max_tokens=2)
-        assert 0 < generator.engine.store.num_tokens <= 500
+        assert 0 < generator.engine.prefix_cache.num_tokens <= 500
     # Asked again and again, a prompt is there once; one that is too long is not kept at all.
-    num_tokens = generator.engine.store.num_tokens
+    num_tokens = generator.engine.prefix_cache.num_tokens
     generator.generate(input_ids=random_prompt(150, seed=11), max_tokens=2)
     generator.generate(input_ids=random_prompt(900, seed=1), max_tokens=2, sparse_prefill="off")
-    assert generator.engine.store.num_tokens == num_tokens
+    assert generator.engine.prefix_cache.num_tokens == num_tokens
     generator.reset_prefix_cache()
-    assert generator.engine.store.num_tokens == 0
+    assert generator.engine.prefix_cache.num_tokens == 0
     assert generator.generate(input_ids=random_prompt(150, seed=11), max_tokens=2).metrics.num_cached_tokens == 0
 
 
 def held_bytes(generator: SpecStackGenerator) -> int:
     """Memory behind the tensors of everything stored, however little of it they show."""
     behind = {}
-    for stored in generator.engine.store._stored:
+    for stored in generator.engine.prefix_cache._stored:
         for model in (stored.target, stored.index):
             for name, tensor in (model.contents() if model is not None else {}).items():
                 if name.startswith("cache."):
@@ -162,7 +162,7 @@ def test_fifty_calls_with_long_answers_hold_no_more_memory_than_is_counted(prefi
         for _, _output in zip(range(20), stream, strict=False):
             pass
         stream.close()
-        store = generator.engine.store
+        store = generator.engine.prefix_cache
         assert 0 < held_bytes(generator) <= 1.1 * bytes_per_token * store.num_tokens
 
 
@@ -213,7 +213,7 @@ def test_threads_share_a_store() -> None:
     for thread in threads:
         thread.join()
     assert found == expected
-    assert generator.engine.store.num_tokens <= 900
+    assert generator.engine.prefix_cache.num_tokens <= 900
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS", "Qwen3.5", "Falcon-H1"])
@@ -221,7 +221,7 @@ def test_windows_and_recurrent_states_give_the_tokens_that_they_give_without(nam
     models = tiny_architectures.make_model(name), tiny_architectures.make_model(name, disturbed=True)
     config = SpecStackConfig(PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=64))
     plain = SpecStackGenerator(*models, config=config)
-    stored = SpecStackGenerator(*models, config=SpecStackConfig(config.prefill, store=PrefixCacheConfig(2000)))
+    stored = SpecStackGenerator(*models, config=SpecStackConfig(config.prefill, prefix_cache=PrefixCacheConfig(2000)))
     base = random_prompt(100, vocab=tiny_architectures.VOCAB)
     for prompt in (base, base, base[:70], [*base, *base[:20]]):
         options: dict[str, Any] = {"input_ids": prompt, "max_tokens": 5, "gamma": 2}
@@ -231,7 +231,7 @@ def test_windows_and_recurrent_states_give_the_tokens_that_they_give_without(nam
 def test_a_draft_with_another_tokenizer_is_remembered_too() -> None:
     tokenizers = make_tokenizer("a b c d e f ab abc de cd", "<t>"), make_tokenizer("f e bc d abc c b ef a", "<s>")
     models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
-    config = SpecStackConfig(SPARSE, store=PrefixCacheConfig(2000))
+    config = SpecStackConfig(SPARSE, prefix_cache=PrefixCacheConfig(2000))
     plain = SpecStackGenerator(*models, tokenizers[0], config=SpecStackConfig(SPARSE), draft_tokenizer=tokenizers[1])
     stored = SpecStackGenerator(*models, tokenizers[0], config=config, draft_tokenizer=tokenizers[1])
     text = "abcdefdeab" * 20
