@@ -141,6 +141,13 @@ def test_a_list_that_is_changed_later_changes_no_configuration() -> None:
     assert (params.stop_strings, params.bad_words_ids, params.stop_token_ids) == (("a",), ((1, 2),), (3,))
 
 
+def test_a_window_of_long_prompts_begins_at_their_length() -> None:
+    config = PrefillConfig(draft_window=(8192, 512))
+    assert [config.window_for(length) for length in (8191, 8192, 8193)] == [None, 512, 512]
+    assert PrefillConfig(draft_window=512).window_for(1) == 512
+    assert PrefillConfig().window_for(100_000) is None
+
+
 @pytest.mark.parametrize("lengths", [[], 2048, "2048", [0], [2048.5]])
 def test_a_calibrations_lengths_are_checked(lengths: Any) -> None:
     with pytest.raises(ValueError, match="lengths"):

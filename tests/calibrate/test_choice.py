@@ -143,6 +143,12 @@ def test_a_choice_that_keeps_less_than_the_default_on_prompts_that_chose_nothing
     assert choice.recalls["chosen"] == choice.recalls["default"]
 
 
+def test_heads_that_keep_as_much_as_the_default_are_chosen() -> None:
+    choice = choose(cases_of(lambda task: ([8, 9], False), default=True), 0.1)
+    assert choice.settings["scoring_heads"]
+    assert "The guard" in choice.notes[-1]
+
+
 def test_the_guard_counts_smaller_shares_than_the_usual_one() -> None:
     """The default keeps the evidence of all prompts, but needs nearly the usual share; the heads lose one family."""
 

@@ -41,6 +41,15 @@ def test_a_single_looked_up_token_does_not_end_a_draft_that_would_go_on_for_long
     assert not gate.switches_to_ngram([], 12, 0.97, 0.02, 1)
 
 
+@pytest.mark.parametrize(("num_found", "is_better"), [(16, True), (1, False)])
+def test_a_step_goes_to_what_gains_more_and_now_and_then_to_the_other(num_found: int, is_better: bool) -> None:
+    gate = taught_gate()
+    offer = gate.offer(found(num_found), 16)
+    decisions = [gate.prefers_ngram(offer) for _ in range(100)]
+    assert 90 < decisions.count(is_better) < 100
+    assert not gate.prefers_ngram(gate.offer([], 16))
+
+
 def test_a_draft_that_has_to_read_waits_longer_where_much_was_copied_lately() -> None:
     def steps_before_it_reads(num_copied: int) -> int:
         policy = Throughput()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -32,6 +33,30 @@ def test_greedy_accepts_the_prefix_that_matches(drafted: list[int], num_accepted
 
 def test_an_empty_proposal_yields_the_targets_token() -> None:
     assert verify(one_hot_logits(4), Proposal(), Sampler()).next_token == 4
+
+
+class RecordedPrefixes:
+    """Logits processors that leave the logits as they are, and record the prefixes of their rows."""
+
+    def __init__(self) -> None:
+        self.prefixes: list[list[int]] = []
+
+    def __call__(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        self.prefixes.append(list(prefix_ids))
+        return logits
+
+    def fork_for_draft(self) -> RecordedPrefixes:
+        return RecordedPrefixes()
+
+    def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
+        return None
+
+
+def test_an_accepted_end_token_ends_the_verification_before_another_row_is_processed() -> None:
+    shaper = RecordedPrefixes()
+    verification = verify(one_hot_logits(4, 2, 6), Proposal([4, 2]), Sampler(shaper=shaper), [1], end_ids={2})
+    assert (verification.num_accepted, verification.next_token) == (1, 2)
+    assert shaper.prefixes == [[1], [1, 4]]
 
 
 def test_warps_are_temperature_then_top_k_then_top_p() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
-from spec_stack.prefill.draft_kv_budget import choose_slots
+from spec_stack.prefill.draft_kv_budget import MOST_RESTORED, DraftKVBudget, choose_slots
 from tests.support.models import random_prompt
 from tests.support.reference_slots import chosen_slots
 
@@ -42,3 +43,11 @@ def test_the_choice_in_a_long_text_takes_milliseconds() -> None:
     started = time.process_time()
     choose_slots(text, 512, 32, 32)
     assert time.process_time() - started < 0.5
+
+
+def test_a_renewal_recalls_a_bounded_number_of_slots_and_all_unread_text() -> None:
+    budget = DraftKVBudget(200, lambda text_ids, num_slots: range(100, 100 + num_slots))
+    held = np.array([0, 1, *range(100, 110)])
+    stays, missing = budget.renew(range(300), held, num_read=280)
+    assert held[stays].tolist() == list(range(100, 110))
+    assert missing.tolist() == [*range(110, 110 + MOST_RESTORED), *range(280, 300)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from spec_stack.config import MOST_REWRITTEN, PrefillConfig, SessionConfig
-from spec_stack.prefill.recall import plan_cache_writes, recall
+from spec_stack.prefill.recall import plan_cache_writes, recall, select_turn
+from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import make_segments
 from tests.support.reference_session import slots_with_restored
 
@@ -30,3 +31,14 @@ def test_text_without_any_attention_is_not_recalled() -> None:
     config = PrefillConfig(granularity="chunks", chunk_size=8)
     importance = torch.cat([torch.zeros(64), torch.ones(16)])
     assert recall(importance, range(8, 64), make_segments(64, None, config), config, SessionConfig()) == []
+
+
+def test_protected_spans_of_a_turn_are_kept_where_they_stand_in_the_conversation() -> None:
+    config = PrefillConfig(keep_rate=0.1, granularity="chunks", chunk_size=4)
+    # Across the border to the new text, and within it.
+    protected = [(30, 50), (90, 97)]
+    inputs = ScoringInputs(range(200), importance=torch.zeros(200))
+    turn = select_turn(inputs, range(40), 40, config=config, protected=protected)
+    forced = [*range(40, 44), *range(196, 200)]
+    assert {*range(40, 50), *range(90, 97), *forced} <= set(turn.positions)
+    assert len(turn.positions) < 50
