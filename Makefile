@@ -38,7 +38,7 @@ check: lint
 TESTS ?= not nightly
 # The two suites run side by side: tests of servers wait half of the time.
 test: lint docs
-	$(MAKE) --jobs=2 --output-sync=target core-test serving-test
+	$(MAKE) --jobs=2 --output-sync=line core-test serving-test
 
 core-test: $(VENV)/.ready
 	$(PYTEST) --durations=25 -m "not serving$(if $(TESTS), and ($(TESTS)))"
