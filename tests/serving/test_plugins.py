@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own(launch: Launcher, folder: Path) -> Iterator[Server]:
-    """Started by `sglang serve`; a flag goes over the settings' file, and both models have surplus embeddings."""
+    """Started by `sglang serve`. A flag overrides the settings file. Both models have padded embeddings."""
     prefill = {"scorer": "rare_words", "on_scoring_failure": "raise"}
     settings = {"prefill": prefill, "keep_rate": 0.9, "min_prompt_tokens": 100, "policy": "twos", "calibration": "none"}
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
