@@ -48,10 +48,10 @@ core-test: $(VENV)/.ready
 # `make serving-test SGLANG=0.5.20` for an older one; the newest is what `make test` runs, all of them run every night,
 # with the launches that are left to it (`make serving-test SERVING_TESTS=`).
 SERVING_TESTS ?= not nightly
-# One for the tests that share a server, one for those that launch their own.
+# A file's tests go to one worker, so that a server of a file is launched once.
 SERVING_WORKERS ?= 2
 serving-test: $(SERVING)/.ready
-	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n $(SERVING_WORKERS) --dist loadgroup --durations=25 -m "$(SERVING_TESTS)" tests/serving
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n $(SERVING_WORKERS) --dist loadfile --durations=25 -m "$(SERVING_TESTS)" tests/serving
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -56,6 +56,7 @@ def test_importing_the_package_or_asking_for_help_loads_no_torch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_loading_a_model_does_need_what_was_left_out() -> None:
     # Else the list above would be of modules that nothing imports.
     modules = loaded_by("from spec_stack.engine.pair import ModelPair; ModelPair.load(device='cpu')")

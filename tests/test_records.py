@@ -112,7 +112,7 @@ def test_processes_that_append_to_one_file_do_not_tear_each_others_runs(tmp_path
         process.stdin.write("go\n")
         process.stdin.flush()
     for process in processes:
-        process.communicate(timeout=120)
+        process.communicate(timeout=600)
         assert process.returncode == 0
     expected = Greedy(0, num_tokens=400).record("any", 4)
     found: dict[str, list[StepRecord]] = {}

@@ -264,7 +264,7 @@ BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("lengths", [(20,), (9, 20, 14)], ids=str)
+@pytest.mark.parametrize("lengths", [pytest.param((20,), marks=pytest.mark.nightly), (9, 20, 14)], ids=str)
 @pytest.mark.parametrize("kind", BATCHES)
 def test_every_row_of_a_batch_has_processors_and_criteria_of_its_own(
     plain: PreTrainedModel, target: PreTrainedModel, kind: str, lengths: tuple[int, ...]

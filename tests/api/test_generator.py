@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from spec_stack.controller.registry import POLICIES, POLICY_NAMES, make_policy
 from spec_stack.controller.simple import Fixed
 from spec_stack.records import read_records
 from tests.support.models import make_model, random_prompt
+from tests.support.nightly import others_nightly
 
 CODE = "def read_lines(path):\n    with open(path) as file:\n"
 
@@ -432,10 +434,12 @@ def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [pytest.param(name, marks=[] if name in ("fixed", "throughput") else pytest.mark.slow) for name in POLICY_NAMES],
+    ("policy", "pruned"),
+    others_nightly(
+        product(POLICY_NAMES, (False, True)),
+        usual=[("throughput", False), ("throughput", True), *zip(POLICY_NAMES, cycle((True, False)), strict=False)],
+    ),
 )
-@pytest.mark.parametrize("pruned", [False, True])
 def test_every_policy_is_lossless_live(
     policy: str, pruned: bool, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
@@ -564,18 +568,22 @@ def test_durations_are_where_the_time_went(target: PreTrainedModel, draft: PreTr
     """Lower bounds only: how fast the machine is does not matter."""
     target.register_forward_pre_hook(lambda *_: time.sleep(0.05))
     generator = SpecStackGenerator(target, draft, config=SpecStackConfig(PrefillConfig(chunk_size=8)))
+    begun = time.monotonic()
     stream = generator.stream(input_ids=random_prompt(80), max_tokens=12, sparse_prefill="on", policy=Unhurried())
-    outputs = []
+    outputs, by_caller = [], 0.0
     for output in stream:
         outputs.append(output)
-        time.sleep(0.5)
+        if output.metrics is None:
+            rested = time.monotonic()
+            time.sleep(0.05)
+            by_caller += time.monotonic() - rested
+    whole = time.monotonic() - begun
     metrics, records = outputs[-1].metrics, [output.record for output in outputs]
     assert metrics is not None
     assert 0 < metrics.scoring_s <= metrics.ttft_s - 0.05 <= metrics.total_s - 0.05
     assert metrics.forward_s >= 0.05 * metrics.num_steps
     assert metrics.total_s >= 0.07 * (metrics.num_steps - 1)
-    spent = metrics.scoring_s + sum(record.verify_s + record.policy_s for record in records)
-    assert metrics.total_s - spent < 0.5 * (len(records) - 1), "the caller's own time counts too"
+    assert metrics.total_s <= whole - by_caller, "the caller's own time counts too"
     assert metrics.num_first_tokens == records[0].num_tokens
     later = metrics.num_tokens - metrics.num_first_tokens
     assert metrics.decode_tokens_per_s == pytest.approx(later / (metrics.total_s - metrics.ttft_s))

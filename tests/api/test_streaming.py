@@ -104,7 +104,7 @@ def test_an_awaited_stream_refuses_at_once_and_is_closed_with_the_loop(
 
     assert asyncio.run(first()).finish_reason is None
     deadline = threading.Event()
-    for _ in range(100):
+    for _ in range(1200):
         if not _stream_threads():
             return
         deadline.wait(0.05)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ pytest.importorskip("fastapi")
 import httpx2
 
 from spec_stack.cli.main import main
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,12 +42,6 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         assert flag in shown
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @pytest.mark.slow
 def test_it_begins_with_a_warning_before_a_server_that_is_not_there_yet_and_ends_in_time(tmp_path: Path) -> None:
     port, nobody, said = free_port(), f"http://127.0.0.1:{free_port()}", tmp_path / "said"
@@ -60,11 +54,11 @@ def test_it_begins_with_a_warning_before_a_server_that_is_not_there_yet_and_ends
             assert process.poll() is None
             assert monotonic() < end
             try:
-                assert httpx2.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok"}
+                assert httpx2.get(f"http://127.0.0.1:{port}/health", timeout=60).json() == {"status": "ok"}
                 break
             except httpx2.ConnectError:
                 sleep(0.2)
-        assert httpx2.get(f"http://127.0.0.1:{port}/v1/models").status_code == 502
+        assert httpx2.get(f"http://127.0.0.1:{port}/v1/models", timeout=60).status_code == 502
         process.send_signal(signal.SIGTERM)
         process.wait(60)
         assert f"{nobody} does not answer yet" in said.read_text()

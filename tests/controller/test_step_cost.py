@@ -11,7 +11,7 @@ from spec_stack.controller.tuning import TUNING
 from tests.support.reference_controller import shrunk_curve
 
 
-@pytest.mark.parametrize("bend", [0.0, 0.05])
+@pytest.mark.parametrize("bend", [pytest.param(0.0, marks=pytest.mark.nightly), 0.05])
 def test_a_curve_is_what_costs_least_with_no_slope_under_0(bend: float) -> None:
     rng = random.Random(3)
     points = [(float(rng.randint(0, 12)), rng.uniform(0.9, 1.1)) for _ in range(50)]

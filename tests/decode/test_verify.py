@@ -206,7 +206,7 @@ def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
     ("pruned", "kind"),
     [
         pytest.param(False, "same", marks=pytest.mark.nightly),
-        (True, "same"),
+        pytest.param(True, "same", marks=pytest.mark.nightly),
         pytest.param(False, "narrower", marks=pytest.mark.nightly),
         pytest.param(True, "wider", marks=pytest.mark.nightly),
         (True, "other"),

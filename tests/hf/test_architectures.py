@@ -32,6 +32,7 @@ from spec_stack.hf.slots import SlotPositions
 from tests.support import matrix, reference, reference_architectures, support_table
 from tests.support.cuda import flash_on_cpu
 from tests.support.matrix import KEPT, NUM_PROMPT, cached
+from tests.support.nightly import others_nightly
 from tests.support.tiny_architectures import (
     CONFIGS,
     HAS_OLD_STATES,
@@ -52,20 +53,33 @@ RECURRENT = [name for name in CONFIGS if has_states(CONFIGS[name])]
 # One of each kind: plain, sliding windows, sinks, an attention with a recurrent state before and beside it.
 KINDS = ("Llama", "Gemma3", "GPT-OSS", "Qwen3.5", "Falcon-H1")
 BY_KIND = [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in EXACT_DECODING]
+# Of a prompt and of the pooling; and of the chunks of a prefill.
+SIZES = [(NUM_PROMPT, 5), (NUM_PROMPT, 1), (WINDOW - 4, 3)]
+CHUNKS = [7, 4096, 1]
 WINDOWS = [(8, 3, 4096), (8, 0, 9), (1, 5, 17), (24, 4, 33)]
 STATEFUL = [name for name in EXACT_DECODING if abilities(CONFIGS[name]).sparse_prefill.level == "approximate"]
 
 
-@pytest.mark.parametrize("name", SCORERS)
-@pytest.mark.parametrize(("num_prompt", "pool_kernel"), [(NUM_PROMPT, 5), (NUM_PROMPT, 1), (WINDOW - 4, 3)])
+@pytest.mark.parametrize(
+    ("name", "num_prompt", "pool_kernel"),
+    others_nightly(
+        [(name, *sizes) for name in SCORERS for sizes in SIZES],
+        usual=[(name, *sizes) for name in SCORERS for sizes in (SIZES if name in KINDS else SIZES[:1])],
+    ),
+)
 def test_importance_equals_eager_attention_over_the_layers_that_see_the_whole_prompt(
     name: str, num_prompt: int, pool_kernel: int
 ) -> None:
     assert matrix.score_error(name, num_prompt, pool_kernel) < 5e-6
 
 
-@pytest.mark.parametrize("name", EXACT_DECODING)
-@pytest.mark.parametrize("prefill_chunk", [4096, 7, 1])
+@pytest.mark.parametrize(
+    ("name", "prefill_chunk"),
+    others_nightly(
+        [(name, chunk) for name in EXACT_DECODING for chunk in CHUNKS],
+        usual=[(name, chunk) for name in EXACT_DECODING for chunk in (CHUNKS if name in KINDS else CHUNKS[:1])],
+    ),
+)
 def test_sparse_prefill_equals_a_forward_without_cache_at_the_original_positions(name: str, prefill_chunk: int) -> None:
     assert matrix.sparse_error(name, prefill_chunk) < TOLERANCE
 
@@ -73,7 +87,12 @@ def test_sparse_prefill_equals_a_forward_without_cache_at_the_original_positions
 @pytest.mark.parametrize(
     ("name", "kept", "window", "num_sinks", "prefill_chunk"),
     [
-        *((name, kept, *window) for name in KINDS for kept in (range(NUM_PROMPT), KEPT) for window in WINDOWS),
+        # The whole prompt in every other window, and what is kept of it in the rest.
+        *(
+            (name, (range(NUM_PROMPT), KEPT)[(number + at) % 2], *window)
+            for number, name in enumerate(KINDS)
+            for at, window in enumerate(WINDOWS)
+        ),
         *((name, KEPT, *WINDOWS[at % 4]) for at, name in enumerate(EXACT_DECODING) if name not in KINDS),
     ],
 )
@@ -130,8 +149,13 @@ def test_no_mask_is_as_large_as_a_long_block_times_a_long_cache(
     assert float((rows[0] - rows[1]).abs().max() / rows[1].abs().max()) < 4 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", EXACT_DECODING)
-@pytest.mark.parametrize("prefill_chunk", [4096, 7])
+@pytest.mark.parametrize(
+    ("name", "prefill_chunk"),
+    others_nightly(
+        [(name, chunk) for name in EXACT_DECODING for chunk in (4096, 7)],
+        usual=[*((name, 7) for name in EXACT_DECODING), *((name, 4096) for name in KINDS)],
+    ),
+)
 def test_only_tokens_whose_logits_are_wanted_pass_the_last_layer(
     name: str, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +177,7 @@ def test_only_tokens_whose_logits_are_wanted_pass_the_last_layer(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BY_KIND)
 def test_greedy_speculation_gives_the_targets_own_tokens_past_acceptances_and_rejections(name: str) -> None:
-    runs = [matrix.decoded(name, seed) for seed in range(3)]
+    runs = [matrix.decoded(name, seed) for seed in range(2)]
     assert [run.num_equal for run in runs] == [run.num_tokens for run in runs]
     assert sum(run.num_accepted for run in runs) > 10
     assert sum(run.num_rejected for run in runs) > 10
@@ -177,7 +201,13 @@ def test_target_and_draft_may_be_of_different_architectures(target: str, draft: 
     assert run.num_equal == run.num_tokens
 
 
-@pytest.mark.parametrize(("name", "seed"), [*((name, 0) for name in EXACT_DECODING), *((name, 1) for name in KINDS)])
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    others_nightly(
+        [*((name, 0) for name in EXACT_DECODING), *((name, 1) for name in KINDS)],
+        usual=[(name, 0) for name in EXACT_DECODING],
+    ),
+)
 def test_after_any_mix_of_forwards_and_rollbacks_cache_and_state_equal_a_fresh_prefill(name: str, seed: int) -> None:
     assert matrix.rollback_error(name, seed) < TOLERANCE
 

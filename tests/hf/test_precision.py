@@ -33,6 +33,7 @@ from tests.support import reference, tiny_architectures
 from tests.support.controller_data import step
 from tests.support.folders import copy_draft
 from tests.support.models import FAMILIES, random_prompt
+from tests.support.nightly import others_nightly
 from tests.support.tiny_architectures import CONFIGS
 
 CPU = torch.device("cpu")
@@ -49,7 +50,10 @@ def generators() -> dict[str, SpecStackGenerator]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "pruned"),
-    [("fp32", False), ("fp32", True), ("bf16", False), ("bf16", True), ("int8", False), ("nf4", True)],
+    others_nightly(
+        [("fp32", False), ("fp32", True), ("bf16", False), ("bf16", True), ("int8", False), ("nf4", True)],
+        usual=[("fp32", True), ("bf16", False), ("int8", False), ("nf4", True)],
+    ),
 )
 def test_speculation_gives_the_plain_greedy_tokens_of_its_precision_up_to_ties(
     generators: dict[str, SpecStackGenerator], precision: str, pruned: bool

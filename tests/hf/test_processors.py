@@ -92,7 +92,7 @@ def test_greedy_tokens_are_those_of_transformers_with_the_same_processors(
     processors: str, policy: str, target: PreTrainedModel
 ) -> None:
     generator, plain = SpecStackGenerator(target, similar(target)), make_model(seed=1)
-    for seed in range(3):
+    for seed in range(2):
         prompt = random_prompt(20, seed)
         made = LogitsProcessorList(PROCESSORS[processors]())
         expected = reference.greedy(plain, prompt, 40, logits_processor=made)
@@ -116,7 +116,7 @@ def test_the_embedded_pairs_tokens_are_those_of_transformers_on_prompts_of_any_l
 ) -> None:
     text = "def read_lines(path):\n    with open(path) as file:\n        return [line for line in file]\n\nclass "
     whole = embedded.tokenizer(text * 3).input_ids
-    for seed in (0, 6, 13, 19):
+    for seed in (0, 13):
         prompt = whole[seed : seed + 20 + seed]
         made = LogitsProcessorList(PROCESSORS[processors]())
         expected = reference.greedy(embedded.target, prompt, 30, logits_processor=made)
@@ -315,7 +315,7 @@ def test_sampled_tokens_have_the_enumerated_law_with_processors(pruned: bool, ki
     assert len(positions) == (16 if pruned else 40)
     kept = [prompt[position] for position in positions]
     law = reference.shaped_law(generator.target, prompt, kept, positions, forbid_row, 3)
-    num_draws = 700
+    num_draws = 400
     results = [generator.generate(seed=seed, **options) for seed in range(num_draws)]
     assert sum(result.metrics.num_accepted for result in results) > num_draws / 4
     counts = Counter(tuple(result.token_ids) for result in results)

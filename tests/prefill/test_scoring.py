@@ -118,7 +118,13 @@ TURNS = [(0, 30), (120, 128), (240, 246)]
 
 
 @pytest.mark.parametrize(
-    ("heads", "protected"), [(((0, 3), (2, 1)), []), (((1, 0), (1, 2), (0, 1)), TURNS), (None, []), (None, TURNS)]
+    ("heads", "protected"),
+    [
+        (((0, 3), (2, 1)), []),
+        (None, TURNS),
+        pytest.param(((1, 0), (1, 2), (0, 1)), TURNS, marks=pytest.mark.nightly),
+        pytest.param(None, [], marks=pytest.mark.nightly),
+    ],
 )
 def test_segments_of_the_question_score_as_loops_over_eager_attention(
     heads: tuple[tuple[int, int], ...] | None, protected: list[tuple[int, int]]

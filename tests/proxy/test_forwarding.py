@@ -20,6 +20,7 @@ from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.app import build_app
 from tests.proxy.conftest import Start
 from tests.proxy.test_pruning import CHAT, CODE, LONG, post, reason
+from tests.support.ports import free_port
 from tests.support.running_app import RunningApp
 from tests.support.upstream import EVENTS, MALFORMED, TOO_MANY, FakeUpstream
 
@@ -28,7 +29,7 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "population", "parameters": {"type": "object"}}}]
 
 
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
+def until(holds: Callable[[], bool], seconds: float = 300.0) -> bool:
     pause, end = Event(), monotonic() + seconds
     while not holds() and monotonic() < end:
         pause.wait(0.02)
@@ -45,7 +46,9 @@ def test_streams_pass_byte_by_byte(start: Start) -> None:
 
 
 def test_the_first_event_does_not_wait_for_the_second(start: Start) -> None:
-    with httpx2.stream("POST", start().url + CHAT, json=HELLO, headers={"x-behave": "hang_in_stream"}) as response:
+    with httpx2.stream(
+        "POST", start().url + CHAT, json=HELLO, headers={"x-behave": "hang_in_stream"}, timeout=60
+    ) as response:
         assert next(response.iter_raw()) == EVENTS[0]
 
 
@@ -117,15 +120,12 @@ def test_without_a_response_it_is_502_or_504(start: Start, upstream: FakeUpstrea
         assert response.status_code == status
         assert response.json()["error"]["type"] == "server_error"
         assert reason(response).startswith("on: ")
-    with httpx2.stream("POST", url + CHAT, json=HELLO, headers={"x-behave": "hang_in_stream"}) as response:
+    with httpx2.stream("POST", url + CHAT, json=HELLO, headers={"x-behave": "hang_in_stream"}, timeout=60) as response:
         parts = response.iter_raw()
         assert next(parts) == EVENTS[0]
         with pytest.raises(httpx2.RemoteProtocolError):
             next(parts)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
-    response = post(start(nobody).url, CHAT, HELLO)
+    response = post(start(f"http://127.0.0.1:{free_port()}").url, CHAT, HELLO)
     assert (response.status_code, response.json()["error"]["code"]) == (502, 502)
 
 

@@ -56,7 +56,7 @@ def test_hostile_bodies_harm_nobody_and_are_upstreams_to_refuse(start: Start, up
     logger.info(json.dumps(figures))
     assert max(beside) < 30
     assert grown_mb < 400
-    assert httpx2.get(f"{url}/health").status_code == 200
+    assert httpx2.get(f"{url}/health", timeout=60).status_code == 200
 
 
 def test_twenty_clients_at_once_are_all_answered(start: Start, upstream: FakeUpstream) -> None:
@@ -83,6 +83,6 @@ def test_twenty_clients_at_once_are_all_answered(start: Start, upstream: FakeUps
         # Nobody gets another's prompt.
         assert f"I am client {seen.headers['x-client']}." in seen.json["messages"][0]["content"]
         assert seen.headers["authorization"] == f"Bearer client {seen.headers['x-client']}"
-    lines = httpx2.get(f"{url}/metrics").text.splitlines()
+    lines = httpx2.get(f"{url}/metrics", timeout=60).text.splitlines()
     assert 'spec_stack_requests_total{outcome="ok"} 80.0' in lines
     assert "spec_stack_prompts_waiting 0.0" in lines

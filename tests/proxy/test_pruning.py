@@ -210,7 +210,7 @@ def test_metrics_and_health_say_what_was_done(start: Start) -> None:
     post(url, CHAT, {"messages": LONG})
     post(url, CHAT, {"messages": [{"role": "user", "content": "Hi"}]})
     post(url, "/v1/embeddings", {"input": "Hi"}, **{"x-behave": "die_first"})
-    lines = httpx2.get(f"{url}/metrics").text.splitlines()
+    lines = httpx2.get(f"{url}/metrics", timeout=60).text.splitlines()
     for line in (
         'spec_stack_prompts_total{outcome="pruned"} 1.0',
         'spec_stack_prompts_total{outcome="short"} 1.0',
@@ -221,7 +221,7 @@ def test_metrics_and_health_say_what_was_done(start: Start) -> None:
         "spec_stack_sessions 1.0",
     ):
         assert line in lines
-    assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
+    assert httpx2.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": 
 GREEDY: dict[str, Any] = {"model": "spec-stack", "temperature": 0}
 
 
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
+def until(holds: Callable[[], bool], seconds: float = 300.0) -> bool:
     pause, end = threading.Event(), monotonic() + seconds
     while not holds() and monotonic() < end:
         pause.wait(0.02)

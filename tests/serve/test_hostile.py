@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("xgrammar")
 
 from tests.serve.hostile import CHAT, HOSTILE, TEMPLATES, chat
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.slow
 logger = logging.getLogger(__name__)
@@ -34,9 +34,7 @@ class Process:
     """`spec-stack serve` over the embedded pair."""
 
     def __init__(self, *options: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-m", "spec_stack", "serve", "--port", str(self.port)]
         self.process = subprocess.Popen(
             [*command, "--shutdown-s", str(SHUTDOWN_S), *options],
@@ -89,11 +87,6 @@ def server() -> Iterator[Process]:
     process.process.wait()
 
 
-def slowness() -> float:
-    """How much longer everything takes on this machine now than on one that has nothing else to do."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 def chats(server: Process, until: threading.Event, num_least: int) -> list[float]:
     """Seconds that a client's normal chats take."""
     taken = []
@@ -129,12 +122,13 @@ def test_hostile_bodies_are_refused_while_others_chat(server: Process) -> None:
         "chat_beside_s": median(beside),
         "num_chats_beside": len(beside),
         "grown_mb": (server.num_bytes() - before) / 1e6,
-        "slowness": slowness(),
     }
     logger.info(json.dumps(figures))
-    assert sorted(taken)[95] < slowness(), [(at, taken[at]) for at in sorted(range(100), key=taken.__getitem__)[-5:]]
-    # Of processors that others have too, the two clients get the less each the more others there are.
-    assert median(beside) < 2 * median(usual) * max(1, slowness() / 2)
+    # By the chats of the same moment, so that it holds on a slow machine and on a busy one.
+    slowest = sorted(range(len(taken)), key=taken.__getitem__)[-5:]
+    assert sorted(taken)[95] < 10 * median(beside), [(at, taken[at]) for at in slowest]
+    # Other processes may take up the machine meanwhile; who waits for hostile bodies takes a hundred times as long.
+    assert median(beside) < 10 * median(usual)
     assert figures["grown_mb"] < 200
 
 
@@ -151,7 +145,8 @@ def test_a_server_ends_in_time_whatever_it_does(server: Process) -> None:
     begun = monotonic()
     server.process.send_signal(signal.SIGTERM)
     server.process.wait(60)
-    assert monotonic() - begun < SHUTDOWN_S + 2 * slowness()
+    # Those 24,000 tokens take minutes.
+    assert monotonic() - begun < SHUTDOWN_S + 20
 
 
 def test_templates_that_are_allowed_are_ended_when_their_time_is_up() -> None:
@@ -163,7 +158,8 @@ def test_templates_that_are_allowed_are_ended_when_their_time_is_up() -> None:
             taken.append(seconds)
             # One that is done within its bounds may be answered.
             assert status == 400 or "10 ** 10" in body.decode(), content
-        assert median(taken) < 1.5 * slowness()
+        # Left alone, they go on for ever.
+        assert median(taken) < 20
         body = chat(chat_template_kwargs={"chat_template": "{{ messages[0]['content'] }}"})[1]
         status, content, _ = server.post(body, "other")
         assert (status, content["usage"]["prompt_tokens"]) == (200, 1)

@@ -60,7 +60,7 @@ def test_closing_cancels_who_waits_and_wakes_who_serves() -> None:
     assert queue.next() is waiting
     thread = threading.Thread(target=lambda: taken.append(queue.next()))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert taken == [None]
 
 

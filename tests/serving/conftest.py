@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.ports import free_port
 
 ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
 if importlib.util.find_spec("sglang") is None:
@@ -49,6 +50,8 @@ ARGUMENTS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--mem-fraction-static", "0.3", "--disable-cuda-graph", "--skip-server-warmup"),
+    # An idle scheduler spins otherwise, and tests beside it need the cores.
+    "--sleep-on-idle",
 )
 
 
@@ -57,13 +60,10 @@ SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of this folder is marked, so that `-m "not serving"` leaves it out. Tests that share a server are a group
-    of `--dist loadgroup`: those of the server of most tests, and otherwise those of a file."""
+    """All of this folder is marked, so that `-m "not serving"` leaves it out."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            shares = "server" in getattr(item, "fixturenames", ())
             item.add_marker(pytest.mark.serving)
-            item.add_marker(pytest.mark.xdist_group("the server of most tests" if shares else item.path.stem))
 
 
 class ServerDiedError(Exception):
@@ -81,9 +81,7 @@ class Server:
         target: Path = ASSETS / "target",
         command: Sequence[str] = LAUNCH_SERVER,
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self.log = log
         command = [*command, "--model-path", str(target), *ARGUMENTS]
         with log.open("w") as output:
@@ -97,7 +95,7 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait(self, seconds: float = 600) -> None:
+    def wait(self, seconds: float = 900) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -109,20 +107,9 @@ class Server:
                 time.sleep(0.5)
         raise ServerDiedError(f"not ready after {seconds} s\n{self.tail()}")
 
-    def rest(self) -> None:
-        """Stand still until `wake`: SGLang's scheduler spins while it waits, and tests beside it need the cores."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGSTOP)
-
-    def wake(self) -> None:
-        """Go on after `rest`."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGCONT)
-
     def stop(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
-            self.wake()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(20)
         with contextlib.suppress(ProcessLookupError):
@@ -132,18 +119,18 @@ class Server:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def exit_code(self, seconds: float) -> int:
+    def exit_code(self, seconds: float = 600) -> int:
         return self._process.wait(seconds)
 
     def tail(self) -> str:
         return "".join(self.log.read_text(errors="replace").splitlines(keepends=True)[-40:])
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=60) as reply:
+        with urllib.request.urlopen(self.url + path, timeout=600) as reply:
             body = reply.read()
         return json.loads(body) if body else None
 
-    def post(self, path: str, body: Mapping[str, Any], timeout: float = 300) -> tuple[int, Any]:
+    def post(self, path: str, body: Mapping[str, Any], timeout: float = 600) -> tuple[int, Any]:
         """Status and parsed reply."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -203,7 +190,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Every Prometheus sample, summed over its labels."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as reply:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=600) as reply:
             lines = [line.rsplit(" ", 1) for line in reply.read().decode().splitlines() if not line.startswith("#")]
         found: dict[str, float] = {}
         for name, value in lines:
@@ -220,7 +207,7 @@ class Server:
         request = urllib.request.Request(
             self.url + path, json.dumps({**body, "stream": True}).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=300) as reply:
+        with urllib.request.urlopen(request, timeout=600) as reply:
             for line in reply:
                 data = line.decode().removeprefix("data:").strip()
                 if data and data != "[DONE]":
@@ -386,7 +373,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
 
 @pytest.fixture(scope="session")
-def _server_of_most_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for most tests: chunked prefill, radix cache, eight rows, metrics."""
     launcher = Launcher(tmp_path_factory)
     yield launcher(
         *("--max-total-tokens", "24000", "--chunked-prefill-size", "256", "--max-running-requests", "8"),
@@ -394,11 +382,3 @@ def _server_of_most_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         *("--grammar-backend", "xgrammar", "--enable-metrics"),
     )
     launcher.stop()
-
-
-@pytest.fixture
-def server(_server_of_most_tests: Server) -> Iterator[Server]:
-    """One server for most tests: chunked prefill, radix cache, eight rows, metrics."""
-    _server_of_most_tests.wake()
-    yield _server_of_most_tests
-    _server_of_most_tests.rest()

@@ -32,7 +32,7 @@ def _python(arguments: list[str], folder: Path, **environment: str) -> subproces
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 
@@ -141,7 +141,7 @@ def test_an_engine_without_a_server_takes_its_settings_from_the_environment(
     options: dict[str, Any] = {}
     for name in names:
         key = name.removeprefix("--").replace("-", "_")
-        options[key] = True if key in ("disable_cuda_graph", "skip_server_warmup") else next(names)
+        options[key] = True if key in ("disable_cuda_graph", "skip_server_warmup", "sleep_on_idle") else next(names)
     options = {name: value for name, value in options.items() if name not in ("host", "skip_server_warmup")}
     engine = {
         **options,

@@ -95,7 +95,7 @@ def _check(server: Server, reference: Reference, environment: Mapping[str, str],
     _check_single_requests(server, reference, num_uncached)
     _check_what_is_not_ours_to_set(server)
     server.hang_up(reference.prompt(900, seed=44))
-    traffic = Traffic(server, reference, NUM_REQUESTS // 5, seed=11, sets_gamma=False)
+    traffic = Traffic(server, reference, NUM_REQUESTS // 3, seed=11, sets_gamma=False)
     traffic.run()
     assert not traffic.failures, traffic.failures[:3]
     traffic.check_tokens()
@@ -182,5 +182,5 @@ def test_ngram_drafts_from_the_dropped_text_of_a_prompt_without_walls(launch: An
 )
 def test_a_launch_that_cannot_score_ends_by_name(launch: Any, arguments: Sequence[str], named: str) -> None:
     server = launch(*arguments, beside=(), wait=False)
-    assert server.exit_code(180) != 0
+    assert server.exit_code() != 0
     assert named in server.log.read_text(errors="replace")

@@ -8,11 +8,16 @@ import pytest
 
 from .conftest import Reference, Server
 
-POLICIES = ("throughput", "ema")
 
-
-@pytest.mark.parametrize("num_requests", [1, pytest.param(4, marks=pytest.mark.nightly), 8])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "num_requests"),
+    [
+        ("throughput", 8),
+        ("ema", 1),
+        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in (("throughput", 1), ("throughput", 4))),
+        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in (("ema", 4), ("ema", 8))),
+    ],
+)
 def test_policies_change_gamma_and_no_token(
     server: Server, reference: Reference, policy: str, num_requests: int
 ) -> None:

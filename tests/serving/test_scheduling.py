@@ -17,7 +17,7 @@ import pytest
 from .conftest import Reference, Server, generate_body
 
 
-def _wait_until(reached: Callable[[], bool], seconds: float = 60) -> None:
+def _wait_until(reached: Callable[[], bool], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline
@@ -27,22 +27,23 @@ def _wait_until(reached: Callable[[], bool], seconds: float = 60) -> None:
 def test_running_requests_get_tokens_while_a_prompt_is_scored(server: Server, reference: Reference) -> None:
     """Between two chunks of scoring there is a decode step, so a chunk is the longest that one waits for it."""
     prompt = reference.prompt(2800, seed=41)
-    arrivals: list[float] = []
+    num_told = 0
 
     def stream() -> None:
-        for _ in server.stream("/generate", generate_body(reference.prompt(60, seed=40), 400, gamma=0)):
-            arrivals.append(time.monotonic())
+        nonlocal num_told
+        for chunk in server.stream("/generate", generate_body(reference.prompt(60, seed=40), 400, gamma=0)):
+            num_told = chunk["meta_info"]["completion_tokens"]
 
     running = threading.Thread(target=stream)
     running.start()
-    _wait_until(lambda: len(arrivals) > 5)
-    begun = time.monotonic()
+    _wait_until(lambda: num_told > 5)
+    before = num_told
     reply = server.generate(prompt, 1, sparse_prefill="on", keep_rate=0.1)
-    ended = time.monotonic()
+    num_beside = num_told - before
     running.join()
     assert reply["meta_info"]["spec_stack"]["num_scored_tokens"] == len(prompt)
-    # Eleven chunks of 256, then the look-ahead and the prefill.
-    assert sum(begun < arrival < ended for arrival in arrivals) >= 9
+    # Eleven chunks of 256, then the look-ahead and the prefill. Tokens, since a slow client gets several at a time.
+    assert num_beside >= 9
     assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on", keep_rate=0.1)[:1]
 
 

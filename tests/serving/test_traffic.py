@@ -13,7 +13,7 @@ import pytest
 
 from .conftest import MIN_PROMPT_TOKENS, Reference, Server, generate_body
 
-NUM_REQUESTS = int(os.environ.get("SPEC_STACK_TEST_REQUESTS", "120"))
+NUM_REQUESTS = int(os.environ.get("SPEC_STACK_TEST_REQUESTS", "72"))
 
 
 @dataclass
@@ -241,11 +241,11 @@ def test_an_openai_stream_reports_in_its_last_chunk(server: Server, reference: R
 
 
 def _settle(server: Server) -> None:
-    """Until the counters stand still: a reply is counted after it was sent."""
-    counted: dict[str, float] = {}
-    for _ in range(50):
+    """Until the counters stand still for two seconds: a reply is counted after it was sent."""
+    counted, num_same = dict[str, float](), 0
+    for _ in range(200):
         now = {name: value for name, value in server.metrics().items() if name.startswith("spec_stack")}
-        if counted == now:
+        counted, num_same = now, num_same + 1 if counted == now else 0
+        if num_same == 4:
             return
-        counted = now
-        time.sleep(0.3)
+        time.sleep(0.5)

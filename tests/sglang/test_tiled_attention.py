@@ -97,7 +97,7 @@ class Asked(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("window", [Window(512, 4), Window(1024, 64)])
+@pytest.mark.parametrize("window", [Window(512, 4), pytest.param(Window(1024, 64), marks=pytest.mark.nightly)])
 def test_windows_of_prompts_of_other_lengths_ask_for_the_same_kernels(window: Window) -> None:
     """cuDNN builds a plan for every shape, and no quick kernel of CUDA takes grouped heads with a mask."""
     asked = Asked(), Asked()
