@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ BY_HOOK: dict[str, tuple[str, ...]] = {
 OF_THE_WORKER = (
     *("choosing", "capping", "switching", "learning", "caps", "finding penalties", "penalties", "forgetting"),
 )
-PENALTY = {"frequency_penalty": 0.5, "repetition_penalty": 1.1}
 FAULTS = (*(fault for faults in BY_HOOK.values() for fault in faults), *OF_THE_WORKER)
 # The others of a hook that has several are left to the night.
 FIRST = {*(faults[0] for faults in BY_HOOK.values() if faults), "scoring", "placing", "choosing", "penalties"}
@@ -57,14 +55,9 @@ def faulty(launch: Any, chosen: Path) -> Iterator[Server]:
     server.stop()
 
 
-@lru_cache(None)
-def _penalised(reference: Reference) -> list[int]:
-    return expected_tokens(reference, reference.prompt(80, seed=502), 12, PENALTY)
-
-
-def _ask(server: Server, reference: Reference) -> list[dict[str, Any]]:
+def _ask(server: Server, reference: Reference, seed: int) -> list[dict[str, Any]]:
     """Long prompts and a short one at once, one with a penalty; then OpenAI's clients. The tokens are right ones."""
-    prompts = [reference.prompt(num_tokens, seed=500 + at) for at, num_tokens in enumerate((600, 450, 80, 90))]
+    prompts = [reference.prompt(num_tokens, seed=seed + at) for at, num_tokens in enumerate((600, 450, 80, 90))]
     asked: list[dict[str, Any]] = [{"sparse_prefill": "on"}, {}, {}, {"gamma": 2}]
     replies = server.generate_all([(ids, {"max_new_tokens": 8, **it}) for ids, it in zip(prompts, asked, strict=True)])
     for prompt, reply in zip(prompts, replies, strict=True):
@@ -73,7 +66,9 @@ def _ask(server: Server, reference: Reference) -> list[dict[str, Any]]:
             for pruned in (False, True)
         ]
         assert reply["output_ids"] in right
-    assert ask_penalised(server, prompts[2], 12, PENALTY)["output_ids"] == _penalised(reference)
+    penalty = {"frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    reply = ask_penalised(server, prompts[2], 12, penalty)
+    assert reply["output_ids"] == expected_tokens(reference, prompts[2], 12, penalty)
     text = reference.tokenizer.decode(prompts[2])
     body = {"model": "default", "prompt": text, "max_tokens": 4, "temperature": 0, "frequency_penalty": 0.5}
     assert server.post("/v1/completions", body)[0] == 200
@@ -90,17 +85,16 @@ def _ask(server: Server, reference: Reference) -> list[dict[str, Any]]:
 def test_a_failure_costs_a_dense_prompt_or_a_number_and_never_the_server(
     faulty: Server, reference: Reference, chosen: Path, fault: str
 ) -> None:
-    """Of the same prompts each time, of which the server remembers nothing."""
-    faulty.flush()
+    seed = 500 + 10 * FAULTS.index(fault)
     chosen.write_text(fault)
     try:
-        _ask(faulty, reference)
+        _ask(faulty, reference, seed)
     finally:
         chosen.write_text("")
     assert faulty.is_alive, faulty.tail()
     log = faulty.log.read_text(errors="replace")
     assert f"RuntimeError: put out of action by a test: {fault}" in log
-    prompt = reference.prompt(500, seed=507)
+    prompt = reference.prompt(500, seed=seed + 7)
     reply = faulty.generate(prompt, 4, sparse_prefill="on")
     assert reply["meta_info"]["spec_stack"]["outcome"] == "pruned"
     assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=4, sparse_prefill="on")
