@@ -21,7 +21,7 @@ from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.scoring import num_layers_needed, run_draft
+from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import line_borders
 from spec_stack.types import Proposal
 
@@ -336,25 +336,15 @@ class PrunerConversation:
         return kept, len(recalled)
 
     def _inputs(self, prompt: _Prompt) -> ScoringInputs:
-        config, token_ids = self._config, prompt.token_ids
-        if not needs_attention(config.scorer):
-            return ScoringInputs(token_ids, None, prompt.protected, prompt.pieces)
-        draft = self._draft
+        draft, token_ids = self._draft, prompt.token_ids
         draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
-            attention, _ = run_draft(
-                draft,
-                token_ids,
-                lambda *_: Proposal(),
-                config,
-                num_layers=num_layers_needed(config, draft.num_layers),
-                pieces=prompt.pieces,
-                protected=prompt.protected,
-            )
+            return gather_inputs(
+                draft, token_ids, lambda *_: Proposal(), self._config, prompt.protected, pieces=prompt.pieces
+            )[0]
         except BaseException:
-            self._draft = self._pair.new_draft_cache(config.prefill_chunk)
+            self._draft = self._pair.new_draft_cache(self._config.prefill_chunk)
             raise
-        return ScoringInputs(token_ids, attention, prompt.protected, prompt.pieces, attention.importance(config))
 
     def _read(self, messages: Prunable, question: str | None, protect: Sequence[str]) -> tuple[_Prompt, int]:
         """The prompt as the draft reads it, and its number of tokens from earlier turns."""

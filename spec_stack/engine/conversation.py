@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,9 +15,8 @@ from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
-from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.scoring import LookAhead, run_draft, score_prompt
+from spec_stack.prefill.scoring import LookAhead, drop_unselected, gather_inputs
 from spec_stack.types import Proposal, Selection
 
 _NO_RECALL = SessionConfig(recall=False)
@@ -139,6 +138,9 @@ class Turn:
     lost: positions that the target held before a cancelled turn, and lacks now.
     """
 
+    # Whether all layers of the draft go over the prompt, and whether it drops what the selection drops.
+    _reads_whole, _drops_unselected = True, False
+
     def __init__(
         self,
         conversation: Conversation,
@@ -165,25 +167,27 @@ class Turn:
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         """Score the prompt: the target's selection, and the first proposal."""
         request = self._request
-        pieces = self._pair.pieces(request.prompt_ids)
-        attention, importance, proposal = None, None, Proposal()
-        if needs_attention(request.prefill.scorer):
-            attention, proposal = run_draft(
-                self.draft,
-                request.prompt_ids,
-                look_ahead,
-                request.prefill,
-                request.tokenization,
-                pieces=pieces,
-                protected=request.protected,
-            )
-            importance = attention.importance(request.prefill)
-        inputs = ScoringInputs(request.prompt_ids, attention, request.protected, pieces, importance, request.observer)
-        if request.observer is not None:
-            request.observer.scored(inputs)
+        inputs, proposal = gather_inputs(
+            self.draft,
+            request.prompt_ids,
+            look_ahead,
+            request.prefill,
+            request.protected,
+            request.tokenization,
+            self._pair.pieces(request.prompt_ids),
+            self._reads_whole,
+            self._on_prefilled,
+            request.observer,
+        )
         room = max(0, self._room)
         recalled = recall_dropped(inputs, self._dropped, request.num_cached, request.prefill, self._config, room)
-        return self._select(inputs, recalled, request.prefill if request.scores else None), proposal
+        selection = self._select(inputs, recalled, request.prefill if request.scores else None)
+        if self._drops_unselected:
+            drop_unselected(self.draft, inputs, selection, request.prefill, self._reads_whole)
+        return selection, proposal
+
+    def _on_prefilled(self) -> None:
+        """The draft has prefilled the prompt but the scoring queries."""
 
     def select_everything(self) -> Selection:
         """The selection of a turn without scoring."""
@@ -230,27 +234,8 @@ class Turn:
 class SingleTurn(Turn):
     """A request with its own caches; the draft drops what the selection drops."""
 
+    _reads_whole, _drops_unselected = False, True
+
     def __init__(self, pair: ModelPair, request: Request) -> None:
         conversation = Conversation(pair, request.prefill.prefill_chunk)
         super().__init__(conversation, pair, request, _NO_RECALL, math.inf)
-
-    def score(
-        self, look_ahead: LookAhead, whole: bool = False, on_prefilled: Callable[[], None] | None = None
-    ) -> tuple[Selection, Proposal]:
-        """Score the prompt. whole, on_prefilled: as in `score_prompt`."""
-        request = self._request
-        return score_prompt(
-            self.draft,
-            request.prompt_ids,
-            look_ahead,
-            request.prefill,
-            request.protected,
-            request.tokenization,
-            self._pair.pieces(request.prompt_ids),
-            whole,
-            on_prefilled,
-            request.observer,
-        )
-
-    def select_everything(self) -> Selection:
-        return Selection.everything(self._request.prompt_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -114,6 +114,8 @@ def _cut(model: CachedModel, num_tokens: int) -> CachedModel:
 class CachedPrefixTurn(SingleTurn):
     """A request that starts from a stored prefix and can store its own caches."""
 
+    _reads_whole = True
+
     def __init__(self, pair: ModelPair, request: Request, store: PrefixCache) -> None:
         super().__init__(pair, request)
         self._store = store
@@ -142,14 +144,12 @@ class CachedPrefixTurn(SingleTurn):
             return self._request.prompt_ids
         return self._request.tokenization.token_ids if self._request.tokenization is not None else ()
 
-    def score(
-        self, look_ahead: LookAhead, whole: bool = True, on_prefilled: Callable[[], None] | None = None
-    ) -> tuple[Selection, Proposal]:
-        selection, proposal = super().score(look_ahead, whole, self._remember_index)
+    def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
+        selection, proposal = super().score(look_ahead)
         return self._take_over(selection), proposal
 
-    def _remember_index(self) -> None:
-        """The draft has prefilled the prompt but the scoring queries, and nothing of it is dropped yet."""
+    def _on_prefilled(self) -> None:
+        # Nothing of the prompt is dropped yet.
         self._read = self.index.fork() if self._keeps_index else None
 
     def select_everything(self) -> Selection:

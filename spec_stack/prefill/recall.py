@@ -54,10 +54,7 @@ def recall_dropped(
     words = None
     if config.recall_word_threshold is not None:
         words = shared_words(inputs.prompt_ids, segments, inputs.candidates)
-    importance = inputs.importance
-    if importance is None and inputs.attention is not None:
-        importance = inputs.attention.importance(prefill)
-    return recall(importance, dropped, segments, prefill, config, words, room)
+    return recall(inputs.importance, dropped, segments, prefill, config, words, room)
 
 
 def recall(

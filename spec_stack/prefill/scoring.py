@@ -1,6 +1,6 @@
 """The prefill stage: the draft scores the whole prompt, and the target's part is selected.
 
-`score_prompt` gives the selection and the first proposal; `run_draft` alone gives the draft's attention.
+`run_draft` gives the draft's attention, and `gather_inputs` everything that a rule scores a prompt by.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from spec_stack.prefill.importance import Segment
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Observer, ScoringInputs
-from spec_stack.prefill.selection import select
 from spec_stack.types import DraftTokenization, Proposal, Selection, SteppableModel
 
 
@@ -163,41 +162,47 @@ def _num_queries(captured: Mapping[int, CapturedLayer]) -> int:
     return next((sum(part.shape[1] for part in layer.queries) for layer in captured.values()), 0)
 
 
-def score_prompt(
+def gather_inputs(
     draft: ScoringModel,
     prompt_ids: Sequence[int],
     look_ahead: LookAhead,
     config: PrefillConfig,
-    protected: Sequence[tuple[int, int]] = (),
+    protected: Sequence[Span] = (),
     tokenization: DraftTokenization | None = None,
     pieces: Sequence[str] | None = None,
     whole: bool = False,
     on_prefilled: Callable[[], None] | None = None,
     observer: Observer | None = None,
-) -> tuple[Selection, Proposal]:
-    """Score the prompt with the draft, and select the target's part (SpecPrefill, https://arxiv.org/abs/2502.02789,
-    alg. 1).
-
-    Returns the selection, and the look-ahead as the first proposal. Afterwards the draft holds the prompt and any
-    look-ahead; only the kept slots under draft_context="kept", and where not all layers saw the prompt.
+) -> tuple[ScoringInputs, Proposal]:
+    """What the rule scores a prompt by, and the look-ahead as the first proposal (SpecPrefill,
+    https://arxiv.org/abs/2502.02789, alg. 1). The draft runs only where the rule needs its attention.
 
     protected: half-open token spans that are always kept. whole: run all layers even where scoring needs fewer, to
     reuse the draft; an explicit config.num_scoring_layers still holds. Other arguments as in `run_draft`.
     """
-    attention, proposal, num_layers = None, Proposal(), None
-    goes_over = needs_attention(config.scorer)
-    if goes_over:
+    attention, importance, proposal = None, None, Proposal()
+    if needs_attention(config.scorer):
         num_layers = config.num_scoring_layers if whole else num_layers_needed(config, draft.num_layers)
         attention, proposal = run_draft(
             draft, prompt_ids, look_ahead, config, tokenization, num_layers, on_prefilled, pieces, protected
         )
-    inputs = ScoringInputs(prompt_ids, attention, protected, pieces, observer=observer)
+        importance = attention.importance(config)
+    inputs = ScoringInputs(prompt_ids, attention, protected, pieces, importance, observer)
     if observer is not None:
         observer.scored(inputs)
-    selection = select(inputs, config, protected)
-    if not goes_over or num_layers is not None:
+    return inputs, proposal
+
+
+def drop_unselected(
+    draft: ScoringModel, inputs: ScoringInputs, selection: Selection, config: PrefillConfig, whole: bool = False
+) -> None:
+    """Leave to the draft the prompt and any look-ahead: the kept slots of it under draft_context="kept", and where not
+    all layers saw the prompt. whole: as in `gather_inputs`.
+    """
+    prompt_ids = inputs.prompt_ids
+    num_layers = config.num_scoring_layers if whole else num_layers_needed(config, draft.num_layers)
+    if inputs.attention is None or num_layers is not None:
         # The last token is left to the first proposal.
         draft.reset_to(prompt_ids, [position for position in selection.positions if position < len(prompt_ids) - 1])
     elif config.draft_context == "kept":
         draft.keep_slots([*selection.positions, *range(len(prompt_ids), draft.next_position)])
-    return selection, proposal

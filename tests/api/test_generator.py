@@ -218,7 +218,7 @@ def test_an_error_while_scoring_is_logged_with_its_traceback_or_raised_on_reques
         SpecStackGenerator(target, draft).generate(**options, keep_rate=0.1)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "RuntimeError: out of memory" in caplog.text
-    assert "in score_prompt" in caplog.text
+    assert "in gather_inputs" in caplog.text
     strict = SpecStackConfig(PrefillConfig(on_scoring_failure="raise"))
     with pytest.raises(RuntimeError, match="out of memory"):
         SpecStackGenerator(target, draft, config=strict).generate(**options, keep_rate=0.1)

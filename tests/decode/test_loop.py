@@ -19,10 +19,10 @@ from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.sampling import make_warp
 from spec_stack.prefill.queries import find_candidates
-from spec_stack.prefill.scoring import score_prompt
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
 from tests.support.nightly import others_nightly
+from tests.support.scoring import score_prompt
 
 
 class RandomGamma(Policy):
@@ -213,8 +213,7 @@ def test_scoring_leaves_the_draft_with_its_context_and_the_look_ahead(
     config = PrefillConfig(
         keep_rate=0.3, chunk_size=8, scoring_queries="look_ahead", look_ahead=4, draft_context=draft_context
     )
-    look_ahead = partial(propose, model, sampler=Sampler(), end_ids=())
-    selection, _ = score_prompt(model, prompt, look_ahead, config)
+    selection, _ = score_prompt(model, prompt, config)
     num_read = len(selection.positions) if draft_context == "kept" else 160
     assert (model.num_cached, model.next_position) == (num_read + 4, 164)
 

@@ -12,9 +12,9 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.importance import attention_to_prompt, mean_importance, pool, token_importance
-from spec_stack.prefill.scoring import score_prompt
 from tests.support import reference
 from tests.support.models import FAMILIES, make_model, random_prompt
+from tests.support.scoring import score_prompt
 
 
 def scored_importance(family: str, prompt: list[int], config: PrefillConfig) -> tuple[torch.Tensor, list[int]]:
@@ -53,7 +53,7 @@ def test_the_stage_selects_by_that_importance() -> None:
     model = make_model()
     install(model)
     draft = CachedModel(model, 4096)
-    selection, proposal = score_prompt(draft, prompt, lambda ids, num: propose(draft, ids, num, Sampler(), ()), config)
+    selection, proposal = score_prompt(draft, prompt, config)
     scores = reference.importance(make_model(implementation="eager"), prompt, proposal.token_ids, 5)
     assert list(selection.positions) == reference.selected_positions(scores, 0.3, 8, 1, 1)
     assert list(selection.token_ids) == [prompt[position] for position in selection.positions]
@@ -67,9 +67,7 @@ def test_scoring_in_chunks_selects_the_same_tokens() -> None:
         install(model)
         draft = CachedModel(model, prefill_chunk)
         config = PrefillConfig(keep_rate=0.3, chunk_size=8, prefill_chunk=prefill_chunk)
-        selection, _ = score_prompt(
-            draft, prompt, lambda ids, num, d=draft: propose(d, ids, num, Sampler(), ()), config
-        )
+        selection, _ = score_prompt(draft, prompt, config)
         chosen.append(list(selection.positions))
     assert chosen[0] == chosen[1]
 

@@ -16,9 +16,10 @@ from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.queries import WINDOW, find_candidates
-from spec_stack.prefill.scoring import num_layers_needed, run_draft, score_prompt
+from spec_stack.prefill.scoring import num_layers_needed, run_draft
 from tests.support import reference, reference_architectures
 from tests.support.models import make_model, random_prompt
+from tests.support.scoring import score_prompt
 from tests.support.tiny_architectures import CONFIGS
 from tests.support.tiny_architectures import make_model as make_architecture
 from tests.tokenizers.test_translated_draft import make_generator, text_of
@@ -50,7 +51,7 @@ def open_draft(prefill_chunk: int = 4096) -> CachedModel:
 
 
 def scored(draft: CachedModel, config: PrefillConfig, prompt: list[int] = PROMPT):  # type: ignore[no-untyped-def]
-    return score_prompt(draft, prompt, partial(propose, draft, sampler=Sampler(), end_ids=()), config)
+    return score_prompt(draft, prompt, config)
 
 
 def candidates_of(prompt: list[int], protected: list[tuple[int, int]] | None = None) -> dict[str, object]:

@@ -106,19 +106,14 @@ def test_pruned_kv_never_serves_a_prompt_of_the_same_tokens(server: Server, refe
 
 def kept_ids(reference: Reference, prompt: list[int], config: PrefillConfig | None = None) -> list[int]:
     """The tokens of a prompt that survive pruning, by the paper's rule or by what is given."""
-    from functools import partial
-
-    from spec_stack.decode.propose import propose
-    from spec_stack.decode.sampler import Sampler
     from spec_stack.hf.model import CachedModel
-    from spec_stack.prefill.scoring import score_prompt
+    from tests.support.scoring import score_prompt
 
     config = config or reference.generator.config.prefill
     draft = CachedModel(reference.generator.draft, config.prefill_chunk)
-    look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
     pieces = reference.generator.pair.pieces(prompt)
     protected = [(start, stop) for start, stop in special_spans(prompt)]
-    return list(score_prompt(draft, prompt, look_ahead, config, protected, pieces=pieces)[0].token_ids)
+    return list(score_prompt(draft, prompt, config, protected, pieces)[0].token_ids)
 
 
 def test_eight_mixed_requests_at_once_give_the_references_tokens(server: Server, reference: Reference) -> None:

@@ -1,0 +1,29 @@
+"""The prefill stage as one call over an open draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from spec_stack.config import PrefillConfig
+from spec_stack.decode.propose import propose
+from spec_stack.decode.sampler import Sampler
+from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.scoring import drop_unselected, gather_inputs
+from spec_stack.prefill.selection import select
+from spec_stack.types import Proposal, Selection
+
+
+def score_prompt(
+    draft: CachedModel,
+    prompt_ids: Sequence[int],
+    config: PrefillConfig,
+    protected: Sequence[tuple[int, int]] = (),
+    pieces: Sequence[str] | None = None,
+) -> tuple[Selection, Proposal]:
+    """The selection and the first proposal; the draft is left as decoding finds it."""
+    look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
+    inputs, proposal = gather_inputs(draft, prompt_ids, look_ahead, config, protected, pieces=pieces)
+    selection = select(inputs, config, protected)
+    drop_unselected(draft, inputs, selection, config)
+    return selection, proposal
