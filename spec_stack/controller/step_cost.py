@@ -6,7 +6,7 @@ Outliers (stalls) are pulled towards the expectation. Slopes shrink towards 0: o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from statistics import median
 from typing import Generic, NamedTuple, TypeVar
@@ -17,7 +17,7 @@ from spec_stack.controller.tuning import TUNING
 USUAL_UNREAD = 2
 """Tokens that the draft has to catch up on in a usual step: the last one drafted, and the target's own."""
 TOLERANCE = TUNING.tolerance
-_SHORTEST_S = 1e-9
+SHORTEST_S = 1e-9
 _SHORT_CONTEXT = 512
 # Of coordinate descent, per observation.
 _ROUNDS = 4
@@ -26,26 +26,32 @@ Known = TypeVar("Known")
 
 
 class PerContextLength(Generic[Known]):
-    """Estimates per precision and length, of the target's context and of the draft's, in powers of two.
+    """Estimates per precision, batch size and length, of the target's context and of the draft's, in powers of two.
 
-    A length twice or half a known one starts from a copy of that estimate; elsewhere `renew` makes the start, so that
-    steps many times as long are not taken for stalls.
+    A size or length twice or half a known one starts from a copy of that estimate; elsewhere `renew` makes the start,
+    so that steps many times as long are not taken for stalls.
     """
 
     def __init__(self, make: Callable[[], Known], renew: Callable[[Known], Known] | None = None) -> None:
         self._make = make
         self._renew = renew or (lambda known: make())
-        self._known: dict[tuple[str, int, int], Known] = {}
+        self._known: dict[tuple[str, tuple[int, int, int]], Known] = {}
 
-    def at(self, step: StepContext | StepRecord) -> Known:
+    def at(self, step: StepContext | StepRecord, batch_size: int = 1) -> Known:
         """The estimate for such a step, mutable."""
-        key = (step.precision, length_scale(step.num_target_slots), length_scale(step.num_draft_slots))
+        lengths = length_scale(step.num_target_slots), length_scale(step.num_draft_slots)
+        key = step.precision, (round(math.log2(batch_size)), *lengths)
         if key not in self._known:
             self._known[key] = self._start(key)
         return self._known[key]
 
-    def _start(self, key: tuple[str, int, int]) -> Known:
-        near = [(max(abs(each[1] - key[1]), abs(each[2] - key[2])), each) for each in self._known if each[0] == key[0]]
+    def _start(self, key: tuple[str, tuple[int, int, int]]) -> Known:
+        precision, scales = key
+        near = [
+            (max(abs(one - other) for one, other in zip(scales, each[1], strict=True)), each)
+            for each in self._known
+            if each[0] == precision
+        ]
         if not near:
             return self._make()
         distance, nearest = min(near)
@@ -93,16 +99,23 @@ class RequestRate:
 
 
 class DiscountedCurve:
-    """y = base + Σ slope_k * max(x - knot_k, 0) with slopes of 0 or more, over a discounted past.
+    """y = base + Σ slope_k * max(x - knot_k, 0) over a discounted past.
 
-    Products of a few rows take as long as those of one and many rows do not, so the curve is convex. Ridge regression
-    by coordinate descent, warm-started.
+    Ridge regression by coordinate descent, warm-started. is_convex: slopes of 0 or more, since a target's products of a
+    few rows take as long as those of one and many rows do not.
     """
 
-    def __init__(self, tolerance: float = TOLERANCE) -> None:
-        self._tolerance = tolerance
-        size = len(TUNING.knots)
-        self._weight = self._sum_y = 0.0
+    def __init__(
+        self,
+        knots: Sequence[float] = TUNING.knots,
+        shrinkage: float = TUNING.shrinkage,
+        is_convex: bool = True,
+        tolerance: float = TOLERANCE,
+    ) -> None:
+        self._knots, self._shrinkage, self._tolerance = knots, shrinkage, tolerance
+        self._least_slope = 0.0 if is_convex else -math.inf
+        size = len(knots)
+        self.weight = self._sum_y = 0.0
         self._sum_x = [0.0] * size
         self._sum_xy = [0.0] * size
         self._sum_xx = [[0.0] * size for _ in range(size)]
@@ -111,29 +124,30 @@ class DiscountedCurve:
 
     def at(self, x: float) -> float:
         total = self.base
-        for slope, knot in zip(self._slopes, TUNING.knots, strict=True):
+        for slope, knot in zip(self._slopes, self._knots, strict=True):
             if x > knot:
                 total += slope * (x - knot)
         return total
 
-    def add(self, x: float, y: float) -> None:
+    def add(self, x: float, y: float, weight: float = 1.0) -> None:
         expected = self.at(x)
         if expected > 0:
             y = min(y, expected * self._tolerance)
         keep = TUNING.keep
-        bent = [max(x - knot, 0.0) for knot in TUNING.knots]
-        self._weight = self._weight * keep + 1
-        self._sum_y = self._sum_y * keep + y
+        bent = [max(x - knot, 0.0) for knot in self._knots]
+        self.weight = self.weight * keep + weight
+        self._sum_y = self._sum_y * keep + weight * y
         for row, height in enumerate(bent):
-            self._sum_x[row] = self._sum_x[row] * keep + height
-            self._sum_xy[row] = self._sum_xy[row] * keep + height * y
+            weighted = weight * height
+            self._sum_x[row] = self._sum_x[row] * keep + weighted
+            self._sum_xy[row] = self._sum_xy[row] * keep + weighted * y
             self._sum_xx[row] = [
-                total * keep + height * other for total, other in zip(self._sum_xx[row], bent, strict=True)
+                total * keep + weighted * other for total, other in zip(self._sum_xx[row], bent, strict=True)
             ]
         self._settle()
 
     def _settle(self) -> None:
-        weight, size = self._weight, len(self._slopes)
+        weight, size = self.weight, len(self._slopes)
         means = [total / weight for total in self._sum_x]
         mean_y = self._sum_y / weight
         for _ in range(_ROUNDS):
@@ -144,7 +158,7 @@ class DiscountedCurve:
                         covariance = self._sum_xx[row][column] - weight * means[row] * means[column]
                         left -= covariance * self._slopes[column]
                 variance = max(self._sum_xx[row][row] - weight * means[row] * means[row], 0.0)
-                self._slopes[row] = max(left / (variance + TUNING.shrinkage), 0.0)
+                self._slopes[row] = max(left / (variance + self._shrinkage), self._least_slope)
         self.base = mean_y - sum(slope * mean for slope, mean in zip(self._slopes, means, strict=True))
 
 
@@ -202,7 +216,7 @@ class StepCost:
     @property
     def plain_s(self) -> float:
         """Seconds of a step without a proposal; never 0."""
-        return max(self._verify.base, _SHORTEST_S)
+        return max(self._verify.base, SHORTEST_S)
 
     def seconds(self, gamma: int, num_ngram_tokens: int = 0) -> float:
         """Expected seconds of a step with gamma drafted and num_ngram_tokens looked-up tokens."""

@@ -23,6 +23,8 @@ class Tuning:
     """Verified tokens beside the last committed one at which the target's seconds may begin to rise faster."""
     shrinkage: float = 4.0
     """Ridge of the slopes between the knots, in steps."""
+    batch_shrinkage: float = 0.3
+    """The same on a server, whose curve has a knot at every candidate."""
     tolerance: float = 1.5
     """A sample over this factor above what is expected counts as if it were on that bound."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from spec_stack.controller.base import BatchRequest, DraftSignals, StepContext, StepRecord
-from spec_stack.controller.batch import AcceptanceRates, BatchThroughput, StepSeconds
+from spec_stack.controller.batch import AcceptanceRates, BatchThroughput
 from spec_stack.controller.registry import make_batch_policy
 from tests.support.controller_data import step
 
@@ -171,22 +171,34 @@ def _seconds(gamma: int, size: int) -> float:
     return 1e-2 * (1 + 0.3 * gamma + 0.01 * size * (1 + gamma))
 
 
-def test_seconds_are_those_measured_and_what_was_not_is_scaled_from_the_nearest() -> None:
-    rng, known = random.Random(0), StepSeconds(GAMMAS)
-    for _ in range(400):
+def _observe(policy: BatchThroughput, number: int, gamma: int, size: int, seconds: float) -> None:
+    members = tuple(BatchRequest(str(at)) for at in range(size))
+    policy.choose(_context(number, *members))
+    for member in members:
+        policy.observe(_record(number, member.request_id, gamma, 0, seconds / size))
+
+
+def test_seconds_are_those_measured_by_batch_size() -> None:
+    rng, policy = random.Random(0), BatchThroughput(GAMMAS)
+    for number in range(400):
         gamma, size = rng.choice(GAMMAS), rng.choice((1, 4))
-        known.observe(gamma, size, 700, _seconds(gamma, size) * rng.uniform(0.9, 1.1))
-    for size in (1, 4):
-        assert known.expected(size, 700) == pytest.approx([_seconds(gamma, size) for gamma in GAMMAS], rel=0.1)
-    for _ in range(3):
-        known.observe(0, 1, 9000, 3 * _seconds(0, 1))
-    assert known.expected(1, 9000) == pytest.approx([3 * _seconds(gamma, 1) for gamma in GAMMAS], rel=0.1)
+        _observe(policy, number, gamma, size, _seconds(gamma, size) * rng.uniform(0.9, 1.1))
+    for size, by_gamma in policy.step_seconds((1, 4)).items():
+        assert by_gamma == pytest.approx({gamma: _seconds(gamma, size) for gamma in GAMMAS}, rel=0.1)
 
 
 def test_the_first_step_of_a_shape_and_one_stall_move_little() -> None:
-    known = StepSeconds(GAMMAS)
-    known.observe(4, 1, 0, 9.0)
-    for _ in range(20):
-        known.observe(4, 1, 0, 0.01)
-    known.observe(4, 1, 0, 5.0)
-    assert known.expected(1)[3] < 0.0125
+    policy = BatchThroughput(GAMMAS)
+    for number, seconds in enumerate((9.0, *[0.01] * 20, 5.0)):
+        _observe(policy, number, 4, 1, seconds)
+    assert policy.step_seconds((1,))[1][4] < 0.0125
+
+
+def test_a_step_that_is_quicker_without_a_draft_than_the_rest_foretell_keeps_its_seconds() -> None:
+    """A drafted token costs little beside what any drafting costs."""
+    taken = {gamma: 1 + 0.6 * (gamma > 0) + 0.02 * gamma for gamma in GAMMAS}
+    policy = BatchThroughput(GAMMAS)
+    for number in range(200):
+        gamma = GAMMAS[number % len(GAMMAS)]
+        _observe(policy, number, gamma, 1, taken[gamma])
+    assert policy.step_seconds((1,))[1] == pytest.approx(taken, rel=0.05)
