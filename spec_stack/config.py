@@ -9,16 +9,14 @@ from itertools import chain
 from typing import Any, Literal
 
 from spec_stack.settings.checks import (
-    make_plain,
+    check_fields,
     plain,
     require,
     require_bias,
-    require_choices,
     require_heads,
     require_ids,
     require_int,
     require_keep_rate,
-    require_number,
     require_window,
 )
 from spec_stack.settings.options import documented, option, remembers_given, renamed
@@ -125,17 +123,24 @@ class PrefillConfig:
         8,
         "drafted tokens that score the prompt together with the last prompt token, under scoring_queries "
         "'look_ahead'; they are the first proposal too. 0 scores by the last prompt token alone",
+        0,
+        MAX_LOOK_AHEAD,
     )
     pool_kernel: int = option(
-        13, "width, in tokens, of the average that smooths attention under head_reduction 'max'; odd, 1 is none"
+        13, "width, in tokens, of the average that smooths attention under head_reduction 'max'; odd, 1 is none", 1
     )
     chunk_size: int = option(
-        32, "tokens per chunk; also the unit of keep_first and keep_last, whatever the granularity"
+        32, "tokens per chunk; also the unit of keep_first and keep_last, whatever the granularity", 1
     )
-    keep_first: int = option(1, "chunks at the beginning that are always kept")
-    keep_last: int = option(1, "chunks at the end that are always kept, 1 or more")
-    min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that sparse_prefill 'auto' prunes")
-    prefill_chunk: int = option(8192, "most tokens in one forward; bounds the memory of long prefills")
+    keep_first: int = option(1, "chunks at the beginning that are always kept", 0)
+    keep_last: int = option(
+        1,
+        "chunks at the end that are always kept, 1 or more",
+        1,
+        hint="; decoding continues from the last prompt token",
+    )
+    min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that sparse_prefill 'auto' prunes", 0)
+    prefill_chunk: int = option(8192, "most tokens in one forward; bounds the memory of long prefills", 1)
     draft_context: DraftContext = option(
         "kept",
         "whether the draft decodes over the 'full' prompt or over the 'kept' slots only; a draft with a recurrent "
@@ -152,6 +157,7 @@ class PrefillConfig:
         512,
         "KV budget, in tokens, of the draft if the target is dense: the prompt's first, the newest text, and chunks "
         "that share rare words with it, chosen again as the answer grows; a shorter prompt is prefilled whole",
+        4,
     )
     draft_window: int | tuple[int, int] | None = option(
         None,
@@ -159,11 +165,13 @@ class PrefillConfig:
         "prompts of 8,192 tokens and more; None is dense, and quadratic. Scoring queries and decoding see everything; "
         "layers with a smaller window keep it",
     )
-    draft_sinks: int = option(64, "first positions of the prompt that stay visible outside the draft_window")
+    draft_sinks: int = option(64, "first positions of the prompt that stay visible outside the draft_window", 0)
     num_scoring_layers: int | None = option(
         None,
         "layers of the draft that prefill and score the whole prompt, by the prompt's own queries; the draft then "
         "prefills the kept tokens with all layers. None is all",
+        1,
+        hint="; None is all layers",
     )
     scoring_heads: Sequence[tuple[int, int]] | None = option(
         None,
@@ -171,7 +179,7 @@ class PrefillConfig:
         "scoring_queries 'prompt' no layer after the last of them runs before the first token",
     )
     first_scoring_layer: int = option(
-        2, "first layers whose heads do not score unless scoring_heads names them; at most half of the draft's"
+        2, "first layers whose heads do not score unless scoring_heads names them; at most half of the draft's", 0
     )
     head_reduction: HeadVote = option(
         "mean",
@@ -194,28 +202,15 @@ class PrefillConfig:
     )
 
     def __post_init__(self) -> None:
-        make_plain(self)
+        check_fields(self)
         require_keep_rate(self.keep_rate)
-        require_int("look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
-        require_int("pool_kernel", self.pool_kernel, 1)
         require(
             self.pool_kernel % 2 == 1,
             f"pool_kernel must be odd (1 is no pooling), got {self.pool_kernel}; an even one would shift the scores",
         )
-        require_int("chunk_size", self.chunk_size, 1)
-        require_int("keep_first", self.keep_first, 0)
-        require_int("keep_last", self.keep_last, 1, hint="; decoding continues from the last prompt token")
-        require_int("min_prompt_tokens", self.min_prompt_tokens, 0)
-        require_int("prefill_chunk", self.prefill_chunk, 1)
-        require_int("draft_kv_budget", self.draft_kv_budget, 4)
         require_window(self.draft_window)
-        require_int("draft_sinks", self.draft_sinks, 0)
-        if self.num_scoring_layers is not None:
-            require_int("num_scoring_layers", self.num_scoring_layers, 1, hint="; None is all layers")
         if self.scoring_heads is not None:
             require_heads(self.scoring_heads)
-        require_choices(self)
-        require_int("first_scoring_layer", self.first_scoring_layer, 0)
         check_name("scorer", self.scorer, KNOWN_SCORERS)
 
     def rate_for(self, num_prompt_tokens: int) -> float:
@@ -310,7 +305,7 @@ class LoadConfig:
     )
 
     def __post_init__(self) -> None:
-        require_choices(self)
+        check_fields(self)
         for name in ("precision", "draft_precision"):
             value = getattr(self, name)
             known = isinstance(value, str) and value in ("auto", *PRECISIONS)
@@ -330,13 +325,12 @@ class HubConfig:
     trust_remote_code: bool = option(False, "run code that comes with a checkpoint")
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("revision", "draft_revision"):
             value = getattr(self, name)
             require(value is None or (isinstance(value, str) and value != ""), f"{name} must be a name, got {value!r}")
         known = self.token is None or isinstance(self.token, str | bool)
         require(known, f"token must be a string or a bool, got {type(self.token).__name__}")
-        trust = self.trust_remote_code
-        require(isinstance(trust, bool), f"trust_remote_code must be True or False, got {trust!r}")
 
     def options(self, role: str) -> dict[str, Any]:
         """Options of transformers' `from_pretrained` for the "target" or the "draft"."""
@@ -353,7 +347,7 @@ class DecodeConfig:
     """How far the draft runs ahead."""
 
     policy: str = option("throughput", "name of the policy that chooses gamma, the number of tokens drafted in a step")
-    gamma: int = option(4, "tokens drafted per step under the policy 'fixed'; 0 is plain decoding")
+    gamma: int = option(4, "tokens drafted per step under the policy 'fixed'; 0 is plain decoding", 0, MAX_GAMMA)
     proposer: str = option(
         "auto",
         "source of proposals: the draft 'model'; 'ngram', n-gram lookup in the whole prompt, dropped parts included, "
@@ -362,8 +356,7 @@ class DecodeConfig:
     )
 
     def __post_init__(self) -> None:
-        make_plain(self)
-        require_int("gamma", self.gamma, 0, MAX_GAMMA)
+        check_fields(self)
         check_name("proposer", self.proposer, ["auto", *KNOWN_PROPOSERS])
         check_name("policy", self.policy, KNOWN_POLICIES)
 
@@ -378,15 +371,17 @@ class SamplingParams:
     """
 
     max_tokens: int | None = option(
-        None, "most tokens to generate; None is 256, or the remaining positions of the models"
+        None, "most tokens to generate; None is 256, or the remaining positions of the models", 1
     )
     temperature: float = option(0.0, "0 is greedy")
-    top_k: int = option(0, "draw among this many most likely tokens; 0 is off")
+    top_k: int = option(0, "draw among this many most likely tokens; 0 is off", 0, hint="; 0 is off")
     top_p: float = option(1.0, "draw among the most likely tokens with this share of the probability; 1.0 is off")
     seed: int | None = option(
         None,
         "makes a sampled request reproducible, under a policy that does not measure time and without n-gram lookup; a "
         "call that names neither uses such a policy",
+        0,
+        2**63 - 1,
     )
     stop: str | Sequence[str] = option(
         (),
@@ -404,26 +399,18 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = option(
         None, "added to the logits of single token ids; -100 or less almost excludes one"
     )
-    min_tokens: int = option(0, "tokens before which no token may end the text")
+    min_tokens: int = option(0, "tokens before which no token may end the text", 0, hint="; 0 is off")
     stop_token_ids: Sequence[int] = option(
         (), "further token ids that end the text, also under ignore_eos; they are not part of it"
     )
 
     def __post_init__(self) -> None:
-        make_plain(self)
-        if self.max_tokens is not None:
-            require_int("max_tokens", self.max_tokens, 1)
-        require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            require_number(name, getattr(self, name))
+        check_fields(self)
         require(
             self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
             f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} and more, got {self.temperature}",
         )
-        require_int("top_k", self.top_k, 0, hint="; 0 is off")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}; 1.0 is off")
-        if self.seed is not None:
-            require_int("seed", self.seed, 0, 2**63 - 1)
         require(isinstance(self.stop, str | Sequence), f"stop must be a string or a list of strings, got {self.stop!r}")
         require(
             all(isinstance(text, str) and text for text in self.stop_strings),
@@ -437,7 +424,6 @@ class SamplingParams:
             0 < self.repetition_penalty < math.inf,
             f"repetition_penalty must be over 0, got {self.repetition_penalty}; 1.0 is off",
         )
-        require_int("min_tokens", self.min_tokens, 0, hint="; 0 is off")
         require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower it",
@@ -494,10 +480,15 @@ class SessionConfig:
         8.0, "multiple of the old text's mean importance from which a dropped chunk is recalled"
     )
     max_recalled_chunks: int = option(
-        16, "most chunks of earlier turns that a turn considers, best first; the dropped ones among them are recalled"
+        16,
+        "most chunks of earlier turns that a turn considers, best first; the dropped ones among them are recalled",
+        0,
+        hint="; 0 recalls nothing",
     )
     recall_margin: int = option(
-        16, "tokens on either side of a recalled chunk that are recalled too, so that lines across its border are whole"
+        16,
+        "tokens on either side of a recalled chunk that are recalled too, so that lines across its border are whole",
+        0,
     )
     recall_word_threshold: float | None = option(
         1.0,
@@ -508,23 +499,16 @@ class SessionConfig:
         None,
         "most tokens in the target's cache; a turn that would exceed them starts a new cache, for which the whole "
         "conversation is selected again. None is no limit",
+        1,
     )
 
     def __post_init__(self) -> None:
-        make_plain(self)
-        require(isinstance(self.recall, bool), f"recall must be True or False, got {self.recall!r}")
-        require_number("recall_threshold", self.recall_threshold)
+        check_fields(self)
         require(self.recall_threshold >= 0, f"recall_threshold must be 0 or more, got {self.recall_threshold}")
-        require_int("max_recalled_chunks", self.max_recalled_chunks, 0, hint="; 0 recalls nothing")
-        require_int("recall_margin", self.recall_margin, 0)
-        if self.recall_word_threshold is not None:
-            require_number("recall_word_threshold", self.recall_word_threshold)
-            require(
-                self.recall_word_threshold > 0,
-                f"recall_word_threshold must be over 0, got {self.recall_word_threshold}; None asks attention alone",
-            )
-        if self.max_cached_tokens is not None:
-            require_int("max_cached_tokens", self.max_cached_tokens, 1)
+        require(
+            self.recall_word_threshold is None or self.recall_word_threshold > 0,
+            f"recall_word_threshold must be over 0, got {self.recall_word_threshold}; None asks attention alone",
+        )
 
 
 @documented
@@ -536,11 +520,12 @@ class PrefixCacheConfig:
         0,
         "most tokens of earlier prompts in both caches together, least recently used evicted first; a call reuses a "
         "common prefix, and its tokens do not change. 0 is off",
+        0,
+        hint="; 0 is off",
     )
 
     def __post_init__(self) -> None:
-        make_plain(self)
-        require_int("max_tokens", self.max_tokens, 0, hint="; 0 is off")
+        check_fields(self)
 
 
 @dataclass(frozen=True)

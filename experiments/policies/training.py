@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.predictor import STEP_MODELS, Network, step_features
+from spec_stack.controller.predictor import FORMAT, Card, Network, step_features
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
+
+
+STEP_MODELS = ("ridge", "mlp-16", "mlp-32", "rf-10", "rf-100")
+
+
+def save_predictor(path: str | Path, network: Network, card: Card) -> None:
+    """Write a predictor as JSON, numbers in full precision."""
+    layers = [
+        {"weights": matrix.tolist(), "bias": bias.tolist()}
+        for matrix, bias in zip(network.weights, network.biases, strict=True)
+    ]
+    content = {"format": FORMAT, "card": asdict(card), "layers": layers}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def step_examples(records: Sequence[StepRecord]) -> tuple[Floats, Floats, list[str]]:

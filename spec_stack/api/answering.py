@@ -10,7 +10,7 @@ from typing import Any, Unpack, cast
 
 from transformers.generation.streamers import BaseStreamer
 
-from spec_stack.api.streaming import awaitable, awaitable_result, feed
+from spec_stack.api.streaming import awaitable, feed
 from spec_stack.api.unknown_options import parameters_of, shows_options, unknown_option
 from spec_stack.config import SamplingParams, check_samples
 from spec_stack.engine.options import Call, GenerateOptions
@@ -228,9 +228,6 @@ class GenerationMixin(ABC):
             raise unknown_option(GenerationMixin.stream, unknown)
         request, steps = self._begin(cast(Call, {**options, **source}))
         return Stream(steps, request.progress)
-
-    agenerate = awaitable_result(generate)
-    """`generate` for code that awaits: `await generator.agenerate(...)`. The answer is made in a thread."""
 
     astream = awaitable(stream)
     """`stream` for code that awaits: `async for output in generator.astream(...)`. The steps are made in a thread."""

@@ -292,16 +292,22 @@ class _Seen:
         """The selection is `PrefilledPrompt`'s."""
 
 
-def _call_of(prompt: Prompt, tokenizer: Any, number: int) -> Call:
-    """The call of a prompt. Raises ValueError for a malformed one."""
-    given: dict[str, Any] = dict(prompt) if isinstance(prompt, Mapping) else {"messages": prompt}
-    messages = given.get("messages", given.get("prompt", given.get("text")))
-    if isinstance(messages, str) and messages:
-        has_template = getattr(tokenizer, "chat_template", None)
-        return Call(messages=[{"role": "user", "content": messages}]) if has_template else Call(prompt=messages)
-    if isinstance(messages, Sequence) and messages:
-        return Call(messages=list(messages), tools=given.get("tools"))
-    raise ValueError(f'prompt {number} must be a text, or have "messages" (a list), "prompt" or "text" (a string)')
+def prompt_of(given: object, place: str) -> str | Sequence[Message]:
+    """The text or the messages of a prompt. Raises ValueError, naming the place, for a malformed one."""
+    found: Any = given
+    if isinstance(given, Mapping):
+        found = given.get("messages", given.get("prompt", given.get("text")))
+    if isinstance(found, Sequence) and found:
+        return found
+    raise ValueError(f'{place} must be a text, or have "messages" (a list), "prompt" or "text" (a string)')
+
+
+def _call_of(given: Prompt, tokenizer: Any, number: int) -> Call:
+    prompt = prompt_of(given, f"prompt {number}")
+    if not isinstance(prompt, str):
+        return Call(messages=list(prompt), tools=given.get("tools") if isinstance(given, Mapping) else None)
+    has_template = getattr(tokenizer, "chat_template", None)
+    return Call(messages=[{"role": "user", "content": prompt}]) if has_template else Call(prompt=prompt)
 
 
 def _kind_of(inputs: ScoringInputs, config: PrefillConfig) -> tuple[str, str]:

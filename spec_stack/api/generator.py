@@ -12,9 +12,16 @@ import torch
 from spec_stack.api.answering import GenerationMixin
 from spec_stack.api.session import Session
 from spec_stack.api.unknown_options import refuses_unknown_options
-from spec_stack.config import DraftStep, HubConfig, LoadConfig, PrefillConfig, SessionConfig, SpecStackConfig
+from spec_stack.config import (
+    DecodeConfig,
+    DraftStep,
+    HubConfig,
+    LoadConfig,
+    PrefillConfig,
+    SessionConfig,
+    SpecStackConfig,
+)
 from spec_stack.controller.base import Policy
-from spec_stack.controller.registry import policy_class
 from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.options import Call
@@ -189,10 +196,9 @@ class SpecStackGenerator(GenerationMixin):
             device, or an unsupported precision.
         """
         config = _checked(config)
-        chosen = policy if policy is not None else config.decode.policy
-        if isinstance(chosen, str):
-            # Before the weights are read, which can take minutes.
-            policy_class(chosen)
+        if isinstance(policy, str):
+            # An unknown name is refused before the weights are read, which can take minutes.
+            DecodeConfig(policy)
         if dtype is not None:
             if precision != LoadConfig.precision:
                 raise ValueError("give precision or dtype, not both; they mean the same")
@@ -261,7 +267,6 @@ class SpecStackGenerator(GenerationMixin):
         messages: Sequence[Sequence[Message]] | None = None,
         input_ids: Sequence[Sequence[int]] | torch.Tensor | None = None,
         attention_mask: Sequence[Sequence[int]] | torch.Tensor | None = None,
-        share: bool = False,
         **options: Any,
     ) -> list[GenerationResult]:
         """Answer several prompts, one after the other, each as `generate` does.
@@ -277,9 +282,6 @@ class SpecStackGenerator(GenerationMixin):
             Instead of texts.
         input_ids, attention_mask : sequence or torch.Tensor, optional
             Rows of token ids instead of texts, and their padding mask.
-        share : bool
-            Answer them as turns of one session: a prefix shared with the previous prompt is prefilled once, pruned for
-            the first prompt with it. This is faster, but answers depend on the order of the prompts.
         **options
             As in `generate`, for all prompts.
 
@@ -301,11 +303,7 @@ class SpecStackGenerator(GenerationMixin):
         several = [{name: value} for value in values]
         if attention_mask is not None:
             several = [one | {"attention_mask": mask} for one, mask in zip(several, attention_mask, strict=True)]
-        if not share:
-            return [self.generate(**one, **options) for one in several]
-        with self.session() as session:
-            session.tells_of_beginnings = False
-            return [session.generate(**one, **options) for one in several]
+        return [self.generate(**one, **options) for one in several]
 
     def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
         request = self.engine.plan(call)

@@ -16,10 +16,8 @@ from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_alone, load_tokenizer
 from spec_stack.hf.prompt import Message, Span, num_shared
-from spec_stack.prefill.decide import decide_scoring, sees_whole
-from spec_stack.prefill.queries import MOST_REPEATED
+from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
-from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import line_borders
@@ -282,8 +280,10 @@ class PrunerConversation:
         prompt, num_old = self._read(messages, question, protect)
         num_tokens = len(prompt.token_ids)
         held = sorted(at for at in self._kept if at < num_old)
-        kept, num_recalled, reason = {*held, *range(num_old, num_tokens)}, 0, self._obstacle(num_tokens)
-        if not reason:
+        kept, num_recalled = {*held, *range(num_old, num_tokens)}, 0
+        obstacle = scoring_obstacle(config, num_tokens, self._pair.max_positions[1], self._pair.scoring_limit)
+        reason = f"off: {obstacle}" if obstacle else ""
+        if not obstacle:
             scores, reason = self._decide(prompt, config, len(held), num_old, max_tokens)
             if scores or len(held) < num_old:
                 kept, num_recalled = self._select(prompt, config if scores else None, held, num_old, max_tokens)
@@ -291,16 +291,6 @@ class PrunerConversation:
         if max_tokens is not None and len(self._kept) > max_tokens:
             reason += f"; what is never pruned, or was kept before, is over max_tokens={max_tokens}"
         return _result(messages, prompt, self._kept, marker, num_recalled, reason)
-
-    def _obstacle(self, num_tokens: int) -> str:
-        """The reason why the draft cannot score a prompt of this length; empty if it can."""
-        limit = self._pair.max_positions[1]
-        if needs_attention(self._config.scorer) and num_tokens + MOST_REPEATED > limit:
-            return f"off: the prompt has {num_tokens} tokens, and the draft {limit} positions"
-        window = self._pair.scoring_limit
-        if needs_attention(self._config.scorer) and not sees_whole(self._config, num_tokens, window):
-            return f"off: every attention layer of the draft slides over {window} tokens, and none sees more"
-        return ""
 
     def _decide(
         self, prompt: _Prompt, config: PrefillConfig, num_held: int, num_old: int, max_tokens: int | None
@@ -312,7 +302,7 @@ class PrunerConversation:
             return False, f"off: {num_left} tokens are no more than max_tokens={max_tokens}"
         text = "new text" if num_old else "prompt"
         new = clip_spans(prompt.protected, num_old)
-        return decide_scoring(config, num_tokens - num_old, new, num_tokens, self._pair.scoring_limit, text)
+        return decide_scoring(config, num_tokens - num_old, new, text=text)
 
     def _select(
         self, prompt: _Prompt, config: PrefillConfig | None, held: list[int], num_old: int, max_tokens: int | None

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from spec_stack.api.answering import GenerationMixin, collect
@@ -82,7 +81,6 @@ class Session(GenerationMixin):
         self._held: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk, ngram_cache)
         self._answering = threading.Lock()
         self._warnings = OnceEach()
-        self.tells_of_beginnings = True
 
     @property
     def num_cached_tokens(self) -> int:
@@ -172,9 +170,7 @@ class Session(GenerationMixin):
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -197,11 +193,7 @@ class Session(GenerationMixin):
     def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
         """Warn if only the new message is given: without earlier turns it starts another conversation."""
         messages, held = call.get("messages"), self._conversation.token_ids
-        if (
-            not (held and self.tells_of_beginnings)
-            or messages is None
-            or any(message["role"] == "assistant" for message in messages)
-        ):
+        if not held or messages is None or any(message["role"] == "assistant" for message in messages):
             return
         num_continued = num_shared(held, request.prompt_ids)
         if 2 * num_continued < len(request.prompt_ids):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -38,17 +38,6 @@ def awaitable(function: Callable[Parameters, Generator[Item]]) -> Callable[Param
     @wraps(function)
     def begin(*args: Parameters.args, **kwargs: Parameters.kwargs) -> AsyncGenerator[Item]:
         return _in_thread(function(*args, **kwargs))
-
-    return begin
-
-
-def awaitable_result(function: Callable[Parameters, Item]) -> Callable[Parameters, Coroutine[Any, Any, Item]]:
-    """Wrap a function as a coroutine function that runs it in a thread. A cancelled call runs to its end; `awaitable`
-    streams can be closed."""
-
-    @wraps(function)
-    async def begin(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Item:
-        return await asyncio.to_thread(function, *args, **kwargs)
 
     return begin
 

@@ -96,6 +96,7 @@ _ALTERNATIVES = {
     'precision="int8"': ("load_in_8bit",),
     f'precision="int8" or "nf4"; for others, {_LOADED}': ("quantization_config",),
     _LOADED: ("attn_implementation", "subfolder", "max_memory", "offload_folder"),
+    "SpecStackConfig(prefix_cache=PrefixCacheConfig(max_tokens=...)) prefills a common prefix once": ("share",),
     "set HF_HOME": ("cache_dir",),
     "set HF_HUB_OFFLINE=1": ("local_files_only",),
 }

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from spec_stack.api.fidelity import prompt_of
 from spec_stack.api.fidelity_report import FidelityReport, Interval, SettingFidelity
 from spec_stack.calibrate.shapes import SHAPES
 from spec_stack.cli.chat import read_document
@@ -45,11 +46,7 @@ def _prompt_of(place: str, line: str) -> dict[str, Any]:
         raise ValueError(f"{place} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{place} must be a JSON object, got {type(value).__name__}")
-    if "messages" in value:
-        if not (isinstance(value["messages"], list) and value["messages"]):
-            raise ValueError(f'{place}: "messages" must be a list of messages, got {value["messages"]!r}')
-    elif not any(isinstance(value.get(name), str) and value[name] for name in ("prompt", "text")):
-        raise ValueError(f'{place} has neither "messages" nor a text as "prompt" or "text"')
+    prompt_of(value, place)
     return value
 
 

@@ -106,7 +106,7 @@ class AcceptanceEstimator:
         self.reset()
 
     def _begin_request(self) -> None:
-        self._shift, self._evidence = 0.0, TUNING.own_trust
+        self._shift, self._evidence = 0.0, TUNING.prior_weight
 
     def reset(self) -> None:
         self._survival, self._with_next = 1.0, 1.0

@@ -36,18 +36,15 @@ class ObjectPool(Generic[Thing]):
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A request's policy, checked: an object, or a name with its options. is_fresh: the policy begins without learned
-    state.
-    """
+    """A request's policy, checked: its name, and the pool that lends it."""
 
     name: str
-    options: tuple[tuple[str, Any], ...] = ()
-    policy: Policy | None = None
-    is_fresh: bool = False
+    pool: ObjectPool[Policy]
 
 
 class PolicyPool:
-    """Lends policies, one to a request at a time. Thread-safe. Raises ValueError where the default is no policy.
+    """Chooses requests' policies, which keep their learned state under a name. Thread-safe. Raises ValueError where the
+    default is no policy.
 
     default: for requests that name none. options: policy options by name.
     """
@@ -56,7 +53,7 @@ class PolicyPool:
         self._default = default
         self._options = dict(options or {})
         # By repr: as dictionary keys True, 1 and 1.0 are one.
-        self._shelves: dict[str, ObjectPool[Policy]] = {}
+        self._pools: dict[str, ObjectPool[Policy]] = {}
         self._lock = Lock()
         self.choose()
 
@@ -71,32 +68,22 @@ class PolicyPool:
         if gamma is not None:
             if policy is not None and policy != "fixed":
                 raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
-            return self._checked(PolicyChoice("fixed", (("gamma", gamma),)))
+            return PolicyChoice("fixed", self._pool_of("fixed", {"gamma": gamma}))
         if policy is None:
             policy = "fixed" if is_seeded and self._default in CLOCK_POLICY_NAMES else self._default
         if isinstance(policy, Policy):
-            return PolicyChoice(policy.name, policy=policy)
+            return PolicyChoice(policy.name, ObjectPool(lambda: policy))
         if not isinstance(policy, str):
             raise ValueError(f"policy must be a name or an object of a class Mine(Policy), got {policy!r}")
-        options = tuple(sorted(self._options.get(policy, {}).items()))
-        return self._checked(PolicyChoice(policy, options, is_fresh=is_seeded))
+        return PolicyChoice(policy, self._pool_of(policy, self._options.get(policy, {}), is_seeded))
 
-    def _checked(self, choice: PolicyChoice) -> PolicyChoice:
-        """Make a policy, which checks the choice, and keep it for its first request."""
+    def _pool_of(self, name: str, options: Mapping[str, Any], is_fresh: bool = False) -> ObjectPool[Policy]:
+        """The pool of a policy; is_fresh: a new one, without learned state."""
+        key = repr((name, sorted(options.items())))
         with self._lock:
-            if repr(choice) not in self._shelves:
-                shelf = ObjectPool(partial(make_policy, choice.name, **dict(choice.options)))
-                with shelf.lend():
-                    self._shelves[repr(choice)] = shelf
-        return choice
-
-    @contextmanager
-    def lend(self, choice: PolicyChoice) -> Iterator[Policy]:
-        """The chosen policy for the block: an idle one, or a new one where all are lent."""
-        if choice.policy is not None:
-            yield choice.policy
-        elif choice.is_fresh:
-            yield make_policy(choice.name, **dict(choice.options))
-        else:
-            with self._shelves[repr(choice)].lend() as policy:
-                yield policy
+            if key not in self._pools:
+                pool = ObjectPool(partial(make_policy, name, **options))
+                # Making a policy checks the choice; it is kept for its first request.
+                with pool.lend():
+                    self._pools[key] = pool
+            return ObjectPool(partial(make_policy, name, **options)) if is_fresh else self._pools[key]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,6 @@ FILE_NAME = "spec_stack_predictor.json"
 STEP_FEATURES = ("mean_entropy", "mean_confidence", "max_entropy", "min_confidence", "precision_code", "gamma")
 PRECISION_CODES = {"fp32": 0.0, "fp16": 0.0, "bf16": 0.0, "int8": 1.0, "nf4": 2.0}
 """The paper's ordinal code; precisions it did not measure share the unquantised one's."""
-STEP_MODELS = ("ridge", "mlp-16", "mlp-32", "rf-10", "rf-100")
 FORMAT = "spec-stack-predictor/1"
 
 
@@ -104,16 +103,6 @@ class StepPredictor:
         """In [0, 1], of (n, 6) features as `step_features` makes them."""
         rates: list[float] = self.network.outputs(features).clip(0.0, 1.0).tolist()
         return rates
-
-
-def save_predictor(path: str | Path, network: Network, card: Card) -> None:
-    """Write a predictor as JSON, numbers in full precision."""
-    layers = [
-        {"weights": matrix.tolist(), "bias": bias.tolist()}
-        for matrix, bias in zip(network.weights, network.biases, strict=True)
-    ]
-    content = {"format": FORMAT, "card": asdict(card), "layers": layers}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def load_step_predictor(path: str | Path) -> StepPredictor:

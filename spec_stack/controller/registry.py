@@ -63,20 +63,10 @@ def check_batch_policy(name: object) -> None:
     check_name("policy", name, BATCH_POLICIES)
 
 
-def policy_class(name: str) -> type[Policy]:
-    """The class of a policy of POLICIES. Raises ValueError for an unknown name, naming the nearest."""
-    return _find(POLICIES, name)
-
-
-def _find(policies: Registry[type[Policy]], name: str) -> type[Policy]:
+def _make(policies: Registry[type[Policy]], name: str, options: dict[str, Any]) -> Policy:
     found = policies.find(name)
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ValueError(f"the registry holds {found!r}, which is no policy class; write `class Mine(Policy)`")
-    return found
-
-
-def _make(policies: Registry[type[Policy]], name: str, options: dict[str, Any]) -> Policy:
-    found = _find(policies, name)
     known: list[str] = [entry.name for entry in fields(found) if entry.init] if is_dataclass(found) else []
     for option in options:
         if option not in known:

@@ -73,7 +73,7 @@ class RequestRate:
     `TUNING.prior_weight` steps. `keep` discounts the past with every step.
     """
 
-    def __init__(self, start: float, keep: float = TUNING.rate_keep) -> None:
+    def __init__(self, start: float, keep: float = TUNING.keep) -> None:
         self._start, self._keep = start, keep
         self._shared = self._own = (0.0, 0.0)
 
@@ -95,7 +95,7 @@ class RequestRate:
         tokens, time = self._shared
         shared = (tokens + self._start * TUNING.prior_weight) / (time + TUNING.prior_weight)
         tokens, time = self._own
-        return (tokens + shared * TUNING.shared_weight) / (time + TUNING.shared_weight)
+        return (tokens + shared * TUNING.prior_weight) / (time + TUNING.prior_weight)
 
 
 class DiscountedCurve:

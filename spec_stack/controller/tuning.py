@@ -14,7 +14,7 @@ class Tuning:
 
     # Seconds of a step.
     keep: float = 0.98
-    """What each step leaves of the weight of earlier ones."""
+    """What each step leaves of the weight of earlier ones, in seconds and in rates."""
     draft_keep: float = 0.85
     """The same for the draft's seconds per token, which hardly vary at one length and must follow where it changes."""
     warm_up: int = 3
@@ -29,16 +29,11 @@ class Tuning:
     """A sample over this factor above what is expected counts as if it were on that bound."""
 
     # Rates, and probabilities.
-    rate_keep: float = 0.97
-    """What each step leaves of a rate's past."""
-    prior_weight: float = 6.0
-    """Plain steps that a rate's start counts for."""
-    shared_weight: float = 4.0
-    """Plain steps that the rate of all requests counts for against a request's own."""
+    prior_weight: float = 5.0
+    """Plain steps that a rate's start counts for; plain steps, and tokens, that the rate and the acceptance of all
+    requests count for against a request's own."""
     trust: float = 20.0
     """Examples that the shipped weights of an online regression count for."""
-    own_trust: float = 5.0
-    """Tokens that the estimate of all requests counts for against a request's own outcomes."""
     forgetting: float = 0.999
     """What each example leaves of an online regression's certainty, and each step of the rate by whole answers."""
 

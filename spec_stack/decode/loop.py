@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 from spec_stack.clock import Clock
@@ -14,15 +13,6 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.decode.verify import verify
 from spec_stack.types import DraftingModel, Proposal, Selection, StepOutput, TargetModel
-
-
-@dataclass(frozen=True)
-class RequestLabels:
-    """The labels in a request's records."""
-
-    request_id: str
-    precision: str
-    task: str = ""
 
 
 def decode(
@@ -36,7 +26,9 @@ def decode(
     sampler: Sampler,
     stopper: StopChecker,
     end_ids: Collection[int],
-    labels: RequestLabels,
+    request_id: str,
+    precision: str,
+    task: str = "",
     clock: Clock | None = None,
     num_logprobs: int | None = None,
 ) -> Iterator[StepOutput]:
@@ -49,8 +41,8 @@ def decode(
 
     target: empty. draft: as scoring left it; both caches are advanced and rolled back. prompt_ids: the whole prompt.
     proposal: the look-ahead, empty without scoring. end_ids: tokens that end the text, after which the shaper is not
-    called. clock: its phase "scoring" goes into the first record. num_logprobs: likeliest tokens given beside each
-    token's log-probability; None gives neither.
+    called. request_id, precision, task: labels of the records. clock: its phase "scoring" goes into the first record.
+    num_logprobs: likeliest tokens given beside each token's log-probability; None gives neither.
     """
     clock = clock or Clock()
     committed = list(prompt_ids)
@@ -64,8 +56,8 @@ def decode(
                 step=step,
                 max_gamma=stopper.num_left - 1,
                 last=last,
-                precision=labels.precision,
-                task=labels.task,
+                precision=precision,
+                task=task,
                 draft_lag=draft_lag,
                 num_target_slots=num_target_slots,
                 num_draft_slots=num_draft_slots,
@@ -92,11 +84,11 @@ def decode(
         draft.rollback(max(0, draft.next_position - (len(committed) - 1)))
 
         last = StepRecord(
-            request_id=labels.request_id,
+            request_id=request_id,
             step=step,
             policy=policy.name,
-            precision=labels.precision,
-            task=labels.task,
+            precision=precision,
+            task=task,
             is_prefill=step == 0,
             keep_rate=selection.keep_rate,
             gamma=gamma,

@@ -21,8 +21,3 @@ PROPOSERS: Registry[Callable[[ProposerInputs], Proposer]] = Registry(
     },
 )
 """name -> "module:Class" or what makes one of `ProposerInputs`. An entry more is a proposer more."""
-
-
-def make_proposer(name: str, means: ProposerInputs) -> Proposer:
-    """Make a request's proposer by name. Raises ValueError for an unknown one."""
-    return PROPOSERS.find(name)(means)

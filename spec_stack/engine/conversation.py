@@ -239,3 +239,6 @@ class SingleTurn(Turn):
     def __init__(self, pair: ModelPair, request: Request) -> None:
         conversation = Conversation(pair, request.prefill.prefill_chunk)
         super().__init__(conversation, pair, request, _NO_RECALL, math.inf)
+
+    def select_everything(self) -> Selection:
+        return Selection.everything(self._request.prompt_ids)

@@ -90,7 +90,7 @@ class Engine:
         """The steps of a planned request over these caches. Its clock pauses between the steps."""
         pair, clock, sampler = self.pair, request.clock, request.sampler
         clock.resume()
-        with self._pool.lend(request.policy) as policy, self._ngram_policies.lend() as ngram_policy:
+        with request.policy.pool.lend() as policy, self._ngram_policies.lend() as ngram_policy:
             models: list[Any] = [caches.draft]
             begun_s = caches.draft.forward_s
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
@@ -111,7 +111,9 @@ class Engine:
                 sampler=sampler,
                 stopper=request.stopper,
                 end_ids=request.end_ids,
-                labels=request.labels,
+                request_id=request.request_id,
+                precision=pair.precision,
+                task=request.task,
                 clock=clock,
                 num_logprobs=request.num_logprobs,
             )

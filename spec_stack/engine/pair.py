@@ -79,19 +79,44 @@ class ModelPair:
         predictors: Mapping[str, str | Path] | None = None,
         positions: Positions = "original",
         draft_step: DraftStep = LoadConfig.draft_step,
+        vocabulary: Vocabulary | None = None,
     ) -> ModelPair:
         """Pair loaded models; their attention is replaced in place.
 
-        Raises ValueError for an unsupported architecture, two devices, or vocabularies that cannot be matched.
+        vocabulary: of a pair that has been checked. Raises ValueError for an unsupported architecture, two devices, or
+        vocabularies that cannot be matched.
         """
-        check_pair(target.config, draft.config, positions)
-        if target.device != draft.device:
-            raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
-        sizes = (text_config(model.config).vocab_size for model in (target, draft))
-        vocabulary = compare(tokenizer, draft_tokenizer, *sizes)
-        models, tokenizers, precisions = (target, draft), (tokenizer, draft_tokenizer), (precision, draft_precision)
+        if vocabulary is None:
+            check_pair(target.config, draft.config, positions)
+            if target.device != draft.device:
+                raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
+            sizes = (text_config(model.config).vocab_size for model in (target, draft))
+            vocabulary = compare(tokenizer, draft_tokenizer, *sizes)
         step = LoadConfig(draft_step=draft_step).draft_step
-        return cls._of(models, tokenizers, vocabulary, precisions, predictors or {}, positions, step)
+        for model in (target, draft):
+            # A model in training mode would still drop activations at random.
+            model.eval()
+            if is_supported(model.config):
+                install(model)
+            warm_up_quantized(model)
+        is_foreign = vocabulary.relation == "other"
+        return cls(
+            target=target,
+            draft=draft,
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            translation=Translation(tokenizer, draft_tokenizer, vocabulary) if is_foreign else None,
+            precision=precision or precision_of(target),
+            draft_precision=draft_precision or precision_of(draft),
+            target_weight_bytes=weight_bytes(target),
+            draft_weight_bytes=weight_bytes(draft),
+            grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
+            target_step=FixedStep(target, step),
+            draft_step=FixedStep(draft, step, num_ids=vocabulary.num_target),
+            answer_format=AnswerFormat.learn(tokenizer),
+            predictors=predictors or {},
+            positions=positions,
+        )
 
     @classmethod
     def load(
@@ -120,44 +145,9 @@ class ModelPair:
         sizes = (text_config(config).vocab_size for config in found.configs)
         vocabulary = compare(*found.tokenizers, *sizes)
         of_target, of_draft = (each.name for each in found.precisions)
-        models, precisions = found.load_models(target_weights), (of_target, of_draft)
-        return cls._of(models, found.tokenizers, vocabulary, precisions, found.predictors, positions, draft_step)
-
-    @classmethod
-    def _of(
-        cls,
-        models: tuple[PreTrainedModel, PreTrainedModel],
-        tokenizers: tuple[Any, Any],
-        vocabulary: Vocabulary,
-        precisions: tuple[str, str],
-        predictors: Mapping[str, str | Path],
-        positions: Positions,
-        draft_step: DraftStep,
-    ) -> ModelPair:
-        for model in models:
-            # A model in training mode would still drop activations at random.
-            model.eval()
-            if is_supported(model.config):
-                install(model)
-            warm_up_quantized(model)
-        (target, draft), tokenizer = models, tokenizers[0]
-        is_foreign = vocabulary.relation == "other"
-        return cls(
-            target=target,
-            draft=draft,
-            tokenizer=tokenizer,
-            vocabulary=vocabulary,
-            translation=Translation(*tokenizers, vocabulary) if is_foreign else None,
-            precision=precisions[0] or precision_of(target),
-            draft_precision=precisions[1] or precision_of(draft),
-            target_weight_bytes=weight_bytes(target),
-            draft_weight_bytes=weight_bytes(draft),
-            grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
-            target_step=FixedStep(target, draft_step),
-            draft_step=FixedStep(draft, draft_step, num_ids=vocabulary.num_target),
-            answer_format=AnswerFormat.learn(tokenizer),
-            predictors=predictors,
-            positions=positions,
+        models = found.load_models(target_weights)
+        return cls.assemble(
+            *models, *found.tokenizers, of_target, of_draft, found.predictors, positions, draft_step, vocabulary
         )
 
     @property

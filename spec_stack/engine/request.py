@@ -21,7 +21,6 @@ from spec_stack.config import (
 )
 from spec_stack.controller.pool import PolicyChoice, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
-from spec_stack.decode.loop import RequestLabels
 from spec_stack.decode.registry import PROPOSERS
 from spec_stack.decode.sampler import LogitsProcessors, Sampler
 from spec_stack.decode.stopping import StopChecker
@@ -36,16 +35,15 @@ from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_promp
 from spec_stack.hf.sampling import make_processors, make_warp
 from spec_stack.hf.structured import Grammar
 from spec_stack.hf.text import open_text_stream
-from spec_stack.prefill.decide import decide_scoring, sees_whole
-from spec_stack.prefill.queries import MOST_REPEATED
+from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
 from spec_stack.prefill.recall import clip_spans
-from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Observer
 from spec_stack.settings.checks import plain, require
 from spec_stack.settings.registry import check_name
 from spec_stack.types import DraftTokenization
 
 _OF_PROMPT = {entry.name for entry in fields(PromptSource)}
+_OF_PREFILL = ("keep_rate", "sparse_prefill")
 _OF_SAMPLING = {entry.name for entry in fields(SamplingParams)}
 
 
@@ -78,7 +76,9 @@ class Request:
     proposer: str
     # Notes on the draft's part in decoding.
     decode_note: str
-    labels: RequestLabels
+    # Labels of the records.
+    request_id: str
+    task: str
     parser: AnswerParser | None
     # Likeliest tokens given beside each token's log-probability; None gives neither.
     num_logprobs: int | None
@@ -125,17 +125,19 @@ def plan_request(
     # The last token is always new: its logits are needed.
     num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1)
 
-    prefill = _prefill_of(config.prefill, call)
+    given: dict[str, Any] = {name: call.get(name) for name in _OF_PREFILL if call.get(name) is not None}
+    prefill = replace(config.prefill, **given) if given else config.prefill
     tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
     num_draft_tokens = len(prompt_ids if tokenization is None else tokenization.token_ids)
     draft_room = pair.max_positions[1] - num_draft_tokens
-    if (
-        not obstacle
-        and draft_room < (MOST_REPEATED if prefill.queries_from_prompt else 0)
-        and needs_attention(prefill.scorer)
-    ):
-        obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {pair.max_positions[1]} positions"
-    scores, reason = _decide(pair, prefill, encoded, num_cached, num_draft_tokens, obstacle)
+    obstacle = obstacle or scoring_obstacle(prefill, num_draft_tokens, pair.max_positions[1], pair.scoring_limit)
+    scores, reason = decide_scoring(
+        prefill,
+        len(prompt_ids) - num_cached,
+        clip_spans(encoded.protected, num_cached) if num_cached else encoded.protected,
+        obstacle,
+        "new text" if num_cached else "prompt",
+    )
     notes = [pair.decode_reason, uncopied_note(processors) if processors else ""]
     if draft_room < 0:
         notes.append(f"the prompt is longer than the draft's {pair.max_positions[1]} positions, so it proposes nothing")
@@ -160,8 +162,8 @@ def plan_request(
         num_cached=num_cached,
         prefill=prefill,
         scores=scores,
-        reason=reason,
-        can_score=not obstacle and sees_whole(prefill, num_draft_tokens, pair.scoring_limit),
+        reason=f"{reason}; {encoded.note}" if encoded.note else reason,
+        can_score=not obstacle,
         tokenization=tokenization,
         params=params,
         sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
@@ -170,7 +172,8 @@ def plan_request(
         policy=policy,
         proposer=proposer,
         decode_note="; ".join(filter(None, notes)),
-        labels=RequestLabels(call.get("request_id") or secrets.token_hex(4), pair.precision, call.get("task", "")),
+        request_id=call.get("request_id") or secrets.token_hex(4),
+        task=call.get("task", ""),
         parser=_parser(pair, source, encoded) if encoded.text else None,
         num_logprobs=num_logprobs,
         progress=Progress(call.get("on_progress")),
@@ -220,28 +223,6 @@ def _sampling_params(call: Call) -> SamplingParams:
     return params
 
 
-def _decide(
-    pair: ModelPair,
-    prefill: PrefillConfig,
-    encoded: EncodedPrompt,
-    num_cached: int,
-    num_draft_tokens: int,
-    obstacle: str,
-) -> tuple[bool, str]:
-    """Whether the prompt is scored to be pruned, and why."""
-    scores, reason = decide_scoring(
-        prefill,
-        len(encoded.token_ids) - num_cached,
-        clip_spans(encoded.protected, num_cached) if num_cached else encoded.protected,
-        num_draft_tokens,
-        pair.scoring_limit,
-        "new text" if num_cached else "prompt",
-    )
-    if scores and obstacle:
-        scores, reason = False, f"off: {obstacle}"
-    return scores, f"{reason}; {encoded.note}" if encoded.note else reason
-
-
 def _who_drafts(pool: PolicyPool, config: DecodeConfig, call: Call, params: SamplingParams) -> tuple[PolicyChoice, str]:
     """The policy and the proposer of a call.
 
@@ -258,14 +239,6 @@ def _who_drafts(pool: PolicyPool, config: DecodeConfig, call: Call, params: Samp
     if proposer == "auto":
         proposer = "both" if policy.name in CLOCK_POLICY_NAMES else "model"
     return policy, proposer
-
-
-def _prefill_of(config: PrefillConfig, call: Call) -> PrefillConfig:
-    """The configuration with the call's overrides."""
-    keep_rate, sparse_prefill = call.get("keep_rate"), call.get("sparse_prefill")
-    if keep_rate is not None:
-        config = replace(config, keep_rate=keep_rate)
-    return config if sparse_prefill is None else replace(config, sparse_prefill=sparse_prefill)
 
 
 def _grammar(

@@ -14,15 +14,13 @@ def decide_scoring(
     config: PrefillConfig,
     num_new_tokens: int,
     protected: Sequence[Span],
-    num_draft_tokens: int = 0,
-    scoring_limit: int | None = None,
+    obstacle: str = "",
     text: str = "prompt",
 ) -> tuple[bool, str]:
     """Return whether to score a text in order to prune it, and why.
 
-    num_new_tokens: of the prompt, or of a turn's new text; protected: spans of these. num_draft_tokens: the whole
-    prompt's length in draft tokens. scoring_limit: the longest context that the draft sees whole, None for any. text:
-    its name in the reason.
+    num_new_tokens: of the prompt, or of a turn's new text; protected: spans of these. obstacle: why the draft cannot
+    score it, if so. text: its name in the reason.
     """
     if config.sparse_prefill in ("off", "draft_only"):
         return False, f'off: sparse_prefill="{config.sparse_prefill}" leaves the target dense'
@@ -33,15 +31,27 @@ def decide_scoring(
         return False, f"off: the {text} is shorter than min_prompt_tokens={config.min_prompt_tokens}"
     if num_prunable <= sum(config.forced_tokens):
         return False, f"off: no more than {num_prunable} of {num_new_tokens} {text} tokens could be pruned"
-    if needs_attention(config.scorer) and not sees_whole(config, num_draft_tokens, scoring_limit):
-        return False, f"off: every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
+    if obstacle:
+        return False, f"off: {obstacle}"
     by = f"; calibrated by {config.calibrated_by}" if config.calibrated_by else ""
     if config.sparse_prefill == "on":
         return True, f'on: sparse_prefill="on"{by}'
     return True, f"on: the {text} has min_prompt_tokens={config.min_prompt_tokens} or more{by}"
 
 
-def sees_whole(config: PrefillConfig, num_draft_tokens: int, scoring_limit: int | None) -> bool:
-    """Return whether some attention layer of the draft sees such a prompt and the queries behind it whole."""
-    num_behind = MOST_REPEATED if config.queries_from_prompt else config.look_ahead
-    return scoring_limit is None or num_draft_tokens + num_behind <= scoring_limit
+def scoring_obstacle(
+    config: PrefillConfig, num_draft_tokens: int, max_positions: int, scoring_limit: int | None
+) -> str:
+    """Why the draft cannot score a prompt of so many of its tokens; empty if it can.
+
+    max_positions: the draft's. scoring_limit: the longest context that a layer of it sees whole, None for any.
+    """
+    num_repeated = MOST_REPEATED if config.queries_from_prompt else 0
+    num_behind = num_repeated or config.look_ahead
+    if num_draft_tokens + num_repeated > max_positions:
+        obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {max_positions} positions"
+    elif scoring_limit is not None and num_draft_tokens + num_behind > scoring_limit:
+        obstacle = f"every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
+    else:
+        return ""
+    return obstacle if needs_attention(config.scorer) else ""

@@ -22,17 +22,6 @@ def require_number(name: str, value: object) -> None:
     require(number, f"{name} must be a number, got {value!r}")
 
 
-def require_one_of(name: str, value: object, known: Sequence[object]) -> None:
-    """Require a known name."""
-    require(isinstance(value, str) and value in known, f"{name} must be one of {list(known)}, got {value!r}")
-
-
-def require_choices(config: object) -> None:
-    """Require known names in a configuration's fields of a Literal type."""
-    for name, known in _choices(type(config)).items():  # type: ignore[arg-type]
-        require_one_of(name, getattr(config, name), known)
-
-
 @cache
 def _choices(config: type) -> dict[str, tuple[object, ...]]:
     """The known names by field; once per class, since types are read from their source text."""
@@ -64,6 +53,25 @@ def make_plain(config: object) -> None:
     """Convert a configuration's numbers to Python numbers and its lists to immutable tuples."""
     for entry in fields(config):  # type: ignore[arg-type]
         object.__setattr__(config, entry.name, plain(getattr(config, entry.name)))
+
+
+def check_fields(config: object) -> None:
+    """Make a configuration's values plain, and require bools, numbers, whole numbers within the bounds of their
+    `options.option`, and known names. None passes where the field's type has it."""
+    make_plain(config)
+    for entry in fields(config):  # type: ignore[arg-type]
+        value, kind = getattr(config, entry.name), str(entry.type)
+        if value is None and kind.endswith("| None"):
+            continue
+        if "bounds" in entry.metadata:
+            require_int(entry.name, value, *entry.metadata["bounds"])
+        elif kind == "bool":
+            require(isinstance(value, bool), f"{entry.name} must be True or False, got {value!r}")
+        elif kind in ("float", "float | None"):
+            require_number(entry.name, value)
+    for name, known in _choices(type(config)).items():  # type: ignore[arg-type]
+        chosen = getattr(config, name)
+        require(isinstance(chosen, str) and chosen in known, f"{name} must be one of {list(known)}, got {chosen!r}")
 
 
 def require_ids(name: str, token_ids: object) -> None:

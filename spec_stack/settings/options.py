@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields
 from functools import wraps
@@ -12,9 +13,11 @@ Value = TypeVar("Value")
 Config = TypeVar("Config", bound=type)
 
 
-def option(default: Value, help: str) -> Value:
-    """A dataclass field with its meaning, for `meaning`."""
-    return field(default=default, metadata={"help": help})
+def option(default: Value, help: str, least: int | None = None, most: float = math.inf, hint: str = "") -> Value:
+    """A dataclass field with its meaning, for `meaning`. least, most, hint: the range of whole numbers, for
+    `checks.check_fields`."""
+    bounds = {} if least is None else {"bounds": (least, most, hint)}
+    return field(default=default, metadata={"help": help, **bounds})
 
 
 def meaning(config: type, name: str) -> str:

@@ -21,8 +21,8 @@ TEXT = "The clerk of the harbour counted {} grey barrels before noon. Nobody els
         ("", "is empty; give a line of JSON per prompt"),
         ('{"text": "a"}\n\n{"text"', "line 3 is not JSON"),
         ('["a"]', "line 1 must be a JSON object, got list"),
-        ('{"messages": 3}', 'line 1: "messages" must be a list of messages, got 3'),
-        ('{"text": "a"}\n{"prompt": ""}', "line 2 has neither"),
+        ('{"messages": 3}', 'line 1 must be a text, or have "messages" (a list)'),
+        ('{"text": "a"}\n{"prompt": ""}', "line 2 must be a text, or have"),
     ],
 )
 def test_what_is_wrong_with_a_file_of_prompts_is_named(

@@ -14,10 +14,10 @@ from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.base import DraftSignals
 from spec_stack.controller.ngram import NgramPolicy, NgramToken
 from spec_stack.controller.simple import Fixed
-from spec_stack.decode.loop import RequestLabels, decode
+from spec_stack.decode.loop import decode
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
 from spec_stack.decode.proposer import ProposerInputs
-from spec_stack.decode.registry import make_proposer
+from spec_stack.decode.registry import PROPOSERS
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.hf.attention import install
@@ -173,8 +173,8 @@ def run(proposer: str, prompt: list[int], num_tokens: int, gamma: int, sampler: 
     target, draft = (CachedModel(model, 64) for model in models)
     means = ProposerInputs(draft, sampler, (), NgramPolicy())
     steps = decode(
-        target, draft, prompt, Selection.everything(prompt), Proposal(), Fixed(gamma), make_proposer(proposer, means),
-        sampler, StopChecker(num_tokens, ()), (), RequestLabels("r", "fp32"), StoppedClock(),
+        target, draft, prompt, Selection.everything(prompt), Proposal(), Fixed(gamma), PROPOSERS.find(proposer)(means),
+        sampler, StopChecker(num_tokens, ()), (), "r", "fp32", "", StoppedClock(),
     )  # fmt: skip
     return [token for output in steps for token in output.token_ids]
 

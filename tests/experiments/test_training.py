@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.policies.training import as_network, make_estimator, step_examples
+from experiments.policies.training import as_network, make_estimator, save_predictor, step_examples
 from spec_stack.controller.predictor import (
     KIND,
     STEP_FEATURES,
     Card,
     Network,
     load_step_predictor,
-    save_predictor,
     step_features,
 )
 from spec_stack.controller.registry import make_policy

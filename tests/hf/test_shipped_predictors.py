@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.policies.training import as_network, make_estimator, step_examples
+from experiments.policies.training import as_network, make_estimator, save_predictor, step_examples
 from spec_stack import SpecStackGenerator
 from spec_stack.cli import doctor
-from spec_stack.controller.predictor import FILE_NAME, KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
+from spec_stack.controller.predictor import FILE_NAME, KIND, STEP_FEATURES, Card, load_step_predictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.hf import loading
 

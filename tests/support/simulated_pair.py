@@ -19,9 +19,9 @@ from spec_stack.clock import Clock
 from spec_stack.controller.base import Policy, StepRecord
 from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.decode import propose
-from spec_stack.decode.loop import RequestLabels, decode
+from spec_stack.decode.loop import decode
 from spec_stack.decode.proposer import ProposerInputs
-from spec_stack.decode.registry import make_proposer
+from spec_stack.decode.registry import PROPOSERS
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.types import Proposal, Selection
@@ -230,11 +230,13 @@ def run_text(text: Text, policy: Policy, proposer: str, gate: NgramPolicy, costs
             selection=Selection.everything(text.prompt_ids),
             proposal=Proposal(),
             policy=policy,
-            proposer=make_proposer(proposer, ProposerInputs(draft, sampler, {text.end_id}, gate)),
+            proposer=PROPOSERS.find(proposer)(ProposerInputs(draft, sampler, {text.end_id}, gate)),
             sampler=sampler,
             stopper=StopChecker(len(text.text_ids), {text.end_id}),
             end_ids={text.end_id},
-            labels=RequestLabels("", "bf16", text.task),
+            request_id="",
+            precision="bf16",
+            task=text.task,
             clock=Clock(now),
         ):
             if output.record.is_prefill:
