@@ -22,6 +22,7 @@ from spec_stack.sglang.support import (
     require_slots,
     scoring_refusal,
 )
+from spec_stack.sglang.threshold import with_threshold
 from spec_stack.tokenizers.chat_turns import ChatTurns
 
 _NOT_SHOWN = ("arguments", "problem", "warnings", "numbers")
@@ -104,7 +105,7 @@ def describe(launch: Launch) -> dict[str, Any]:
     report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
     if launch.prunes:
         report["positions"] = launch.pruning.note or launch.pruning.default
-        report["threshold"] = _threshold_note(config)
+        report["threshold"] = notes.threshold_note(config)
     report["drafting"] = notes.drafting_note(config) if launch.is_own else notes.others_note(launch.algorithm)
     report["attention"] = launch.backend
     by_model = {"target": numbers["target_bytes_per_token"]}
@@ -169,16 +170,6 @@ def _bytes_per_token(model: Any, args: Any) -> int | None:
 
 def _num_per_token(model: Any, tp_size: int) -> int:
     return int(model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim))
-
-
-def _threshold_note(config: ServerConfig) -> str:
-    prefill = config.prefill
-    if "min_prompt_tokens" in prefill.given:
-        return f"{prefill.min_prompt_tokens} uncached tokens, as given or calibrated"
-    return (
-        f"{prefill.min_prompt_tokens} uncached tokens, or more: the launch times both models' prefill and raises it to "
-        "where pruning pays (--spec-stack-min-prompt-tokens sets it)"
-    )
 
 
 def _target_pool_note(bytes_per_token: Mapping[str, int | None], args: Any) -> str:
@@ -250,7 +241,8 @@ def _resolve(arguments: list[str]) -> Launch:
     refusal = None if algorithm == NAME else scoring_refusal(args, algorithm, target, small, config.positions)
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
-    config = with_calibration(config, source, target.hf_text_config, small.hf_text_config)
+    configs = target.hf_text_config, small.hf_text_config
+    config = with_threshold(with_calibration(config, source, *configs), *configs)
     if algorithm == NAME and config.prefill.sparse_prefill == "draft_only":
         require_slots(args, small)
     return Launch(

@@ -7,6 +7,7 @@ from typing import Any
 
 from spec_stack.sglang.draft_kv_rows import num_row_slots
 from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.threshold import NEVER
 
 # Bytes of one slot number, in backends that list slots token by token.
 _SLOT_BYTES = {"flashinfer": 4, "triton": 8}
@@ -30,6 +31,8 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
         why = "sparse_prefill is off" if prefill.sparse_prefill == "off" else "keep_rate is 1.0"
         return f"no prompt is pruned, since {why}"
     from_length = prefill.min_prompt_tokens
+    if from_length == NEVER:
+        return f"prompts are pruned on request alone: {threshold_note(config)}"
     share, longer = (f"{100 * prefill.rate_for(length):.0f} %" for length in (from_length, 4 * from_length))
     if longer != share:
         share += f" ({longer} at {4 * from_length})"
@@ -42,6 +45,14 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
         f"target prefills about {share}. {kept_whole}. "
         "--spec-stack-sparse-prefill off prefills all prompts densely"
     )
+
+
+def threshold_note(config: ServerConfig) -> str:
+    """The length from which prompts are pruned by default."""
+    by = "--spec-stack-min-prompt-tokens sets it"
+    if config.prefill.min_prompt_tokens == NEVER:
+        return f"none, since by the size of both models pruning pays at no length; {by}"
+    return f"{config.prefill.min_prompt_tokens} uncached tokens; {by}"
 
 
 def slots_of(config: ServerConfig, num_requests: int, bytes_per_token: int) -> dict[str, int]:

@@ -75,7 +75,9 @@ class SparsePrefillManager:
         self._drafts = model.algorithm == NAME
         self._ngram = NgramReader(self._worker) if hasattr(self._worker, "ngram_corpus") else None
         configs = scheduler.model_config.hf_text_config, model.runner.model_config.hf_text_config
-        self.config = with_calibration(ServerConfig.from_environment(), model.source, *configs)
+        self.config = with_threshold(
+            with_calibration(ServerConfig.from_environment(), model.source, *configs), *configs
+        )
         self._pruning, self._refusal = model.pruning, model.refusal
         # A draft with slots of its own cannot score.
         self._can_prune = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
@@ -91,8 +93,6 @@ class SparsePrefillManager:
         forget_with(scheduler.tree_cache, self.forget)
         if self._can_prune:
             self._test(model)
-            if self._pruning.untested is None:
-                self.config = with_threshold(self.config, scheduler.tp_worker.model_runner, model.runner)
         self._applier = Applier(self.config, self._known.turns)
         self._announce(model.algorithm)
 
