@@ -20,7 +20,7 @@ from spec_stack.prefill.decide import decide_scoring
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.positions import BatchMap, PositionedRadixKey, PositionMap
-from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, plan_prefill, protected_lead
+from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, plan_prefill
 from spec_stack.sglang.request_state import RequestOptions, RequestState, attach
 from spec_stack.sglang.required_api import RunningRequest
 from spec_stack.sglang.server_args import ServerConfig
@@ -110,14 +110,12 @@ class KnownTexts:
         """The text of every token; None without a tokenizer."""
         return None if self._pieces is None else self._pieces.of(prompt.token_ids)
 
-    def remember(self, plan: Plan) -> bool:
-        """Remember a plan by its prompt. Returns whether it is new."""
-        is_new = plan.prompt not in self.plans
+    def remember(self, plan: Plan) -> None:
+        """Remember a plan by its prompt."""
         self.plans[plan.prompt] = replace(plan, num_scored_tokens=0, num_draft_tokens=0)
         self.plans.move_to_end(plan.prompt)
         if len(self.plans) > _MOST_PLANS:
             self.plans.popitem(last=False)
-        return is_new
 
     def clear(self) -> None:
         self.plans.clear()
@@ -157,9 +155,6 @@ def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[CachedPrefix, boo
     if prompt.config.sparse_prefill == "on":
         return inherited, False
     num_cached = known.num_cached(prompt)
-    if num_cached >= inherited.num_tokens:
-        # A selection for another question says nothing about this prompt.
-        num_cached = known.turns.num_unchosen(prompt.tenant, prompt.token_ids, num_cached)
     if num_cached < inherited.num_tokens:
         return inherited, False
     return CachedPrefix.dense(num_cached), True
@@ -230,15 +225,12 @@ class Applier:
         """
         positions = None
         if not plan.prefill.is_whole:
-            positions = self._prune(request, options, plan)
-        elif plan.prefill.num_recalled:
-            # Prefilled as any dense prompt, but the recalled part was chosen, and is cached for every prompt like it.
-            self._remember(request, options, plan)
+            positions = self._prune(request, plan)
         report = self._report(options, plan, scoring_s)
         attach(request, RequestState(options, positions), report)
         self.num_by_outcome[plan.outcome] += 1
 
-    def _prune(self, request: RunningRequest, options: RequestOptions, plan: Plan) -> PositionMap | None:
+    def _prune(self, request: RunningRequest, plan: Plan) -> PositionMap | None:
         """Give the request its kept tokens; at contiguous positions they are an ordinary, shorter prompt."""
         positions, key = None, request.extra_key
         token_ids = array("q", plan.prefill.token_ids)
@@ -247,7 +239,8 @@ class Applier:
             placed = PositionedRadixKey.of(positions, request.extra_key)
             placed.place(token_ids)
             key = placed
-        self._remember(request, options, plan)
+        prompt = plan.prompt
+        self._turns.add(prompt.tenant, prompt.token_ids, tuple(plan.prefill.positions), request)
         # The unpadded ones stay whole: SGLang uses them for detokenization and NGRAM.
         request.origin_input_ids = token_ids
         request.full_untruncated_fill_ids = array("q")
@@ -256,14 +249,6 @@ class Applier:
             # SGLang's value for: none of the prompt's tokens.
             request.logprob_start_len = len(token_ids)
         return positions
-
-    def _remember(self, request: RunningRequest, options: RequestOptions, plan: Plan) -> None:
-        prompt, prefill = plan.prompt, plan.prefill
-        # Explicit spans are kept for that request alone.
-        lead = protected_lead(prompt.spans) if options.protect is None else 0
-        if prefill.inherits_all and not prefill.num_recalled:
-            lead = max(lead, prefill.num_cached)
-        self._turns.add(prompt.tenant, prompt.token_ids, tuple(prefill.positions), request, lead)
 
     def _report(self, options: RequestOptions, plan: Plan, scoring_s: Sequence[float]) -> dict[str, Any]:
         """How a prompt is prefilled, under the names of the library's metrics.

@@ -11,7 +11,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from spec_stack.sglang import required_api
 from spec_stack.sglang.errors import log_and_continue, log_failure
 from spec_stack.sglang.manager import SparsePrefillManager
 from spec_stack.sglang.positions import encode_positions, positions_of
@@ -212,13 +211,10 @@ def register() -> None:
 
 
 def check() -> None:
-    """Raise RuntimeError where hooks are not in place in this process, or SGLang lacks a seam.
+    """Raise RuntimeError where hooks are not in place in this process.
 
     A missing statistics hook is only a warning.
     """
-    lacking = required_api.missing()
-    if lacking:
-        raise RuntimeError(f"{NAME} cannot serve: this SGLang has no {', '.join(lacking)}; install a tested version")
     missing = [target for target in HOOKS if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(

@@ -105,7 +105,6 @@ def describe(launch: Launch) -> dict[str, Any]:
     report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
     if launch.prunes:
         report["positions"] = launch.pruning.note or launch.pruning.default
-        report["threshold"] = notes.threshold_note(config)
     report["drafting"] = notes.drafting_note(config) if launch.is_own else notes.others_note(launch.algorithm)
     report["attention"] = launch.backend
     by_model = {"target": numbers["target_bytes_per_token"]}
@@ -119,8 +118,6 @@ def describe(launch: Launch) -> dict[str, Any]:
         report["draft's slots"] = notes.slots_note(**numbers["draft_kv_budget"])
     if launch.is_own:
         report["CUDA graphs"] = notes.graphs_note(config, launch.sizes)
-    if "gammas_bytes" in numbers:
-        report["memory of gammas"] = _states_note(config, numbers["gammas_bytes"])
     return {**report, "numbers": numbers, "warnings": _warnings(launch)}
 
 
@@ -143,8 +140,6 @@ def _numbers(launch: Launch) -> dict[str, Any]:
     if launch.is_own and sizes is not None:
         numbers["graph_batch_sizes"] = notes.captured(config, sizes)
         numbers["num_graphs"] = notes.num_graphs(config, sizes)
-        pages = launch.target.context_len, args.page_size or 1
-        numbers["gammas_bytes"] = notes.states_bytes(config, sizes, *pages, launch.backend)
     return numbers
 
 
@@ -191,12 +186,6 @@ def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
     if config.draft_pool_tokens is not None:
         return note
     return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
-
-
-def _states_note(config: ServerConfig, num_bytes: int) -> str:
-    if not num_bytes:
-        return "not estimated for this attention backend"
-    return f"about {num_bytes / 1e9:.2f} GB for {len(config.gammas)} gammas, beside the graphs themselves"
 
 
 # By SGLang itself

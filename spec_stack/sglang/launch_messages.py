@@ -9,10 +9,6 @@ from spec_stack.sglang.draft_kv_rows import num_row_slots
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.threshold import NEVER
 
-# Bytes of one slot number, in backends that list slots token by token.
-_SLOT_BYTES = {"flashinfer": 4, "triton": 8}
-# SGLang's default, for Qwen2 and Qwen3 more.
-_FLASHINFER_WORKSPACE = 384 << 20
 DRAFT_AT_SLOTS = "on this attention backend the draft stays at its cache slots, so fewer of its tokens are accepted"
 
 
@@ -32,7 +28,10 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
         return f"no prompt is pruned, since {why}"
     from_length = prefill.min_prompt_tokens
     if from_length == NEVER:
-        return f"prompts are pruned on request alone: {threshold_note(config)}"
+        return (
+            "prompts are pruned on request alone: by the sizes of both models pruning pays at no length; "
+            "--spec-stack-min-prompt-tokens sets one"
+        )
     share, longer = (f"{100 * prefill.rate_for(length):.0f} %" for length in (from_length, 4 * from_length))
     if longer != share:
         share += f" ({longer} at {4 * from_length})"
@@ -42,17 +41,9 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
     )
     return (
         f"PROMPTS ARE PRUNED, which is lossy: of those with {from_length} or more tokens that are not cached, the "
-        f"target prefills about {share}. {kept_whole}. "
+        f"target prefills about {share}. {kept_whole}. --spec-stack-min-prompt-tokens sets the length, "
         "--spec-stack-sparse-prefill off prefills all prompts densely"
     )
-
-
-def threshold_note(config: ServerConfig) -> str:
-    """The length from which prompts are pruned by default."""
-    by = "--spec-stack-min-prompt-tokens sets it"
-    if config.prefill.min_prompt_tokens == NEVER:
-        return f"none, since by the size of both models pruning pays at no length; {by}"
-    return f"{config.prefill.min_prompt_tokens} uncached tokens; {by}"
 
 
 def slots_of(config: ServerConfig, num_requests: int, bytes_per_token: int) -> dict[str, int]:
@@ -93,32 +84,6 @@ def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
         f"{num_graphs(config, sizes)} in all: {each}. Gamma {config.gammas[-1]}, the first one, is captured for all "
         "batch sizes, since SGLang captures it before it asks for which"
     )
-
-
-def states_bytes(config: ServerConfig, sizes: Sequence[int], context_len: int, page_size: int, backend: str) -> int:
-    """Estimated bytes of the attention backends of all gammas for their graphs; SGLang reserves memory for one gamma.
-
-    Every gamma has a backend for the target, one for the draft's extension and one for each token drafted after the
-    first. FA3 keeps four tables of page numbers (batch, pages of a context) in each. Triton and FlashInfer keep slot
-    numbers by token, and FlashInfer a workspace for each target's. 0 for other backends.
-    """
-    return sum(
-        _state_bytes(gamma, max(found, default=0), context_len, page_size, backend)
-        for gamma, found in captured(config, sizes).items()
-    )
-
-
-def _state_bytes(gamma: int, size: int, context_len: int, page_size: int, backend: str) -> int:
-    if not size:
-        return 0
-    if backend == "fa3":
-        return 4 * (max(gamma - 1, 0) + 2) * size * -(-context_len // page_size) * 4
-    if backend not in _SLOT_BYTES:
-        return 0
-    # The target's and the extension's by token, with the target's mask; the draft's by step.
-    by_token = size * (gamma + 1) * context_len * (2 * _SLOT_BYTES[backend] + 1)
-    workspace = _FLASHINFER_WORKSPACE if backend == "flashinfer" else 0
-    return by_token + gamma * size * context_len * _SLOT_BYTES[backend] + workspace
 
 
 def penalty_advice(sampling: Mapping[str, Any]) -> str | None:

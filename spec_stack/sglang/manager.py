@@ -27,7 +27,6 @@ from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch_messages import others_note, pruning_note, slots_note
-from spec_stack.sglang.ngram_reader import NgramReader
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, dense_reason
 from spec_stack.sglang.required_api import RunningRequest, Scheduler
@@ -73,7 +72,6 @@ class SparsePrefillManager:
         # SPEC_STACK's own worker, or SGLang's.
         self._worker: Any = scheduler.draft_worker
         self._drafts = model.algorithm == NAME
-        self._ngram = NgramReader(self._worker) if hasattr(self._worker, "ngram_corpus") else None
         configs = scheduler.model_config.hf_text_config, model.runner.model_config.hf_text_config
         self.config = with_threshold(
             with_calibration(ServerConfig.from_environment(), model.source, *configs), *configs
@@ -187,13 +185,8 @@ class SparsePrefillManager:
         self, request: RunningRequest, options: RequestOptions, decision: Plan, scoring_s: Sequence[float] = ()
     ) -> None:
         self._applier.apply(request, options, decision, scoring_s)
-        if decision.outcome not in ("pruned", "nothing_to_prune"):
-            return
-        # Tenants are separated for drafts too, since lookup drafts reach every request.
-        prompt, prefill = decision.prompt, decision.prefill
-        is_new = self._known.remember(decision)
-        if self._ngram is not None and is_new and not prefill.is_whole and not any(prompt.tenant):
-            self._ngram.read(prompt.token_ids, prefill.num_cached)
+        if decision.outcome in ("pruned", "nothing_to_prune"):
+            self._known.remember(decision)
 
     def _give_up(self, request: RunningRequest, error: Exception) -> None:
         """Prefill the unchanged prompt of a request without a decision densely."""
@@ -241,8 +234,6 @@ class SparsePrefillManager:
         return {id(pending.request) for pending in self._pending}
 
     def _step(self) -> None:
-        if self._ngram is not None:
-            self._ngram.next_round()
         self._known.turns.take_in_replies()
         if not self._pending:
             return
@@ -338,19 +329,15 @@ class SparsePrefillManager:
 
     @contextmanager
     def unscored_set_aside(self) -> Iterator[None]:
-        """Remove unscored requests from SGLang's waiting queue for the block; their order is restored afterwards."""
-        before = list(self._scheduler.waiting_queue)
+        """Remove unscored requests from SGLang's waiting queue for the block; they are its last ones afterwards."""
         with self._guarded("setting requests aside", "their prompts are prefilled densely"):
-            self._set_unscored_aside(before)
+            self._set_unscored_aside(self._scheduler.waiting_queue)
         try:
             yield
         finally:
             aside, self._set_aside = self._set_aside, None
             if aside:
-                together = [*self._scheduler.waiting_queue, *aside]
-                with self._guarded("ordering the queue", "those that were set aside come last"):
-                    together = _in_order(before, together)
-                self._scheduler.waiting_queue = together
+                self._scheduler.waiting_queue = [*self._scheduler.waiting_queue, *aside]
 
     def _set_unscored_aside(self, queue: Sequence[RunningRequest]) -> None:
         unscored = self._unscored()
@@ -382,8 +369,6 @@ class SparsePrefillManager:
             self._restart(pending)
         self._known.clear()
         self._scorer.forget()
-        if self._ngram is not None:
-            self._ngram.forget()
 
 
 def forget_with(tree_cache: Any, forget: Callable[[], None]) -> None:
@@ -396,10 +381,3 @@ def forget_with(tree_cache: Any, forget: Callable[[], None]) -> None:
             forget()
 
     tree_cache.reset = reset_all
-
-
-def _in_order(before: Sequence[RunningRequest], together: Sequence[RunningRequest]) -> list[RunningRequest]:
-    """A queue's requests: those of `before` at their places, then the others."""
-    stayed, known = {id(request) for request in together}, {id(request) for request in before}
-    old = [request for request in before if id(request) in stayed]
-    return old + [request for request in together if id(request) not in known]

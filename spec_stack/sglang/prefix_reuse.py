@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -22,8 +22,6 @@ from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.sglang.required_api import RunningRequest
 
 Ints = npt.NDArray[np.int64]
-# Forgotten turns whose kept prefix is still known: a cache may hold it for longer than the turn is remembered.
-_MOST_LEADS = 4096
 # Least part of the prompt for a beginning to count: one in four tokens.
 _LEAST_SHARE = 4
 
@@ -107,31 +105,15 @@ def plan_prefill(
     return PrefillPlan(token_ids, positions, len(prompt_ids), start, len(recalled))
 
 
-def protected_lead(protected: Sequence[Span]) -> int:
-    """Length of the prefix that every selection keeps."""
-    end = 0
-    for start, stop in sorted(protected):
-        if start > end:
-            break
-        end = max(end, stop)
-    return end
-
-
 class _Turn:
-    """One placed prompt, and its reply once that has ended. num_unchosen: prefix tokens that any question keeps;
-    num_chosen: those kept without a gap.
-    """
+    """One placed prompt, and its reply once that has ended."""
 
-    def __init__(
-        self, prompt_ids: Ints, positions: tuple[int, ...], request: RunningRequest, num_unchosen: int
-    ) -> None:
+    def __init__(self, prompt_ids: Ints, positions: tuple[int, ...], request: RunningRequest) -> None:
         self.token_ids, self.positions, self.num_prompt_tokens = prompt_ids, positions, len(prompt_ids)
         # Weak until the reply begins: SGLang drops a request that was aborted while it waited. A started one will end,
         # and SGLang may release it in that very round.
         self._waiting: weakref.ref[RunningRequest] | None = weakref.ref(request)
         self._replying: RunningRequest | None = None
-        self.num_chosen = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(positions)))
-        self.num_unchosen = min(num_unchosen, self.num_chosen)
 
     def take_in_reply(self) -> None:
         """Add the reply of an ended request; of a released one there is none."""
@@ -166,39 +148,24 @@ class TurnStore:
         self._most_tokens = most_tokens
         self._turns: OrderedDict[int, tuple[Hashable, _Turn]] = OrderedDict()
         self._answering: list[_Turn] = []
-        self._leads: OrderedDict[tuple[Hashable, bytes], int] = OrderedDict()
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def add(
-        self,
-        namespace: Hashable,
-        prompt_ids: Sequence[int],
-        positions: tuple[int, ...],
-        request: RunningRequest,
-        num_unchosen: int = 0,
+        self, namespace: Hashable, prompt_ids: Sequence[int], positions: tuple[int, ...], request: RunningRequest
     ) -> None:
         """Remember a turn; its reply is added when the request has ended."""
-        turn = _Turn(np.asarray(prompt_ids, dtype=np.int64), positions, request, num_unchosen)
+        turn = _Turn(np.asarray(prompt_ids, dtype=np.int64), positions, request)
         self._turns[self._next] = namespace, turn
         self._answering.append(turn)
         self._next += 1
         num_tokens = sum(len(kept.token_ids) for _, kept in self._turns.values())
         while num_tokens > self._most_tokens and len(self._turns) > 1:
-            _, (owner, oldest) = self._turns.popitem(last=False)
+            _, (_, oldest) = self._turns.popitem(last=False)
             num_tokens -= len(oldest.token_ids)
-            self._keep_lead(owner, oldest)
             oldest.end()
-
-    def _keep_lead(self, owner: Hashable, turn: _Turn) -> None:
-        if turn.num_chosen == turn.num_unchosen:
-            return
-        lead = owner, turn.token_ids[: turn.num_chosen].tobytes()
-        self._leads[lead] = min(turn.num_unchosen, self._leads.pop(lead, turn.num_unchosen))
-        if len(self._leads) > _MOST_LEADS:
-            self._leads.popitem(last=False)
 
     def take_in_replies(self) -> None:
         """Called once per round of the scheduler, since requests are released at their end."""
@@ -209,7 +176,6 @@ class TurnStore:
     def clear(self) -> None:
         self._turns.clear()
         self._answering.clear()
-        self._leads.clear()
 
     def find(self, namespace: Hashable, prompt_ids: Sequence[int]) -> CachedPrefix:
         """The longest common prefix with a turn whose whole prompt it covers; of equal ones the newest.
@@ -217,8 +183,11 @@ class TurnStore:
         A turn's selection depends on its whole prompt, question included, so only a continuation inherits it. Slots
         written after the first token that differs have attended to it, so they do not belong to the prefix.
         """
+        # A prompt's last token is new.
+        ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
         best: tuple[int, int, _Turn] | None = None
-        for number, turn, length in self._in_common(namespace, prompt_ids):
+        for number, (owner, turn) in self._turns.items():
+            length = num_common(turn.token_ids, ids) if owner == namespace else 0
             if length >= turn.num_prompt_tokens and (best is None or length >= best[0]):
                 best = length, number, turn
         if best is None:
@@ -226,28 +195,6 @@ class TurnStore:
         length, number, turn = best
         self._turns.move_to_end(number)
         return CachedPrefix(length, tuple(takewhile(lambda position: position < length, turn.positions)))
-
-    def num_unchosen(self, namespace: Hashable, prompt_ids: Sequence[int], num_cached: int) -> int:
-        """Of num_cached gaplessly cached prefix tokens, the number that no turn's selection put there."""
-        least = num_cached
-        for _, turn, length in self._in_common(namespace, prompt_ids):
-            if length < turn.num_prompt_tokens and min(length, turn.num_chosen) >= num_cached:
-                least = min(least, turn.num_unchosen)
-        # A forgotten turn cannot be continued, so its selection counts for no prompt.
-        cached = np.asarray(prompt_ids[:num_cached], dtype=np.int64).tobytes()
-        for (owner, lead), num_unchosen in self._leads.items():
-            if owner == namespace and lead.startswith(cached):
-                least = min(least, num_unchosen)
-        return least
-
-    def _in_common(self, namespace: Hashable, prompt_ids: Sequence[int]) -> Iterator[tuple[int, _Turn, int]]:
-        """A tenant's turns by number, each with its common prefix's length. A prompt's last token is new."""
-        ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
-        for number, (owner, turn) in self._turns.items():
-            if owner == namespace:
-                length = num_common(turn.token_ids, ids)
-                if length:
-                    yield number, turn, length
 
 
 def num_common(first: Ints, second: Ints) -> int:

@@ -153,26 +153,6 @@ def _check_what_is_not_ours_to_set(server: Server) -> None:
 
 
 @pytest.mark.nightly
-@_HAS_NGRAM
-def test_ngram_drafts_from_the_dropped_text_of_a_prompt_without_walls(launch: Any, reference: Reference) -> None:
-    """The same replies in fewer steps; under the extra_key of these tests it has not read the prompt."""
-    server = launch(*_SIZES, beside=_NGRAM)
-    num_steps = {"tests": 0, None: 0}
-    for seed in range(8):
-        prompt, texts = reference.prompt(1500, seed=seed), []
-        for extra_key in num_steps:
-            server.flush()
-            body = generate_body(prompt, 80, sparse_prefill="on") | {"extra_key": extra_key}
-            status, reply = server.post("/generate", body)
-            assert status == 200, reply
-            num_steps[extra_key] += reply["meta_info"]["spec_verify_ct"]
-            texts.append(reply["output_ids"])
-        assert texts[0] == texts[1]
-    assert num_steps[None] < num_steps["tests"]
-    server.stop()
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -16,7 +16,7 @@ BY_HOOK: dict[str, tuple[str, ...]] = {
     "ServerArgs.add_cli_args": (),
     "SamplingParams.verify": ("options",),
     "Scheduler._add_request_to_queue": ("deciding",),
-    "Scheduler.get_next_batch_to_run": ("round", "setting aside", "ordering", "scoring", "placing"),
+    "Scheduler.get_next_batch_to_run": ("round", "setting aside", "scoring", "placing"),
     "RadixKey.__init__": ("key",),
     "ForwardBatch.init_new": ("positions",),
     "TokenizerManager.update_request_meta_info": ("report", "books"),

@@ -102,9 +102,10 @@ def test_a_draft_over_its_own_slots_takes_none_of_the_targets_pool() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"min_prompt_tokens": 900}])
-def test_the_threshold_names_its_flag(settings: dict[str, Any]) -> None:
-    said = describe(_launch(config=ServerConfig.from_mapping(settings)))["threshold"]
-    assert said == f"{settings.get('min_prompt_tokens', 2048)} uncached tokens; --spec-stack-min-prompt-tokens sets it"
+def test_the_threshold_is_named_with_its_flag(settings: dict[str, Any]) -> None:
+    said = describe(_launch(config=ServerConfig.from_mapping(settings)))["prompts"]
+    assert f"of those with {settings.get('min_prompt_tokens', 2048)} or more tokens" in said
+    assert "--spec-stack-min-prompt-tokens" in said
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_where_no_prompt_is_pruned_it_says_why(changed: dict[str, Any], said: st
     assert said in found["prompts"]
     assert not found["numbers"]["prunes"]
     assert found["numbers"]["min_prompt_tokens"] is None
-    assert not {"threshold", "draft's pool"} & found.keys()
+    assert not {"positions", "draft's pool"} & found.keys()
 
 
 @pytest.mark.parametrize("algorithm", ["", "NGRAM"])

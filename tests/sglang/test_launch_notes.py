@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from spec_stack.sglang.launch_messages import (
     graphs_note,
     num_graphs,
     penalty_advice,
-    states_bytes,
 )
 from spec_stack.sglang.server_args import ServerConfig
 
@@ -27,33 +25,6 @@ def test_the_largest_gamma_is_captured_for_all_batches_and_the_others_for_those_
     assert "gamma 4 for 20 batch sizes up to 32" in note
     assert "gamma 8 for 23 batch sizes up to 48. Gamma 8, the first one, is captured for all" in note
     assert graphs_note(config, None) == "none"
-
-
-@pytest.mark.parametrize(
-    ("gammas", "backend", "context_len", "page_size", "expected"),
-    [
-        # One target, one extension, gamma - 1 drafts, four tables each.
-        ((4,), "fa3", 40_960, 1, 5 * 4 * 48 * 40_960 * 4),
-        ((4,), "fa3", 40_960, 16, 5 * 4 * 48 * 2_560 * 4),
-        ((1,), "triton", 8_192, 1, (2 * 2 * 8 + 2 + 8) * 48 * 8_192),
-        ((1,), "flashinfer", 8_192, 1, (2 * 2 * 4 + 2 + 4) * 48 * 8_192 + (384 << 20)),
-        ((0, 4), "trtllm_mha", 8_192, 1, 0),
-    ],
-)
-def test_what_the_gammas_take_is_added_up(
-    gammas: tuple[int, ...], backend: str, context_len: int, page_size: int, expected: int
-) -> None:
-    assert states_bytes(ServerConfig(gammas=gammas), _SIZES, context_len, page_size, backend) == expected
-
-
-@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
-@pytest.mark.parametrize("sizes", [_SIZES, [1], [40, 48]])
-def test_fewer_gammas_take_less(backend: str, sizes: Sequence[int]) -> None:
-    taken = [
-        states_bytes(ServerConfig(gammas=gammas), sizes, 40_960, 1, backend)
-        for gammas in ((4,), (0, 4), (0, 2, 4), (0, 1, 2, 4, 8))
-    ]
-    assert taken == sorted(set(taken))
 
 
 @pytest.mark.parametrize(

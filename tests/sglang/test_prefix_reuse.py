@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.sglang.prefix_reuse import CachedPrefix, TurnStore, plan_prefill, protected_lead
+from spec_stack.sglang.prefix_reuse import CachedPrefix, TurnStore, plan_prefill
 from tests.support.reference_session import dropped_chunks_to_restore, slots_with_restored
 
 CONFIG = PrefillConfig(chunk_size=4, keep_rate=0.3, keep_last=1)
@@ -119,36 +119,9 @@ def test_the_turn_that_was_not_gone_on_from_for_longest_is_forgotten_first() -> 
 def test_a_neighbour_who_asks_something_else_takes_nothing_over() -> None:
     turns = TurnStore(1000)
     document = list(range(100, 180))
-    turns.add("", [*document, 1, 2, 3], (*range(40), 60, 61, 82), Request(), num_unchosen=8)  # type: ignore[arg-type]
+    turns.add("", [*document, 1, 2, 3], (*range(40), 60, 61, 82), Request())  # type: ignore[arg-type]
     assert turns.find("", [*document, 7, 8, 9]) == CachedPrefix()
     assert turns.find("", [*document, 1, 2, 3, 50, 7]).num_tokens == 83
-    # Of what the neighbour finds in the cache, the other's choice does not count; a dense request's does.
-    assert turns.num_unchosen("", [*document, 7, 8, 9], 40) == 8
-    assert turns.num_unchosen("", [*document, 7, 8, 9], 5) == 5
-    assert turns.num_unchosen("", [*document, 7, 8, 9], 80) == 80
-    assert turns.num_unchosen("other", [*document, 7, 8, 9], 40) == 40
-
-
-def test_what_a_forgotten_turn_had_kept_is_nobodys_dense_beginning() -> None:
-    """The cache may hold it for longer."""
-    turns = TurnStore(100)
-    document = list(range(100, 180))
-    turns.add("", [*document, 1, 2, 3], (*range(40), 82), Request(), num_unchosen=8)  # type: ignore[arg-type]
-    turns.add("", range(300, 390), (0, 89), Request())  # type: ignore[arg-type]
-    assert len(turns) == 1
-    assert turns.num_unchosen("", [*document, 7, 8, 9], 40) == 8
-    assert turns.num_unchosen("", [*document, 1, 2, 3, 7], 40) == 8
-    assert turns.num_unchosen("", [*document, 7, 8, 9], 80) == 80
-    assert turns.num_unchosen("", [*document[:20], 7, 8, 9], 20) == 8
-    assert turns.num_unchosen("other", [*document, 7, 8, 9], 40) == 40
-    turns.clear()
-    assert turns.num_unchosen("", [*document, 7, 8, 9], 40) == 40
-
-
-@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted), max_size=5))
-def test_the_protected_lead_is_the_first_run_of_protected_tokens(spans: list[list[int]]) -> None:
-    inside = [any(start <= at < stop for start, stop in spans) for at in range(13)]
-    assert protected_lead([(start, stop) for start, stop in spans]) == inside.index(False)
 
 
 @given(st.randoms(use_true_random=False), st.booleans())

@@ -18,7 +18,6 @@ FAULTS = {
     "options": ("request_state", "RequestOptions.parse"),
     "deciding": ("manager", "decide"),
     "setting aside": ("manager", "SparsePrefillManager._set_unscored_aside"),
-    "ordering": ("manager", "_in_order"),
     "round": ("manager", "SparsePrefillManager._step"),
     "scoring": ("scoring", "DraftScorer.score"),
     "placing": ("manager", "plan_scored"),

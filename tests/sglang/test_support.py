@@ -1,4 +1,4 @@
-"""What is told to those who draft beside a scoring model, and which of them it may stand beside. No SGLang here."""
+"""What a scoring model may stand beside. No SGLang here."""
 
 from __future__ import annotations
 
@@ -7,54 +7,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.ngram_reader import PART, NgramReader
 from spec_stack.sglang.support import BESIDE, draft_positions_are_mapped, scoring_refusal
-
-_DEPTH = 18
-
-
-class _Corpus:
-    """In the place of SGLang's trie of n-grams."""
-
-    def __init__(self) -> None:
-        self.parts: list[list[int]] = []
-
-    def batch_put(self, texts: list[list[int]]) -> None:
-        self.parts += texts
-
-
-@pytest.mark.parametrize("num_tokens", [1, PART, PART + 1, 3 * PART + 100])
-def test_ngram_reads_every_run_of_a_prompt_a_part_a_round(num_tokens: int) -> None:
-    corpus = _Corpus()
-    drafts = NgramReader(SimpleNamespace(ngram_corpus=corpus, max_trie_depth=_DEPTH))
-    text = list(range(num_tokens))
-    drafts.read(text, 0)
-    assert not corpus.parts
-    num_rounds = 0
-    while len(corpus.parts) == num_rounds:
-        drafts.next_round()
-        num_rounds += 1
-    assert num_rounds - 1 == -(-num_tokens // PART)
-    assert all(len(part) <= PART + _DEPTH for part in corpus.parts)
-    runs = {tuple(part[at : at + _DEPTH]) for part in corpus.parts for at in range(len(part))}
-    assert all(tuple(text[at : at + _DEPTH]) in runs for at in range(num_tokens))
-
-
-def test_what_ngram_is_yet_to_read_is_bounded_and_forgotten_with_the_caches() -> None:
-    corpus = _Corpus()
-    drafts = NgramReader(SimpleNamespace(ngram_corpus=corpus, max_trie_depth=_DEPTH))
-    drafts.read(range(1000 * PART), 0)
-    drafts.read(range(10 * PART), 9 * PART)
-    for _ in range(1000):
-        drafts.next_round()
-    assert len(corpus.parts) < 200
-    assert corpus.parts[-1][-1] == 10 * PART - 1
-    assert corpus.parts[-2][-1] == 1000 * PART - 1
-    drafts.read(range(PART), 0)
-    drafts.forget()
-    before = len(corpus.parts)
-    drafts.next_round()
-    assert len(corpus.parts) == before
 
 
 def _model(context_len: int = 4096, architecture: str = "LlamaForCausalLM", is_generation: bool = True) -> Any:
