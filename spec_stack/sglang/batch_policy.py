@@ -16,7 +16,7 @@ import torch
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchRequest, DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.batch import BatchThroughput
-from spec_stack.sglang.errors import log_and_continue, log_failure
+from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.launch_messages import graph_sizes
 from spec_stack.sglang.penalties import is_penalised
 from spec_stack.sglang.request_state import RequestOptions, note_step, options_of
@@ -111,17 +111,21 @@ class BatchPolicy:
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         padded = self._padded(batch_size)
-        gammas = self._gammas_at(padded)
-        caps, knows, num_slots, options = [0] * len(self._requests), False, 0, list[RequestOptions]()
-        with log_and_continue("reading requests' gammas", "the step drafts as little as it may"):
+        gammas, lag = self._gammas_at(padded), len(self._pending) + 1
+        # `log_and_continue` would cost as much as what it guards.
+        try:
             options = [options_of(request) for request in self._requests]
             caps, knows = list(map(_cap, self._requests, options)), True
-            num_slots = _mean_slots(self._requests)
-        policy, wanted, lag = self._cautious, 0, len(self._pending) + 1
-        with log_and_continue("choosing gamma", "the step drafts as little as it may"):
+        except Exception:
+            log_failure("reading requests' gammas", "the step drafts as little as it may")
+            options, caps, knows = [], [0] * len(self._requests), False
+        policy, wanted = self._cautious, 0
+        try:
             name, asked = self._rule(caps, options)
             policy = self._policy(name)
-            wanted = policy.choose(self._context(padded, gammas[-1], caps, num_slots, lag)) if asked is None else asked
+            wanted = policy.choose(self._context(padded, gammas[-1], caps, lag)) if asked is None else asked
+        except Exception:
+            log_failure("choosing gamma", "the step drafts as little as it may")
         gamma, all_know = self._agree(_largest_up_to(wanted, gammas), knows)
         if not all_know:
             # Where one rank accepts nothing of a proposal, none may.
@@ -133,7 +137,7 @@ class BatchPolicy:
         self._number += 1
         return gamma
 
-    def _context(self, batch_size: int, max_gamma: int, caps: list[int], num_slots: int, lag: int) -> StepContext:
+    def _context(self, batch_size: int, max_gamma: int, caps: list[int], lag: int) -> StepContext:
         members = [BatchRequest(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)]
         return StepContext(
             step=self._number,
@@ -143,7 +147,7 @@ class BatchPolicy:
             batch_size=batch_size,
             lag=lag,
             members=tuple(members),
-            num_target_slots=num_slots,
+            num_target_slots=_mean_slots(self._requests),
         )
 
     def on_state_activated(self, steps: int) -> None:
@@ -163,7 +167,6 @@ class BatchPolicy:
         self._previous_end = now
         self.num_steps += 1
         for request, num_correct, cap in zip(step.requests, num_correct_drafts_per_req, step.caps, strict=True):
-            # `log_and_continue` at this place would cost as much as what it guards.
             try:
                 if request.is_retracted or request.finished():
                     # It ended, or was retracted, while this step ran: its tokens are discarded.

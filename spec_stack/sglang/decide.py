@@ -105,13 +105,17 @@ class KnownTexts:
         self.num_cached = num_cached
         self._pieces = None if tokenizer is None else Pieces(tokenizer)
         self.plans: OrderedDict[Prompt, Plan] = OrderedDict()
+        self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
 
     def token_texts(self, prompt: Prompt) -> list[str] | None:
         """The text of every token; None without a tokenizer."""
         return None if self._pieces is None else self._pieces.of(prompt.token_ids)
 
     def remember(self, plan: Plan) -> None:
-        """Remember a plan by its prompt."""
+        """Count an applied plan, and remember by its prompt one that the draft's score decided."""
+        self.num_by_outcome[plan.outcome] += 1
+        if plan.outcome not in ("pruned", "nothing_to_prune"):
+            return
         self.plans[plan.prompt] = replace(plan, num_scored_tokens=0, num_draft_tokens=0)
         self.plans.move_to_end(plan.prompt)
         if len(self.plans) > _MOST_PLANS:
@@ -202,83 +206,72 @@ def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Plan:
     return Plan(prompt, prefill, reason, outcome)
 
 
-# Its application
+def apply(
+    request: RunningRequest,
+    options: RequestOptions,
+    plan: Plan,
+    known: KnownTexts,
+    config: ServerConfig,
+    scoring_s: Sequence[float] = (),
+) -> None:
+    """Give the request its whole prompt, or the planned part of it. Mutates the request, after all that may fail.
 
-
-class Applier:
-    """Changes requests in place. turns: records each pruned prompt, for follow-ups."""
-
-    def __init__(self, config: ServerConfig, turns: TurnStore) -> None:
-        self._config, self._turns = config, turns
-        self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
-
-    def apply(
-        self,
-        request: RunningRequest,
-        options: RequestOptions,
-        plan: Plan,
-        scoring_s: Sequence[float] = (),
-    ) -> None:
-        """Give the request its whole prompt, or the planned part of it. Mutates the request, after all that may fail.
-
-        scoring_s: of every part of its scoring.
-        """
-        positions = None
-        if not plan.prefill.is_whole:
-            positions = self._prune(request, plan)
-        report = self._report(options, plan, scoring_s)
-        attach(request, RequestState(options, positions), report)
-        self.num_by_outcome[plan.outcome] += 1
-
-    def _prune(self, request: RunningRequest, plan: Plan) -> PositionMap | None:
-        """Give the request its kept tokens; at contiguous positions they are an ordinary, shorter prompt."""
-        positions, key = None, request.extra_key
-        token_ids = array("q", plan.prefill.token_ids)
-        if plan.prompt.config.positions == "original":
+    scoring_s: of every part of its scoring.
+    """
+    prompt, prefill, positions = plan.prompt, plan.prefill, None
+    report = _report(options, plan, config, scoring_s)
+    if not prefill.is_whole:
+        if prompt.config.positions == "original":
             positions = _checked_positions(plan)
-            placed = PositionedRadixKey.of(positions, request.extra_key)
-            placed.place(token_ids)
-            key = placed
-        prompt = plan.prompt
-        self._turns.add(prompt.tenant, prompt.token_ids, tuple(plan.prefill.positions), request)
-        # The unpadded ones stay whole: SGLang uses them for detokenization and NGRAM.
-        request.origin_input_ids = token_ids
-        request.full_untruncated_fill_ids = array("q")
+        known.turns.add(prompt.tenant, prompt.token_ids, tuple(prefill.positions), request)
+        _prune(request, array("q", prefill.token_ids), positions)
+    attach(request, RequestState(options, positions), report)
+    known.remember(plan)
+
+
+def _prune(request: RunningRequest, token_ids: array[int], positions: PositionMap | None) -> None:
+    """Give the request its kept tokens; at contiguous positions they are an ordinary, shorter prompt."""
+    if positions is not None:
+        key = PositionedRadixKey.of(positions, request.extra_key)
+        key.place(token_ids)
         request.extra_key = key
-        if request.logprob_start_len > 0:
-            # SGLang's value for: none of the prompt's tokens.
-            request.logprob_start_len = len(token_ids)
-        return positions
+    # The unpadded ones stay whole: SGLang uses them for detokenization and NGRAM.
+    request.origin_input_ids = token_ids
+    request.full_untruncated_fill_ids = array("q")
+    if request.logprob_start_len > 0:
+        # SGLang's value for: none of the prompt's tokens.
+        request.logprob_start_len = len(token_ids)
 
-    def _report(self, options: RequestOptions, plan: Plan, scoring_s: Sequence[float]) -> dict[str, Any]:
-        """How a prompt is prefilled, under the names of the library's metrics.
 
-        longest_part_s: of scoring_s, which other requests wait for. num_draft_tokens: prefilled by the draft to score.
-        """
-        prompt, prefill = plan.prompt, plan.prefill
-        report = {
-            "num_prompt_tokens": len(prompt.token_ids),
-            "num_kept_tokens": len(prefill.positions),
-            "num_scored_tokens": plan.num_scored_tokens,
-            "num_draft_tokens": plan.num_draft_tokens,
-            "num_protected_tokens": 0 if prompt.protected is None else prompt.protected.num_tokens,
-            "num_cached_tokens": prefill.num_cached,
-            "num_recalled_tokens": prefill.num_recalled,
-            "follow_up": prompt.follow_up,
-            "sparse_prefill": not prefill.is_whole,
-            "sparse_prefill_reason": _with_note(plan),
-            "outcome": plan.outcome,
-            "keep_rate": prefill.keep_rate,
-            "scoring_s": sum(scoring_s),
-            "longest_part_s": max(scoring_s, default=0.0),
-        }
-        if self._config.scoring_model is None:
-            report["policy"] = "fixed" if options.gamma is not None else options.policy or self._config.policy
-        if options.explain:
-            report["kept_spans"] = _spans_of(_shown_positions(plan))
-        if not prefill.is_whole:
-            report["positions"] = prompt.config.positions
-        return report
+def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s: Sequence[float]) -> dict[str, Any]:
+    """How a prompt is prefilled, under the names of the library's metrics.
+
+    longest_part_s: of scoring_s, which other requests wait for. num_draft_tokens: prefilled by the draft to score.
+    """
+    prompt, prefill = plan.prompt, plan.prefill
+    report = {
+        "num_prompt_tokens": len(prompt.token_ids),
+        "num_kept_tokens": len(prefill.positions),
+        "num_scored_tokens": plan.num_scored_tokens,
+        "num_draft_tokens": plan.num_draft_tokens,
+        "num_protected_tokens": 0 if prompt.protected is None else prompt.protected.num_tokens,
+        "num_cached_tokens": prefill.num_cached,
+        "num_recalled_tokens": prefill.num_recalled,
+        "follow_up": prompt.follow_up,
+        "sparse_prefill": not prefill.is_whole,
+        "sparse_prefill_reason": _with_note(plan),
+        "outcome": plan.outcome,
+        "keep_rate": prefill.keep_rate,
+        "scoring_s": sum(scoring_s),
+        "longest_part_s": max(scoring_s, default=0.0),
+    }
+    if config.scoring_model is None:
+        report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
+    if options.explain:
+        report["kept_spans"] = _spans_of(_shown_positions(plan))
+    if not prefill.is_whole:
+        report["positions"] = prompt.config.positions
+    return report
 
 
 def _checked_positions(plan: Plan) -> PositionMap:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,10 +11,8 @@ from contextlib import contextmanager
 from spec_stack.sglang.server_args import NAME
 
 logger = logging.getLogger(__name__)
-# Logged occurrences per failure: one at each step would fill the disk. Messages that differ in numbers are one failure;
-# beyond so many failures the exception type alone tells them apart.
+# Logged occurrences of one exception type in one place: one at each step would fill the disk.
 _MOST_TRACEBACKS = 20
-_MOST_TOLD_APART = 1000
 _counted: Counter[str] = Counter()
 _logged: Counter[tuple[str, str]] = Counter()
 
@@ -28,10 +25,7 @@ def num_failures() -> dict[str, int]:
 def log_failure(what: str, instead: str) -> None:
     """Log the current exception with its traceback, and the fallback."""
     _counted[what] += 1
-    error = sys.exception()
-    kind = what, re.sub(r"\d+", "0", repr(error))[:200]
-    if kind not in _logged and len(_logged) >= _MOST_TOLD_APART:
-        kind = what, type(error).__name__
+    kind = what, type(sys.exception()).__name__
     _logged[kind] += 1
     if _logged[kind] <= _MOST_TRACEBACKS:
         logger.exception("%s: %s failed; %s", NAME, what, instead)

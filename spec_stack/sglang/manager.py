@@ -14,17 +14,16 @@ from typing import Any
 
 from spec_stack.sglang import self_test
 from spec_stack.sglang.decide import (
-    Applier,
     KnownTexts,
     NeedsScore,
     Plan,
     Prompt,
+    apply,
     decide,
     plan_scored,
     plan_unscored,
 )
 from spec_stack.sglang.draft_radix_cache import PoolFullError
-from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch_messages import others_note, pruning_note, slots_note
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
@@ -89,18 +88,10 @@ class SparsePrefillManager:
         self._at_work: PendingScore | None = None
         self._set_aside: list[RunningRequest] | None = None
         forget_with(scheduler.tree_cache, self.forget)
-        if self._can_prune:
-            self._test(model)
-        self._applier = Applier(self.config, self._known.turns)
+        if self._prunes:
+            seconds = self_test.run(scheduler, self._scorer, self.config.prefill)
+            logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
         self._announce(model.algorithm)
-
-    def _test(self, model: ScoringModel) -> None:
-        """Run the self-test, in a small pool where prompts are pruned on request alone."""
-        prefill, scorer = self.config.prefill, self._scorer
-        if not self._prunes:
-            scorer = DraftScorer(self._scheduler, DraftScoringRunner(model.runner, self_test.most_tokens(prefill)))
-        seconds = self_test.run(self._scheduler, scorer, prefill)
-        logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
 
     @staticmethod
     def of(scheduler: Scheduler) -> SparsePrefillManager | None:
@@ -156,7 +147,7 @@ class SparsePrefillManager:
         if isinstance(decision, NeedsScore):
             self._pending.append(PendingScore(request, options, decision))
         else:
-            self._apply(request, options, decision)
+            apply(request, options, decision, self._known, self.config)
 
     def _options(self, request: RunningRequest) -> RequestOptions:
         try:
@@ -181,13 +172,6 @@ class SparsePrefillManager:
     def _decide(self, prompt: Prompt, refusal: str | None = None) -> Plan | NeedsScore:
         return decide(prompt, self._known, self.config.recall, refusal)
 
-    def _apply(
-        self, request: RunningRequest, options: RequestOptions, decision: Plan, scoring_s: Sequence[float] = ()
-    ) -> None:
-        self._applier.apply(request, options, decision, scoring_s)
-        if decision.outcome in ("pruned", "nothing_to_prune"):
-            self._known.remember(decision)
-
     def _give_up(self, request: RunningRequest, error: Exception) -> None:
         """Prefill the unchanged prompt of a request without a decision densely."""
         self._pending = [pending for pending in self._pending if pending.request is not request]
@@ -195,7 +179,8 @@ class SparsePrefillManager:
             if getattr(request, STATE, None) is None:
                 reason = f"off: deciding failed: {type(error).__name__}: {error}"
                 options = RequestOptions()
-                self._applier.apply(request, options, Plan.dense(self._prompt(request, options), reason, "failed"))
+                plan = Plan.dense(self._prompt(request, options), reason, "failed")
+                apply(request, options, plan, self._known, self.config)
 
     def after_queueing(self, request: RunningRequest) -> None:
         """Keep a request that must be scored out of the prefill batch that is being made."""
@@ -280,7 +265,7 @@ class SparsePrefillManager:
         return True
 
     def _settle(self, pending: PendingScore, decision: Plan) -> None:
-        self._apply(pending.request, pending.options, decision, pending.scoring_s)
+        apply(pending.request, pending.options, decision, self._known, self.config, pending.scoring_s)
         self._pending.remove(pending)
 
     def _do_a_part(self, pending: PendingScore) -> None:
@@ -354,7 +339,7 @@ class SparsePrefillManager:
             "why_not": self._refusal or "",
             "positions": self._pruning.default,
             "unrecognised": self._known.template.unrecognised,
-            "num_requests": dict(self._applier.num_by_outcome),
+            "num_requests": dict(self._known.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),
             "num_turns_remembered": len(self._known.turns),
             "draft_pool": self._scorer.pool_state() if self._can_prune else {},

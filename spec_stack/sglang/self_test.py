@@ -1,6 +1,6 @@
 """Runs one synthetic prompt through every step of a pruned request at launch.
 
-SGLang's releases rename fields; untested code would fail at the first long prompt, hours later.
+A model, cache or device that scoring cannot work with fails here, not at the first long prompt, hours later.
 """
 
 from __future__ import annotations
@@ -43,11 +43,6 @@ def run(scheduler: Scheduler, scorer: DraftScorer, config: PrefillConfig) -> flo
     finally:
         scorer.forget()
     return perf_counter() - begun
-
-
-def most_tokens(config: PrefillConfig) -> int:
-    """Slots of a draft's pool that the prompt and its look-ahead take."""
-    return _NUM_CHUNKS * config.chunk_size + config.look_ahead + 1
 
 
 def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
