@@ -15,6 +15,7 @@ from spec_stack.config import MAX_GAMMA, OLD_SWITCHES, DecodeConfig, PrefillConf
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
 from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
+from spec_stack.settings.checks import require, require_int
 from spec_stack.settings.flags import FormerFlag
 from spec_stack.settings.options import documented, meaning, option
 
@@ -91,17 +92,19 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_whole_numbers("gammas", self.gammas)
-        if any(gamma > MAX_GAMMA for gamma in self.gammas):
-            raise ValueError(f"gammas must be at most {MAX_GAMMA}, got {self.gammas}")
-        if not any(self.gammas):
-            raise ValueError("gammas must hold a number over 0; without drafting, leave --speculative-algorithm out")
+        require(isinstance(self.gammas, list | tuple), f"gammas must be a list, got {self.gammas!r}")
+        for gamma in self.gammas:
+            require_int("a gamma of gammas", gamma, 0, MAX_GAMMA)
+        require(
+            any(self.gammas), "gammas must hold a number over 0; without drafting, leave --speculative-algorithm out"
+        )
         object.__setattr__(self, "gammas", tuple(sorted(set(self.gammas))))
-        _check_whole_numbers("max_gamma_by_batch_size's sizes", list(self.max_gamma_by_batch_size), least=1)
-        _check_whole_numbers("max_gamma_by_batch_size's gammas", list(self.max_gamma_by_batch_size.values()))
-        _check_whole_numbers("prefill_decode_interval", [self.prefill_decode_interval])
+        for size, gamma in self.max_gamma_by_batch_size.items():
+            require_int("a batch size of max_gamma_by_batch_size", size, 1)
+            require_int("a gamma of max_gamma_by_batch_size", gamma, 0)
+        require_int("prefill_decode_interval", self.prefill_decode_interval, 0)
         if self.draft_pool_tokens is not None:
-            _check_whole_numbers("draft_pool_tokens", [self.draft_pool_tokens], least=1)
+            require_int("draft_pool_tokens", self.draft_pool_tokens, 1)
         for name, kinds in (
             ("calibration", f"a file, a folder or {NONE!r}"),
             ("scoring_model", "a folder or a hub id"),
@@ -318,10 +321,3 @@ def _refuse_unknown(prefix: str, values: Mapping[str, Any], known: list[str]) ->
 
 def _number(key: object) -> object:
     return int(str(key)) if str(key).isdigit() else key
-
-
-def _check_whole_numbers(name: str, values: Sequence[object], least: int = 0) -> None:
-    if not isinstance(values, list | tuple):
-        raise ValueError(f"{name} must be a list, got {values!r}")
-    if any(type(value) is not int or value < least for value in values):
-        raise ValueError(f"{name} must be whole numbers, {least} or more, got {list(values)}")

@@ -38,6 +38,9 @@ BESIDE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
 # Draft backends that take their KV lengths from seq_lens, or are made to (see positions.protect_kv_lengths).
 BUILT_FROM_POSITIONS = ("triton", "flashinfer")
 MAPPED_DRAFT_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
+# Arguments of SGLang's. attn_dp_size is there since 0.5.22.
+_GROUPS = ("pp_size", "enable_dp_attention", "attn_dp_size")
+_STORES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
 # An environment variable of SGLang's.
 _SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
@@ -51,9 +54,11 @@ def check_version() -> None:
         raise RuntimeError(f"{NAME} was made for SGLang {supported}, and this is {installed}; install one of those")
 
 
-def attn_dp_size(args: Any) -> int:
-    """Data-parallel attention groups, a number since 0.5.22."""
-    return getattr(args, "attn_dp_size", None) or 1
+def _first_set(args: Any, *names: str) -> str | None:
+    """The first of these flags that is set; a size of 1 is not."""
+    values = ((name, getattr(args, name, None)) for name in names)
+    name = next((name for name, value in values if value is True or (value or 1) != 1), None)
+    return None if name is None else f"--{name.replace('_', '-')}"
 
 
 def require_drafting(args: Any, config: ServerConfig) -> None:
@@ -71,16 +76,10 @@ def require_drafting(args: Any, config: ServerConfig) -> None:
         raise ValueError(f"{NAME} drafts one chain; leave --speculative-eagle-topk out")
     if args.speculative_num_draft_tokens not in (None, largest + 1):
         raise ValueError(f"{NAME} takes its widths from --spec-stack-gammas; leave --speculative-num-draft-tokens out")
-    for flag, value, wanted in (
-        ("--speculative-adaptive", args.speculative_adaptive, False),
-        ("--enable-dp-attention", args.enable_dp_attention, False),
-        ("--attn-dp-size", attn_dp_size(args), 1),
-        ("--pp-size", args.pp_size, 1),
-        # Gamma 0 has no draft probabilities for it, and SGLang's worker ends the server where there are none.
-        ("--speculative-use-rejection-sampling", args.speculative_use_rejection_sampling, False),
-    ):
-        if value != wanted:
-            raise ValueError(f"{NAME} does not work with {flag}; leave it out")
+    # Gamma 0 has no draft probabilities for rejection sampling, and SGLang's worker ends the server without them.
+    flags = "speculative_adaptive", "speculative_use_rejection_sampling"
+    if flag := _first_set(args, *flags, *_GROUPS):
+        raise ValueError(f"{NAME} does not work with {flag}; leave it out")
     if os.environ.get(_SKIP_DRAFT_EXTEND, "0").lower() in ("1", "true") and 0 in config.gammas:
         raise ValueError(
             f"{_SKIP_DRAFT_EXTEND} leaves holes in the draft's KV after every step of gamma 0; unset it, or leave 0 "
@@ -145,9 +144,8 @@ def _untested(args: Any, target: Any, algorithm: str) -> str | None:
         return "decode context parallelism splits the KV cache by position"
     if str(getattr(args, "kv_cache_dtype", None) or "auto").startswith("fp4"):
         return "pruning has not been tried with an FP4 KV cache"
-    for flag in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "kv_events_config"):
-        if getattr(args, flag, None):
-            return f"--{flag.replace('_', '-')} hashes radix keys in 32 bits, which have no room for a position"
+    if flag := _first_set(args, *_STORES, "kv_events_config"):
+        return f"{flag} hashes radix keys in 32 bits, which have no room for a position"
     return None
 
 
@@ -158,11 +156,8 @@ def scoring_refusal(args: Any, algorithm: str, target: Any, scoring: Any, asked:
             f"--speculative-algorithm {algorithm} is not one of {', '.join(BESIDE)}, nor left out; "
             "--spec-stack-positions contiguous tries it"
         )
-    if attn_dp_size(args) != 1:
-        return "--attn-dp-size is set; leave it out"
-    for flag, plain in (("pp_size", 1), ("enable_dp_attention", False), ("dllm_algorithm", None)):
-        if getattr(args, flag, plain) != plain:
-            return f"--{flag.replace('_', '-')} is set; leave it out"
+    if flag := _first_set(args, *_GROUPS, "dllm_algorithm"):
+        return f"{flag} is set; leave it out"
     if not target.is_generation:
         return "the target does not generate text"
     if scoring.context_len < target.context_len:
@@ -189,9 +184,8 @@ def _slots_refusal(args: Any, draft: Any) -> str | None:
         return "a page of several slots cannot hold chosen tokens; --page-size 1 can"
     if _is_disaggregated(args):
         return "prefill and decode run on different servers"
-    for flag in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv"):
-        if getattr(args, flag, None):
-            return f"--{flag.replace('_', '-')} stores the draft's KV with the target's"
+    if flag := _first_set(args, *_STORES):
+        return f"{flag} stores the draft's KV with the target's"
     return None
 
 
