@@ -26,6 +26,8 @@ from spec_stack.sglang.server_args import ServerConfig
 # Without captured graphs.
 _SHOWN_SIZES = (1, 2, 4, 8, 16, 32)
 _NO_SIGNALS = DraftSignals()
+# A request's stays the same for many steps.
+_member = lru_cache(maxsize=4096)(BatchRequest)
 
 
 @dataclass
@@ -138,7 +140,7 @@ class BatchPolicy:
         return gamma
 
     def _context(self, batch_size: int, max_gamma: int, caps: list[int], lag: int) -> StepContext:
-        members = [BatchRequest(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)]
+        members = [_member(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)]
         return StepContext(
             step=self._number,
             max_gamma=max_gamma,
@@ -184,22 +186,23 @@ class BatchPolicy:
         self, step: Pending, request: RunningRequest, gamma: int, num_correct: int, share_s: float
     ) -> StepRecord:
         num_accepted = min(num_correct, gamma)
+        # By place: keywords take twice as long, and this is made for every request and step.
         return StepRecord(
-            request_id=str(request.rid),
-            step=step.number,
-            policy=step.policy.name,
-            precision=self._precision,
-            task="",
-            is_prefill=False,
-            keep_rate=1.0,
-            gamma=gamma,
-            num_accepted=num_accepted,
-            num_tokens=num_accepted + 1,
-            signals=_NO_SIGNALS,
-            draft_s=0.0,
+            str(request.rid),
+            step.number,
+            step.policy.name,
+            self._precision,
+            "",  # task
+            False,  # is_prefill
+            1.0,  # keep_rate
+            gamma,
+            num_accepted,
+            num_accepted + 1,
+            _NO_SIGNALS,
+            0.0,  # draft_s
             # Not finite marks unknown seconds in a record.
-            verify_s=share_s if gamma == step.gamma else math.nan,
-            policy_s=0.0,
+            share_s if gamma == step.gamma else math.nan,
+            0.0,  # policy_s
             lag=step.lag,
         )
 
