@@ -109,10 +109,6 @@ class SparsePrefillManager:
         logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._known.template.unrecognised))
         if self._pruning.note:
             logger.info("%s: %s", NAME, self._pruning.note)
-        if self._prunes:
-            pool, num_tokens = self._scorer.pool_state(), self._scheduler.token_to_kv_pool_allocator.size
-            note = "%s: follow-ups: %s; the draft's own KV pool holds %d tokens in %.2f GB, the target's %d tokens"
-            logger.info(note, NAME, config.follow_up, pool["num_tokens"], pool["num_bytes"] / 1e9, num_tokens)
         if slots := self._draft_slots():
             logger.info("%s: %s", NAME, slots_note(**slots))
 
