@@ -4,7 +4,9 @@ sessions."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -51,32 +53,17 @@ def pair_scores(prompt_ids: Sequence[int], question: Span, segments: Segments) -
     Two different question tokens within _NEAR tokens of each other, at most _MAX_OCCURRENCES times in the text, give 1
     divided by that count to each segment that the place touches. Common tokens do not count.
     """
-    ids, num_segments = torch.as_tensor(prompt_ids), len(segments)
-    body, words = ids[: segments.num_tokens], torch.unique(ids[slice(*question)])
-    scores = torch.zeros(num_segments, dtype=torch.float64)
-    if len(words) < 2 or not num_segments:
-        return scores.float()
-    found = torch.searchsorted(words, body).clamp(max=len(words) - 1)
-    is_word = words[found] == body
-    times = torch.bincount(found[is_word], minlength=len(words))
-    is_rare = times <= max(_MAX_OCCURRENCES, num_segments // _COMMON_SHARE)
-    places = torch.nonzero(is_word & is_rare[found])[:, 0]
-    named = found[places]
-    firsts, lasts, pairs = [], [], []
-    for step in range(1, min(_NEAR, len(places) - 1) + 1):
-        meet = (places[step:] - places[:-step] <= _NEAR) & (named[step:] != named[:-step])
-        one, other = named[:-step][meet], named[step:][meet]
-        firsts.append(places[:-step][meet])
-        lasts.append(places[step:][meet])
-        pairs.append(torch.minimum(one, other) * len(words) + torch.maximum(one, other))
-    if not firsts:
-        return scores.float()
-    first, last = torch.cat(firsts), torch.cat(lasts)
-    _, which, counts = torch.unique(torch.cat(pairs), return_inverse=True, return_counts=True)
-    is_told = counts[which] <= _MAX_OCCURRENCES
-    first, last, votes = first[is_told], last[is_told], 1.0 / counts[which][is_told].double()
-    _add_votes(scores, segments, first, last, votes)
-    return scores.float()
+    words = set(prompt_ids[slice(*question)])
+    named = [(at, token) for at, token in enumerate(prompt_ids[: segments.num_tokens]) if token in words]
+    times = Counter(token for _, token in named)
+    most = max(_MAX_OCCURRENCES, len(segments) // _COMMON_SHARE)
+    named = [(at, token) for at, token in named if times[token] <= most]
+    places: dict[frozenset[int], list[Span]] = defaultdict(list)
+    for index, (first, one) in enumerate(named):
+        for last, other in named[index + 1 : index + 1 + _NEAR]:
+            if last - first <= _NEAR and one != other:
+                places[frozenset((one, other))].append((first, last))
+    return _votes(segments, ((found, 1.0) for found in places.values()))
 
 
 def rare_words(
@@ -87,50 +74,32 @@ def rare_words(
     Every n-gram of the question with at most _MAX_OCCURRENCES in the text before it gives n divided by that count to
     each segment that an occurrence touches. half_life: of an n-gram's weight, in tokens to the question's end.
     """
-    ids = torch.as_tensor(prompt_ids)
-    scores = torch.zeros(len(segments), dtype=torch.float64)
-    body, asked = ids[: question[0]], ids[question[0] : question[1]]
-    if not len(asked):
-        return scores.float()
-    # The question's tokens by small numbers, so that an n-gram fits one integer; 0 is every other token.
-    words = torch.unique(asked)
-
-    def numbered(tokens: torch.Tensor) -> torch.Tensor:
-        at = torch.searchsorted(words, tokens).clamp(max=len(words) - 1)
-        return torch.where(words[at] == tokens, at + 1, 0)
-
-    body, asked = numbered(body), numbered(asked)
+    body, asked = prompt_ids[: question[0]], prompt_ids[slice(*question)]
+    votes: list[tuple[list[Span], float]] = []
     for order in _ORDERS:
-        if len(body) < order or len(asked) < order:
-            continue
-        radix = (len(words) + 1) ** torch.arange(order)
-        grams, owner = torch.unique((asked.unfold(0, order, 1) * radix).sum(dim=1), return_inverse=True)
-        distance = torch.arange(len(owner) - 1, -1, -1, dtype=torch.float64)
+        grams = list(_ngrams(asked, order))
         # The occurrence nearest to the end counts.
-        weights = torch.zeros(len(grams), dtype=torch.float64)
-        weights.scatter_reduce_(0, owner, 0.5 ** (distance / half_life), reduce="amax")
-        windows = body.unfold(0, order, 1)
-        starts = torch.nonzero((windows > 0).all(dim=1))[:, 0]
-        codes = (windows[starts] * radix).sum(dim=1)
-        found = torch.searchsorted(grams, codes).clamp(max=len(grams) - 1)
-        shared = grams[found] == codes
-        starts, found = starts[shared], found[shared]
-        times = torch.bincount(found, minlength=len(grams))[found]
-        rare = times <= _MAX_OCCURRENCES
-        starts, votes = starts[rare], order * weights[found[rare]] / times[rare]
-        _add_votes(scores, segments, starts, starts + order - 1, votes)
-    return scores.float()
+        weights = {gram: 0.5 ** ((len(grams) - 1 - at) / half_life) for at, gram in enumerate(grams)}
+        places: dict[tuple[int, ...], list[Span]] = defaultdict(list)
+        for at, gram in enumerate(_ngrams(body, order)):
+            if gram in weights:
+                places[gram].append((at, at + order - 1))
+        votes += [(found, order * weights[gram]) for gram, found in places.items()]
+    return _votes(segments, votes)
 
 
-def _add_votes(
-    scores: torch.Tensor, segments: Segments, starts: torch.Tensor, lasts: torch.Tensor, votes: torch.Tensor
-) -> None:
-    """Add votes (n,) to the segments of the first and last token of each place (n,); scores (num_segments,) change in
-    place.
+def _ngrams(token_ids: Sequence[int], order: int) -> Iterable[tuple[int, ...]]:
+    return zip(*(token_ids[start:] for start in range(order)), strict=False)
 
-    A segment gets a vote once; places behind the last segment get none.
-    """
-    owner = torch.cat([segments.owner, torch.full((1,), len(segments))])
-    first, last = (owner[at.clamp(max=segments.num_tokens)] for at in (starts, lasts))
-    for segment, counts in ((first, first < len(segments)), (last, (last > first) & (last < len(segments)))):
-        scores.index_add_(0, segment[counts], votes[counts])
+
+def _votes(segments: Segments, votes: Iterable[tuple[Sequence[Span], float]]) -> torch.Tensor:
+    """Scores (num_segments,) of texts that occur rarely: the weight divided by the number of places, to each segment
+    of a place's first and last token. Places behind the last segment get none."""
+    scores = [0.0] * len(segments)
+    for places, weight in votes:
+        if len(places) > _MAX_OCCURRENCES:
+            continue
+        for first, last in places:
+            for segment in {bisect_right(segments.borders, at) - 1 for at in (first, last) if at < segments.num_tokens}:
+                scores[segment] += weight / len(places)
+    return torch.tensor(scores)
