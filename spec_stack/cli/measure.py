@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from statistics import harmonic_mean, median
 from time import perf_counter
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import MAX_LOOK_AHEAD
 from spec_stack.devices import synchronize
-from spec_stack.hf.architectures import text_config
 from spec_stack.prefill.break_even import shortest_gain
 from spec_stack.prefill.registry import needs_attention
 
@@ -74,8 +74,7 @@ class Measured:
 
     dense, sparse, draft: TTFT of dense and sparse prompts and the draft's pass, by length. step_s, block_s,
     draft_step_s: a target forward of one token and of five, and a draft forward of one. plain, drafted: tokens per
-    second by prompt, without and with the draft. max_positions: of both models. cache_bytes: of both models per token.
-    window_from: the shortest windowed prompt, if no run was windowed.
+    second by prompt, without and with the draft. max_positions: of both models.
     """
 
     dense: dict[int, list[float]]
@@ -90,9 +89,6 @@ class Measured:
     num_proposed: int = 0
     num_accepted: int = 0
     max_positions: int = 0
-    weight_bytes: int = 0
-    cache_bytes: int = 0
-    window_from: int | None = None
 
     @property
     def dense_curve(self) -> Curve:
@@ -134,10 +130,9 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
     until = perf_counter() + 40 * minutes
     most = min(min(generator.pair.max_positions) - MAX_LOOK_AHEAD, _LONGEST)
     window = generator.config.prefill.draft_window
-    window_from = window[0] if isinstance(window, tuple) and window[0] >= 2 * LENGTH else None
-    if window_from is not None:
+    if isinstance(window, tuple) and window[0] >= 2 * LENGTH:
         # One curve does not fit prompts both with and without a window.
-        most = min(most, window_from - 1)
+        most = min(most, window[0] - 1)
     prompt = long_prompt(generator, most)
     dense: dict[int, list[float]] = {}
     sparse: dict[int, list[float]] = {}
@@ -164,9 +159,6 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
         block_s=_step(generator, pair.target, 5, timer),
         draft_step_s=_step(generator, pair.draft, 1, timer),
         max_positions=min(pair.max_positions),
-        weight_bytes=pair.target_weight_bytes + pair.draft_weight_bytes,
-        cache_bytes=sum(_cache_bytes(model) for model in (pair.target, pair.draft)),
-        window_from=window_from,
         **(_answers(generator, until, timer) if pair.vocabulary.can_propose else {}),
     )
 
@@ -181,14 +173,8 @@ def _longer(length: int, seconds: float, most: int) -> int:
 
 def long_prompt(generator: SpecStackGenerator, num_tokens: int) -> list[int]:
     """Token ids of a text of this length."""
-    if generator.tokenizer is None:
-        return [3 + index % (generator.pair.vocab_size - 3) for index in range(num_tokens)]
-    text = ""
-    ids: list[int] = []
-    while len(ids) < num_tokens:
-        text += _TEXT * max(1, num_tokens // 40)
-        ids = list(generator.tokenizer(text, add_special_tokens=False).input_ids)
-    return ids[:num_tokens]
+    ids: list[int] = list(generator.tokenizer(_TEXT, add_special_tokens=False).input_ids)
+    return list(islice(cycle(ids), num_tokens))
 
 
 def ttft(generator: SpecStackGenerator, ids: list[int], is_sparse: bool, timer: Timer) -> float:
@@ -233,14 +219,6 @@ def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: 
     return median(taken[1:])
 
 
-def _cache_bytes(model: Any) -> int:
-    """Upper bound of KV bytes per token: sliding and recurrent layers hold less."""
-    config = text_config(model.config)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * size * model.dtype.itemsize)
-
-
 def _answers(generator: SpecStackGenerator, until: float, timer: Timer) -> dict[str, Any]:
     """Tokens per second of the built-in prompts, alternately without and with the draft; the first one always runs."""
     speeds: dict[str, dict[str, float]] = {"plain": {}, "drafted": {}}
@@ -265,9 +243,7 @@ def _answers(generator: SpecStackGenerator, until: float, timer: Timer) -> dict[
 
 
 def _prompt(generator: SpecStackGenerator, text: str) -> dict[str, Any]:
-    """A text as the target takes it: a chat, a plain text, or token ids."""
-    if generator.tokenizer is None:
-        return {"input_ids": long_prompt(generator, 32)}
+    """A text as the target takes it: a chat or a plain text."""
     if getattr(generator.tokenizer, "chat_template", None) is None:
         return {"prompt": text}
     return {"messages": [{"role": "user", "content": text}]}
@@ -318,16 +294,9 @@ def lines(measured: Measured) -> list[str]:
     for length in _TOLD:
         if length <= measured.max_positions:
             seconds, low, high = sparse.at(length), 1 - spread, 1 + spread
-            memory = (measured.weight_bytes + length * measured.cache_bytes) / 1e9
             told.append(
                 f"expected at {length}: dense {dense.at(length):.1f} s, sparse {seconds:.1f} s "
-                f"({seconds * low:.1f} to {seconds * high:.1f}), {dense.at(length) / seconds:.1f}x; memory up to "
-                f"{memory:.1f} GB"
+                f"({seconds * low:.1f} to {seconds * high:.1f}), {dense.at(length) / seconds:.1f}x"
             )
-    if measured.window_from is not None:
-        told.append(
-            f"from {measured.window_from} prompt tokens on the draft's pass has a window: the first token of such a "
-            "prompt comes sooner than this"
-        )
     told.append(verdict(measured))
     return told
