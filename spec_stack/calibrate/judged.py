@@ -1,16 +1,14 @@
 """A prompt's scores from one draft pass, enough to judge every setting. `judge(pair, index, prompt)` makes a
-`ScoredPrompt`, which can be stored; `needed(judged, scores)` is the smallest share of the prompt that keeps the
+`ScoredPrompt`; `needed(judged, scores)` is the smallest share of the prompt that keeps the
 evidence under these scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from spec_stack.calibrate.prompts import Prompt
 from spec_stack.config import PrefillConfig
@@ -52,16 +50,6 @@ class ScoredPrompt:
     def alone(self) -> torch.Tensor:
         """Needed share of the prompt by each head alone, (num_heads,)."""
         return needed(self, self.by_head)
-
-    def save(self, file: Path) -> None:
-        """Write the file atomically."""
-        part = file.with_suffix(".part")
-        save_file({each.name: getattr(self, each.name).contiguous() for each in fields(self)}, part)
-        part.replace(file)
-
-    @classmethod
-    def load(cls, file: Path) -> ScoredPrompt:
-        return cls(**load_file(file))
 
 
 def needed(judged: ScoredPrompt, scores: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,10 @@
-"""Reports of a calibration: a terminal table and a plot."""
+"""The report of a calibration: a terminal table."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
-from spec_stack.config import how_to_install
 from spec_stack.prefill.calibration import Calibration, describe_setting
 
 _SHOWN_HEADS = 8
-_COLOURS = {"default": "black", "BM25": "tab:orange"}
 
 
 def format_calibration(calibration: Calibration) -> str:
@@ -50,31 +45,3 @@ def _by_kind(calibration: Calibration) -> list[str]:
         cells = "".join(f"{shares.get(name, 0):9.0%}" for name in names)
         lines.append(f"{kind:24}{shares.get('prompts', 0):8.0f}{cells}{1 - shares.get('chosen', 0):9.0%}")
     return lines
-
-
-def check_plots() -> None:
-    """Raise ValueError without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"plots need matplotlib: {how_to_install('experiments')}")
-
-
-def plot_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Plot recall against the kept share, one panel per length, with the chosen share marked. Raises ValueError without
-    matplotlib."""
-    check_plots()
-    from matplotlib.figure import Figure
-
-    lengths = list(dict.fromkeys(point.num_tokens for point in calibration.points))
-    figure = Figure(figsize=(5 * max(1, len(lengths)), 4), layout="constrained")
-    for column, length in enumerate(lengths, start=1):
-        axes = figure.add_subplot(1, len(lengths), column)
-        points = [point for point in calibration.points if point.num_tokens == length]
-        for setting in dict.fromkeys(point.setting for point in points):
-            line = [(point.keep_rate, point.recall) for point in points if point.setting == setting]
-            is_chosen = setting not in _COLOURS
-            label = "chosen" if is_chosen else setting
-            axes.plot(*zip(*line, strict=True), color=_COLOURS.get(setting, "tab:red"), marker=".", label=label)
-        axes.axvline(calibration.apply().rate_for(length), color="tab:red", linestyle=":")
-        axes.set(title=f"{length} tokens", xlabel="share kept", ylabel="evidence kept", ylim=(0, 1.02))
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)

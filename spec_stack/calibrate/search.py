@@ -1,25 +1,20 @@
-"""Calibration: one dense draft pass per prompt, from which every setting is judged. Judged prompts are stored in a
-working folder, so that an interrupted calibration resumes. The target's weights are not needed."""
+"""Calibration: one dense draft pass per prompt, from which every setting is judged. The target's weights are not
+needed."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
 from spec_stack.calibrate.choice import RATES, Choice, choose, recall
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.calibrate.heads import Case
-from spec_stack.calibrate.judged import BY_HEAD, ScoredPrompt, draft_ids, judge
-from spec_stack.calibrate.prompts import Prompt, PromptMaker, Task, fitting, plan
+from spec_stack.calibrate.judged import ScoredPrompt, draft_ids, judge
+from spec_stack.calibrate.prompts import Prompt, PromptMaker, fitting, plan
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import text_config
@@ -27,15 +22,12 @@ from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.calibration import Calibration, Point, describe_setting, fingerprint
 from spec_stack.prefill.cost import Shape, counted_break_even
-from spec_stack.prefill.segments import make_segments
 from spec_stack.prefill.shipped import sketch
 
 # Shares of the budget for the shortest length, if there are others, and for the final choice.
 _SHARE_OF_FIRST = 0.75
 _RESERVE = 0.02
 _NEVER = 1 << 30
-# Increase it when judged prompts change: their rules or their file contents.
-_FORMAT = 3
 Progress = Callable[[int, int, str], None]
 
 
@@ -48,7 +40,6 @@ def calibrate(
     config: CalibrateConfig | None = None,
     *,
     documents: Sequence[str] = (),
-    work: str | Path | None = None,
     progress: Progress = silent,
     **former: object,
 ) -> Calibration:
@@ -63,9 +54,6 @@ def calibrate(
         just fits.
     documents
         Texts to hide needles in, ideally the user's own; by default the standard library's source code and manuals.
-    work : str or Path, optional
-        A folder, created if missing, that stores every judged prompt; a later call with the same draft, texts and seed
-        reuses it. None stores nothing.
     progress
         Called with the number of judged prompts, their total, and the last one's length and kind.
 
@@ -86,31 +74,19 @@ def calibrate(
         raise ValueError("calibration writes its prompts in words; give the pair a tokenizer")
     tasks = plan(fitting(pair, config.lengths), config.prompts)
     maker = PromptMaker(pair, documents, config.seed)
-    weights = sketch(pair.draft.get_input_embeddings().weight)
-    identity = json.dumps([fingerprint(text_config(pair.draft.config)), weights])
-    with TemporaryDirectory() as nowhere:
-        folder = Path(work or nowhere)
-        folder.mkdir(parents=True, exist_ok=True)
-        held = {file.stem.rpartition("-")[0] for file in folder.glob("*.safetensors")}
-        budget = _Budget(started, config.budget_s, [task.num_tokens for task in tasks])
-        index = pair.new_draft_cache(PrefillConfig.prefill_chunk)
-        cases: list[Case] = []
-        for task in tasks:
-            # Making a prompt takes time, wasted if it can be neither judged nor found.
-            if not (budget.has_time(task.num_tokens) or _prefix(task) in held):
-                continue
-            prompt = maker.make(task)
-            file = folder / f"{_prefix(task)}-{_digest(pair, prompt, identity)}.safetensors"
-            if file.is_file():
-                judged = ScoredPrompt.load(file)
-            elif budget.has_time(task.num_tokens):
-                judged = budget.judge(pair, index, prompt)
-                judged.save(file)
-            else:
-                continue
-            cases.append(Case(task, judged))
+    budget = _Budget(started, config.budget_s, [task.num_tokens for task in tasks])
+    index = pair.new_draft_cache(PrefillConfig.prefill_chunk)
+    cases: list[Case] = []
+    for task in tasks:
+        if not budget.has_time(task.num_tokens):
+            continue
+        prompt = maker.make(task)
+        # Making a prompt takes time, too.
+        if budget.has_time(task.num_tokens):
+            cases.append(Case(task, budget.judge(pair, index, prompt)))
             progress(len(cases), len(tasks), f"{task.num_tokens} tokens, {task.kind}")
     made = _result(pair, cases, choose(cases, config.margin), config.margin)
+    weights = sketch(pair.draft.get_input_embeddings().weight)
     return replace(made, weights=weights, seconds=monotonic() - started, unfinished=len(tasks) - len(cases))
 
 
@@ -140,18 +116,6 @@ class _Budget:
         if is_new:
             self._before = (monotonic() - begun) / num_tokens, num_tokens
         return judged
-
-
-def _prefix(task: Task) -> str:
-    return re.sub(r"[ ,]+", "-", f"{task.num_tokens}-{task.kind}-{task.number}-{task.shape}")
-
-
-def _digest(pair: ModelPair, prompt: Prompt, identity: str) -> str:
-    """A digest of the prompt, draft, text and segment rules."""
-    ids = prompt.token_ids
-    borders = make_segments(len(ids), pair.pieces(ids), BY_HEAD).borders
-    what = json.dumps([identity, ids, prompt.spans, prompt.protected, borders, _FORMAT])
-    return hashlib.sha256(what.encode()).hexdigest()[:16]
 
 
 def _result(pair: ModelPair, cases: Sequence[Case], choice: Choice, margin: float) -> Calibration:

@@ -173,8 +173,7 @@ def _add_calibrate(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="choose the draft's scoring heads and the keep rate",
-        description="One draft pass per prompt; the target's weights are not loaded. Judged prompts are stored, so "
-        "that an interrupted call resumes.",
+        description="One draft pass per prompt; the target's weights are not loaded.",
     )
     _add_pair_arguments(parser)
     parser.add_argument("--documents", type=Path, help="folder of your texts to hide needles in (.txt, .md, .py)")
@@ -183,10 +182,6 @@ def _add_calibrate(commands: Any) -> None:
     budget = CalibrateConfig.budget_s / 60
     parser.add_argument("--budget", type=float, default=budget, help="time budget in minutes (default: %(default)g)")
     parser.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
-    parser.add_argument(
-        "--work", type=Path, help="folder for judged prompts (default: next to the result, removed when all are judged)"
-    )
-    parser.add_argument("--plot", type=Path, help="picture of recall against the kept share")
 
 
 def _add_explain(commands: Any) -> None:

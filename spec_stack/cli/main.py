@@ -6,7 +6,6 @@ import argparse
 import io
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -187,7 +186,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     from spec_stack.calibrate.config import CalibrateConfig
-    from spec_stack.calibrate.report import check_plots, format_calibration, plot_calibration
+    from spec_stack.calibrate.report import format_calibration
     from spec_stack.calibrate.search import calibrate
     from spec_stack.engine.pair import ModelPair
 
@@ -197,13 +196,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         raise ValueError("name a file or folder for the result with --out")
     # Errors must show before minutes of work.
     check_writable(Path(out))
-    if arguments.plot is not None:
-        check_plots()
-        check_writable(arguments.plot)
     arguments.budget_s = 60 * arguments.budget
     config = config_of(CalibrateConfig, arguments)
     documents = read_documents(arguments.documents)
-    work = arguments.work or _work_beside(Path(out))
     pair = ModelPair.load(**_named(arguments, PAIR), target_weights=False)
 
     def show(done: int, total: int, what: str) -> None:
@@ -212,24 +207,10 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
     # The user's waiting time includes loading the model.
     config = replace(config, budget_s=max(0.001, config.budget_s - (monotonic() - started)))
-    calibration = calibrate(pair, config, documents=documents, work=work, progress=show)
+    calibration = calibrate(pair, config, documents=documents, progress=show)
     print(format_calibration(calibration))
     print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
-    if calibration.unfinished:
-        print(f"judged prompts are in {work}: the same command resumes from there; delete it when it is not needed")
-    elif arguments.work is None:
-        shutil.rmtree(work, ignore_errors=True)
-    if arguments.plot is not None:
-        plot_calibration(calibration, arguments.plot)
     return 0
-
-
-def _work_beside(out: Path) -> Path:
-    """The default folder for a calibration's judged prompts."""
-    from spec_stack.prefill.calibration import FILE_NAME
-
-    file = out / FILE_NAME if out.is_dir() else out
-    return file.with_suffix(".work")
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -64,7 +64,7 @@ class Calibration:
         By kind of evidence and by shape of prompt: recall of what was "chosen" and, at 0.2, of the "default" and
         "BM25"; how many "prompts".
     points
-        What was measured, for the table and the plot.
+        What was measured, for the table.
     notes
         What the user should know, in sentences.
     seconds

@@ -98,13 +98,10 @@ def test_the_command_makes_one_that_the_library_takes(tmp_path: Path, capsys: py
     assert main([*command, "--budget", "0.0001"]) == 0
     told = capsys.readouterr().out
     assert "prompts are too few" in told
-    assert f"{tmp_path / 'made.work'}: the same command resumes" in told
-    assert main([*command, "--plot", str(tmp_path / "made.png")]) == 0
+    assert main(command) == 0
     told = capsys.readouterr()
     assert "lost" in told.out
     assert "12/15" in told.err
-    assert not (tmp_path / "made.work").exists()
-    assert (tmp_path / "made.png").stat().st_size > 1000
     assert main(["generate", "hello", "--max-tokens", "3", "--device", "cpu", "--calibration", str(out)]) == 0
 
 
