@@ -193,8 +193,6 @@ def _add_explain(commands: Any) -> None:
     _add_list(parser, "--turn", "user message after the prompt's answer, in a session")
     parser.add_argument("--demo", action="store_true", help="use the demo's document and question as the prompt")
     parser.add_argument("--compare", action="store_true", help="run dense prefill too, and show both")
-    _add_list(parser, "--records", "show the runs in a file of records instead", type=Path)
-    parser.add_argument("--request", help="with --records: the request to show (default: all)")
     parser.add_argument("--out", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
     _add_answer_arguments(parser)
 

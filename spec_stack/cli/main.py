@@ -214,37 +214,34 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from spec_stack.explain.command import explain_live, explain_records, write_page
+    from spec_stack.explain.command import explain_live, write_page
     from spec_stack.explain.observe import watching
 
     check_writable(arguments.out)
-    if arguments.records:
-        explanation = explain_records(arguments.records, arguments.request)
-    else:
-        text = None if arguments.demo else read_prompt(arguments)
-        if text is not None and not text.strip():
-            raise ValueError("the prompt is empty")
-        generator = watching(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
-        if text is None:
-            from spec_stack.cli.demo import hide_fact
+    text = None if arguments.demo else read_prompt(arguments)
+    if text is not None and not text.strip():
+        raise ValueError("the prompt is empty")
+    generator = watching(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
+    if text is None:
+        from spec_stack.cli.demo import hide_fact
 
-            text = str(hide_fact(generator.tokenizer, DEMO_TOKENS, 0).messages[0]["content"])
-        is_chat = arguments.demo or arguments.chat or arguments.turn or arguments.system is not None
-        explanation = explain_live(
-            generator,
-            title="What was kept, and who wrote it",
-            pair=f"{arguments.target or 'embedded target'} with {arguments.draft or 'embedded draft'}",
-            options=answer_options(arguments),
-            prompt=None if is_chat else text,
-            messages=[] if arguments.system is None else [{"role": "system", "content": arguments.system}],
-            questions=[text, *arguments.turn],
-            compare=arguments.compare,
-        )
+        text = str(hide_fact(generator.tokenizer, DEMO_TOKENS, 0).messages[0]["content"])
+    is_chat = arguments.demo or arguments.chat or arguments.turn or arguments.system is not None
+    explanation = explain_live(
+        generator,
+        title="What was kept, and who wrote it",
+        pair=f"{arguments.target or 'embedded target'} with {arguments.draft or 'embedded draft'}",
+        options=answer_options(arguments),
+        prompt=None if is_chat else text,
+        messages=[] if arguments.system is None else [{"role": "system", "content": arguments.system}],
+        questions=[text, *arguments.turn],
+        compare=arguments.compare,
+    )
     size = write_page(explanation, arguments.out)
     num_runs, num_turns = len(explanation.runs), sum(len(run.turns) for run in explanation.runs)
     counted = f"{num_turns} turn{'s' * (num_turns != 1)} in {num_runs} run{'s' * (num_runs != 1)}"
     print(f"{arguments.out}: {size / 1000:.0f} kB, {counted}; open it in a browser")
-    prompts = [turn.prompt for run in explanation.runs for turn in run.turns if turn.prompt is not None]
+    prompts = [turn.prompt for run in explanation.runs for turn in run.turns]
     for query in (query for prompt in prompts for query in prompt.queries[:3]):
         print(f"scoring query, weight {query.weight:.2f}: {shorten(query.text, 96, placeholder=' …')}")
     return 0

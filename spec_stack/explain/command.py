@@ -1,4 +1,4 @@
-"""Run or read requests for `spec-stack explain`, and write the page."""
+"""Run requests for `spec-stack explain`, and write the page."""
 
 from __future__ import annotations
 
@@ -10,27 +10,9 @@ from typing import Any
 import torch
 
 from spec_stack.api.generator import SpecStackGenerator
-from spec_stack.explain.data import Explanation, RunView, runs_of_records
+from spec_stack.explain.data import Explanation, RunView
 from spec_stack.explain.observe import watch_prompt, watch_turns
 from spec_stack.explain.page import render
-from spec_stack.records import read_records
-
-# More runs would be unreadable, and too large for a phone.
-MAX_RUNS = 24
-
-
-def explain_records(paths: Sequence[Path], request_id: str | None = None) -> Explanation:
-    """Recorded runs as page data, all or those of request_id. Raises ValueError for an unreadable file, an unknown
-    request, or more than MAX_RUNS runs."""
-    records = read_records(*paths)
-    chosen = [record for record in records if request_id in (None, record.request_id)]
-    if not chosen:
-        raise ValueError(f"no records of the request {request_id!r}; the files hold {records[0].request_id!r}, …")
-    runs = runs_of_records(chosen)
-    if len(runs) > MAX_RUNS:
-        raise ValueError(f"{len(runs)} runs are too many for one page; choose one with --request")
-    about = {"records": ", ".join(path.name for path in paths), "runs": str(len(runs))}
-    return Explanation("Recorded runs", about, runs)
 
 
 def explain_live(

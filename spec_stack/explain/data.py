@@ -14,8 +14,8 @@ STATE_LETTERS = {"kept": "k", "dropped": "d", "protected": "p", "recalled": "r",
 
 @dataclass(frozen=True)
 class WrittenToken:
-    """A token of the answer. text: empty if only records are available. step: index of its step. writer: "draft"
-    (accepted), "correction", "bonus", "plain" (the target alone), or another proposer's name."""
+    """A token of the answer. step: index of its step. writer: "draft" (accepted), "correction", "bonus", "plain" (the
+    target alone), or another proposer's name."""
 
     text: str
     step: int
@@ -54,16 +54,14 @@ class PromptView:
 class TurnView:
     """A request and its answer.
 
-    question: a short heading. prompt: None if only records are available. steps: the first one prefills. metrics: from
-    `types.Metrics.as_dict`, or empty. dense_estimate_s: estimated seconds of dense prefill to the first token, or None.
+    question: a short heading. steps: the first one prefills. metrics: from `types.Metrics.as_dict`.
     """
 
     question: str
-    prompt: PromptView | None
+    prompt: PromptView
     answer: list[WrittenToken]
     steps: list[StepRecord]
     metrics: dict[str, Any] = field(default_factory=dict)
-    dense_estimate_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,32 +97,9 @@ def writers_of(record: StepRecord) -> list[str]:
     return [*["draft"] * drafted, *[other] * (record.num_accepted - drafted), last][: record.num_tokens]
 
 
-def written(records: Sequence[StepRecord], texts: Sequence[str] | None = None) -> list[WrittenToken]:
-    """An answer's tokens with their writers. texts: one per token, or None for empty texts. Raises ValueError if the
-    numbers differ."""
+def written(records: Sequence[StepRecord], texts: Sequence[str]) -> list[WrittenToken]:
+    """An answer's tokens with their writers. texts: one per token. Raises ValueError if the numbers differ."""
     tokens = [(index, writer) for index, record in enumerate(records) for writer in writers_of(record)]
-    if texts is None:
-        texts = [""] * len(tokens)
     if len(texts) != len(tokens):
         raise ValueError(f"{len(texts)} texts for {len(tokens)} tokens; give the records of the whole answer")
     return [WrittenToken(text, index, writer) for text, (index, writer) in zip(texts, tokens, strict=True)]
-
-
-def runs_of_records(records: Sequence[StepRecord]) -> list[RunView]:
-    """Recorded runs, one request each; records contain no prompts or texts."""
-    by_run: dict[tuple[str, str, str, float], list[StepRecord]] = {}
-    for record in records:
-        by_run.setdefault((record.request_id, record.policy, record.precision, record.keep_rate), []).append(record)
-    runs = []
-    for (request_id, policy, precision, keep_rate), own in by_run.items():
-        name = f"{request_id} · {policy} · {precision} · keep_rate {keep_rate:.2f}"
-        metrics = {
-            "keep_rate": keep_rate,
-            "policy": policy,
-            "num_tokens": sum(record.num_tokens for record in own),
-            "num_proposed": sum(record.gamma for record in own),
-            "num_accepted": sum(record.num_accepted for record in own),
-        }
-        turn = TurnView(own[0].task or request_id, None, written(own), own, metrics)
-        runs.append(RunView(name, [turn]))
-    return runs

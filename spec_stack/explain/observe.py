@@ -15,10 +15,8 @@ from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.explain.data import STATE_LETTERS, PromptView, QuerySegment, RunView, TurnView, written
-from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.cost import Shape, prefill_flops
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments
 from spec_stack.types import GenerationResult, Proposal, Selection, StepOutput
@@ -126,7 +124,6 @@ def view_of(generator: SpecStackGenerator, question: str, result: GenerationResu
         answer=written(records, token_texts(pair, result.token_ids)),
         steps=records,
         metrics=result.metrics.as_dict(),
-        dense_estimate_s=dense_estimate(pair, seen, selection, records[0].verify_s),
     )
 
 
@@ -155,25 +152,6 @@ def states_of(request: Request, held: Sequence[int], selection: Selection) -> st
     for position in (at for at in held if at < len(states)):
         states[position] = "cached"
     return "".join(STATE_LETTERS[state] for state in states)
-
-
-def dense_estimate(pair: ModelPair, seen: Seen, selection: Selection, verify_s: float) -> float | None:
-    """Estimated seconds of dense prefill to the first token.
-
-    The target's time in the first step, verify_s, scaled by multiply-adds (`prefill.cost`); None if they cannot be
-    counted. Short forwards are less efficient, so it overestimates; `--compare` measures.
-    """
-    try:
-        shape = Shape.of(text_config(pair.target.config))
-    except ValueError:
-        return None
-
-    def work(num_tokens: int) -> float:
-        return prefill_flops(shape, num_tokens, num_tokens / 2) if num_tokens else 0.0
-
-    done = work(len(seen.held) + len(selection.positions)) - work(len(seen.held))
-    dense = work(len(seen.request.prompt_ids)) - work(seen.request.num_cached)
-    return verify_s * dense / done
 
 
 def token_texts(pair: ModelPair, token_ids: Sequence[int]) -> list[str]:

@@ -72,17 +72,12 @@
   function tiles(parent, turn) {
     const m = turn.metrics;
     const rate = m.num_proposed ? m.num_accepted / m.num_proposed : null;
-    const entries = [];
-    if (turn.prompt) {
-      entries.push(["prompt tokens", count(m.num_prompt_tokens)]);
-      if (m.num_cached_tokens) entries.push(["of them new", count(m.num_new_tokens)]);
-      entries.push([`kept: ${count(m.num_kept_tokens)} tokens`, share(m.keep_rate)]);
-      if (m.num_recalled_tokens) entries.push(["recalled", count(m.num_recalled_tokens)]);
-      entries.push(["time to first token", seconds(m.ttft_s)]);
-      if (m.decode_tokens_per_s) entries.push(["tokens/s after it", m.decode_tokens_per_s.toFixed(0)]);
-    } else {
-      entries.push(["of the prompt kept", share(m.keep_rate)]);
-    }
+    const entries = [["prompt tokens", count(m.num_prompt_tokens)]];
+    if (m.num_cached_tokens) entries.push(["of them new", count(m.num_new_tokens)]);
+    entries.push([`kept: ${count(m.num_kept_tokens)} tokens`, share(m.keep_rate)]);
+    if (m.num_recalled_tokens) entries.push(["recalled", count(m.num_recalled_tokens)]);
+    entries.push(["time to first token", seconds(m.ttft_s)]);
+    if (m.decode_tokens_per_s) entries.push(["tokens/s after it", m.decode_tokens_per_s.toFixed(0)]);
     entries.push(["tokens", count(m.num_tokens)], ["drafted tokens accepted", share(rate)]);
     entries.push(["tokens per step", (m.num_tokens / turn.steps.length).toFixed(2)]);
     const box = add(parent, "div", { class: "tiles" });
@@ -91,14 +86,13 @@
       add(tile, "b", {}, value);
       add(tile, "span", {}, label);
     }
-    if (m.sparse_prefill_reason) add(parent, "p", { class: "note" }, `Sparse prefill: ${m.sparse_prefill_reason}.`);
+    add(parent, "p", { class: "note" }, `Sparse prefill: ${m.sparse_prefill_reason}.`);
   }
 
   function firstToken(parent, turn, dense) {
     const first = turn.steps[0];
-    if (!first) return;
     add(parent, "h3", {}, "Time to first token");
-    const total = turn.metrics.ttft_s || first.draft_s + first.verify_s + first.policy_s;
+    const total = turn.metrics.ttft_s;
     const rest = Math.max(0, total - first.draft_s - first.verify_s);
     const rows = [["this run", total, [
       ["the draft scores and looks ahead", first.draft_s, "var(--draft)"],
@@ -106,10 +100,6 @@
       ["the rest", rest, "var(--controller)"],
     ]]];
     if (dense !== null) rows.push(["dense, measured", dense, [["dense prefill, measured in the run beside", dense, "var(--verify)"]]]);
-    else if (turn.dense_estimate_s && turn.metrics.sparse_prefill) {
-      const text = "dense prefill, estimated: this run's seconds of the target's prefill, times the multiply-adds of a dense one over its own";
-      rows.push(["dense, estimated", turn.dense_estimate_s, [[text, turn.dense_estimate_s, "var(--verify)"]]]);
-    }
     const longest = Math.max(...rows.map((row) => row[1]));
     const bars = add(parent, "div", { class: "bars", "data-chart": "ttft" });
     for (const [name, whole, parts] of rows) {
@@ -124,8 +114,6 @@
     if (rows.length > 1) {
       const times = rows[1][1] / total;
       add(parent, "p", { class: "note" }, `${times >= 1 ? `${times.toFixed(1)}× sooner` : `${(1 / times).toFixed(1)}× later`} than ${rows[1][0]}.`);
-    } else if (turn.prompt && turn.metrics.num_cached_tokens) {
-      add(parent, "p", { class: "note" }, `No estimate of dense prefill: this turn's ${count(turn.metrics.num_new_tokens)} new tokens were prefilled whole.`);
     }
     legend(parent, rows[0][2].filter((part) => part[1] > 0.005 * longest).map((part) => [part[0], part[2]]));
   }
@@ -356,7 +344,7 @@
     add(panel, "p", { class: "question" }, turn.question);
     tiles(panel, turn);
     firstToken(panel, turn, dense);
-    if (turn.prompt) promptText(panel, turn.prompt);
+    promptText(panel, turn.prompt);
     answerText(panel, turn);
     charts(panel, turn);
   }

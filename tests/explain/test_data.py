@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.explain.data import runs_of_records, writers_of, written
+from spec_stack.explain.data import writers_of, written
 
 
 def record(step: int, gamma: int, num_accepted: int, num_tokens: int | None = None) -> StepRecord:
@@ -54,8 +54,7 @@ def test_a_record_that_names_its_proposer_is_believed() -> None:
 @given(st.lists(st.integers(0, 6).flatmap(lambda gamma: st.tuples(st.just(gamma), st.integers(0, gamma))), min_size=1))
 def test_every_token_has_one_writer_and_its_own_step(steps: list[tuple[int, int]]) -> None:
     records = [record(index, gamma, accepted) for index, (gamma, accepted) in enumerate(steps)]
-    tokens = written(records)
-    assert len(tokens) == sum(one.num_tokens for one in records)
+    tokens = written(records, ["a"] * sum(one.num_tokens for one in records))
     assert [token.step for token in tokens] == sorted(token.step for token in tokens)
     assert sum(token.writer == "draft" for token in tokens) == sum(one.num_accepted for one in records)
 
@@ -63,11 +62,3 @@ def test_every_token_has_one_writer_and_its_own_step(steps: list[tuple[int, int]
 def test_texts_that_do_not_fit_the_records_are_refused() -> None:
     with pytest.raises(ValueError, match="2 texts for 3 tokens"):
         written([record(0, 2, 2)], ["a", "b"])
-
-
-def test_recorded_runs_are_told_apart_by_request_and_setting() -> None:
-    other = [replace(record(step, 1, 1), request_id="two") for step in range(3)]
-    runs = runs_of_records([record(0, 2, 2), record(1, 3, 0), *other])
-    assert [len(run.turns[0].steps) for run in runs] == [2, 3]
-    assert runs[0].turns[0].metrics["num_accepted"] == 2
-    assert runs[0].turns[0].prompt is None

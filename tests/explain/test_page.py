@@ -13,7 +13,7 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.main import main
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.explain.command import explain_live, explain_records
+from spec_stack.explain.command import explain_live
 from spec_stack.explain.data import Explanation, PromptView, QuerySegment, RunView, TurnView, WrittenToken
 from spec_stack.explain.observe import watch_prompt, watch_turns, watching
 from spec_stack.explain.page import render
@@ -98,20 +98,15 @@ def test_what_is_shown_is_what_the_generator_does(watched: SpecStackGenerator) -
     alone = watched.generate(PROMPT, return_records=True, **options)
     assert "".join(token.text for token in sparse.answer) == alone.text
     assert [step.gamma for step in sparse.steps] == [record.gamma for record in alone.records or []]
-    assert sparse.prompt is not None
-    assert dense.prompt is not None
     assert "".join(sparse.prompt.tokens) == f"<|bos|>{PROMPT}"
     assert sparse.prompt.states.count("k") == alone.metrics.num_kept_tokens < len(sparse.prompt.states)
     assert set(dense.prompt.states) == {"k"}
     assert dense.prompt.importance is None
-    assert sparse.dense_estimate_s is not None
-    assert sparse.dense_estimate_s > sparse.steps[0].verify_s  # type: ignore[operator]
 
 
 def test_the_kept_chunks_are_those_with_the_most_votes(watched: SpecStackGenerator) -> None:
     explanation = explain_live(watched, title="t", pair="p", options={"max_tokens": 2, "keep_rate": 0.3}, prompt=PROMPT)
     prompt = explanation.runs[0].turns[0].prompt
-    assert prompt is not None
     assert prompt.votes is not None
     assert prompt.importance is not None
     assert len(prompt.importance) == len(prompt.tokens)
@@ -136,7 +131,6 @@ def queries_of(text: str, **prefill: Any) -> list[QuerySegment]:
     messages = [{"role": "user", "content": text}]
     run = watch_prompt(watching(generator), "r", text, messages=messages, max_tokens=2)
     prompt = run.turns[0].prompt
-    assert prompt is not None
     for query in prompt.queries:
         assert query.start >= len(prompt.tokens) or query.text == "".join(prompt.tokens[query.start : query.stop])
     weights = [query.weight for query in prompt.queries]
@@ -162,7 +156,6 @@ def test_a_draft_with_another_tokenizer_has_the_same_segments() -> None:
         models = make_model(seed=1, vocab=20), make_model(seed=2, vocab=20)
         generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
         run = watch_prompt(watching(generator), "r", "q", prompt="abcdab?" * 90, max_tokens=2)
-        assert run.turns[0].prompt is not None
         spans.append({(query.start, query.stop) for query in run.turns[0].prompt.queries})
     assert spans[0] == spans[1]
     assert len(spans[0]) > 1
@@ -189,7 +182,6 @@ def test_a_look_ahead_that_scores_nothing_is_not_shown() -> None:
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     questions = [f"{DOCUMENT}\n\n{QUESTION}", f"{DOCUMENT}\n\n{QUESTION}"]
     for turn in watch_turns(watching(generator), "r", [], questions, max_tokens=2).turns:
-        assert turn.prompt is not None
         (query,) = turn.prompt.queries
         assert query.text.strip() == QUESTION
         assert query.stop < len(turn.prompt.tokens)
@@ -209,26 +201,12 @@ def test_the_turns_of_a_session_show_what_is_cached_and_what_is_new(watched: Spe
     run = watch_turns(watched, "r", [], questions, max_tokens=6)
     assert [turn.question for turn in run.turns] == ["What is f3?", "And f7?", "Thanks."]
     for turn in run.turns[1:]:
-        assert turn.prompt is not None
         metrics, states = turn.metrics, turn.prompt.states
         num_new = sum(state in "kp" for state in states)
         assert states.count("r") == metrics["num_recalled_tokens"]
         assert states.count("c") + states.count("r") + num_new == metrics["num_kept_tokens"]
         assert "d" not in states[metrics["num_cached_tokens"] :]
-    assert "d" in run.turns[1].prompt.states  # type: ignore[union-attr]
-
-
-def test_the_command_makes_a_page_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records, page = tmp_path / "records.jsonl", tmp_path / "page.html"
-    for _ in range(2):
-        assert main(["generate", "def main():", "--max-tokens", "6", "--device", "cpu", "--records", str(records)]) == 0
-    assert main(["explain", "--records", str(records), "--out", str(page)]) == 0
-    assert "2 runs" in capsys.readouterr().out
-    shown = data_of(page.read_text(encoding="utf-8"))
-    assert [sum(step["num_tokens"] for step in run["turns"][0]["steps"]) for run in shown["runs"]] == [6, 6]
-    with pytest.raises(ValueError, match="no records of the request"):
-        explain_records([records], "somebody else's")
-    assert main(["explain", "--records", str(records), "--out", str(tmp_path / "no" / "page.html")]) == 2
+    assert "d" in run.turns[1].prompt.states
 
 
 def test_the_command_says_what_scored_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

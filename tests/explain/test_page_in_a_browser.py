@@ -55,7 +55,6 @@ def test_a_person_reads_the_answer_and_what_was_kept(address: str, shown: list[R
 
 def test_a_person_hovers_for_numbers_and_opens_what_is_folded(address: str, shown: list[RunView]) -> None:
     prompt = shown[0].turns[0].prompt
-    assert prompt is not None
     with Page(address) as page:
         assert page.evaluate("document.getElementById('tip').hidden") is True
         page.hover(".text.prompt > span", 3)
@@ -91,7 +90,6 @@ def test_a_person_turns_to_the_second_turn_and_sees_what_is_cached(address: str,
 
 def test_a_legend_says_what_each_colour_and_line_means(address: str, shown: list[RunView]) -> None:
     turn = shown[0].turns[0]
-    assert turn.prompt is not None
     assert turn.prompt.importance is not None
     with Page(address) as page:
         text = page.text(".run:first-child")
