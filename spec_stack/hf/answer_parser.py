@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import string
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NoReturn
 
 from spec_stack.hf.answer_format import ARGUMENTS_KEYS, NAME_KEYS, AnswerFormat
@@ -15,12 +14,12 @@ from spec_stack.types import AnswerPart, ToolCall
 # Markers that small models write around a call in place of the template's.
 _FENCE = re.compile(r"```(?:json)?\s*")
 _STARTS = ('{"name":"', '[{"name":"', '{"type":"function"')
+# Characters in which an answer that is a call without a marker shows that it is one.
+_LONGEST_OPENING = 512
 _BETWEEN = re.compile(r"[\s,;]*")
 # A possibly unfinished JSON string.
 _STRING = r'"[^"\\\n]*(?:\\[^\n][^"\\\n]*)*"?'
 _KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
-
-Take = Callable[[bool], list[AnswerPart]]
 
 
 class AnswerParser:
@@ -32,122 +31,95 @@ class AnswerParser:
         self._names = frozenset(names)
         self._opener, self._closer = (tools.opener, tools.closer) if tools else ("", "")
         self._starts = (*_STARTS, _compact(tools.begin.removeprefix(self._opener))) if tools else ()
-        self._thinks, self._thought = answer_format.thinks, answer_format.thought
-        self._take: Take = self._take_thought if in_thought else self._take_start
-        self._buffer = ""
-        # Template whitespace, dropped before the next part.
-        self._blanks = "\n" if in_thought else ""
-        # Whitespace before a possible call marker.
-        self._gap = ""
+        self._thinks, self._thought, self._in_thought = answer_format.thinks, answer_format.thought, in_thought
+        self._text = ""
+        self._emitted: list[AnswerPart] = []
 
     def push(self, text: str) -> list[AnswerPart]:
         """Add generated text and return the parts that are final."""
-        self._buffer += text
-        return self._run(is_end=False)
+        self._text += text
+        return self._emit(is_end=False)
 
     def flush(self) -> list[AnswerPart]:
-        """The buffered rest at the end of the answer."""
-        return self._run(is_end=True)
+        """The rest at the end of the answer."""
+        return self._emit(is_end=True)
 
-    def _run(self, is_end: bool) -> list[AnswerPart]:
-        parts: list[AnswerPart] = []
-        while True:
-            self._buffer = self._buffer.lstrip(self._blanks) if self._blanks else self._buffer
-            if self._blanks and not self._buffer and not is_end:
-                return _merged(parts)
-            before, self._blanks = self._take, ""
-            parts += self._take(is_end)
-            if self._take == before:
-                return _merged(parts)
+    def _emit(self, is_end: bool) -> list[AnswerPart]:
+        """The difference to the parts of the text before. Later text extends the last part and adds others."""
+        before, self._emitted = self._emitted, _merged(self._parts(is_end))
+        new = self._emitted[len(before) :]
+        last = self._emitted[len(before) - 1] if before else None
+        if last is not None and len(last.text) > len(before[-1].text):
+            new.insert(0, AnswerPart(last.kind, last.text[len(before[-1].text) :]))
+        return new
 
-    def _go_on(self, rest: str, take: Take, blanks: str = "") -> None:
-        self._buffer, self._take, self._blanks = rest, take, blanks
+    def _parts(self, is_end: bool) -> Iterator[AnswerPart]:
+        """The final parts of the text so far: reasoning, then calls without a marker or text."""
+        rest, thinks, in_thought, marks = self._text, self._thinks, self._in_thought, self._thought
+        while in_thought or (thinks and rest.lstrip().startswith(marks.opens)):
+            rest = (rest if in_thought else rest.lstrip().removeprefix(marks.opens)).lstrip("\n")
+            thought, found, rest = rest.partition(marks.closes)
+            if not found:
+                yield from _settled("reasoning", thought, marks.closes, is_end)
+                return
+            yield AnswerPart("reasoning", thought.rstrip())
+            # Where each part has a header, a second thought may follow.
+            in_thought, thinks, rest = False, bool(marks.headers), rest.lstrip("\n")
+        start = rest.lstrip()
+        may_think = thinks and any(mark.startswith(start) for mark in (marks.opens, *marks.headers))
+        opening = _compact(start[:_LONGEST_OPENING])
+        may_call = any(begin.startswith(opening) for begin in self._starts)
+        is_bare = any(opening.startswith(begin) for begin in self._starts)
+        if not is_end and (may_think or may_call or is_bare):
+            return
+        calls = _read_calls(rest) if is_bare else []
+        if calls and all(call.name in self._names for call in calls):
+            yield from (AnswerPart("call", call=call) for call in calls)
+        else:
+            header = next((each for each in marks.headers if start.startswith(each)), "")
+            yield from self._text_and_calls(start.removeprefix(header) if header else rest, is_end)
 
-    def _take_start(self, is_end: bool) -> list[AnswerPart]:
-        """The start of the answer after whitespace: reasoning, a header, a call without a marker, or text."""
-        start, marks = self._buffer.lstrip(), self._thought
-        if self._thinks and start.startswith(marks.opens):
-            self._go_on(start[len(marks.opens) :], self._take_thought, "\n")
-            return []
-        if header := next((each for each in marks.headers if start.startswith(each)), ""):
-            self._go_on(start[len(header) :], self._take_text)
-            return []
-        may_think = self._thinks and any(mark.startswith(start) for mark in (marks.opens, *marks.headers))
-        may_call = any(begin.startswith(_compact(start)) for begin in self._starts)
-        if is_end or not (may_think or may_call):
-            calls = any(_compact(start).startswith(begin) for begin in self._starts)
-            self._take = self._take_bare if calls else self._take_text
-        return []
+    def _text_and_calls(self, text: str, is_end: bool) -> Iterator[AnswerPart]:
+        """Text, and calls between two markers."""
+        while self._opener and self._opener in text:
+            before, _, inside = text.partition(self._opener)
+            said = before.rstrip()
+            yield AnswerPart("content", said)
+            end = self._end_of_call(inside)
+            if end < 0 and not is_end:
+                return
+            inner, rest = (inside[:end], inside[end:]) if end >= 0 else (inside, "")
+            if calls := _read_calls(inner):
+                yield from (AnswerPart("call", call=call) for call in calls)
+                text = rest.removeprefix(self._closer).lstrip()
+                continue
+            inner, found, text = inside.partition(self._closer) if self._closer else (inside, "", "")
+            yield AnswerPart("content", f"{before[len(said) :]}{self._opener}{inner}{found}")
+        yield from _settled("content", text, self._opener, is_end)
 
-    def _take_thought(self, is_end: bool) -> list[AnswerPart]:
-        thought, found, rest = self._buffer.partition(self._thought.closes)
-        if not found:
-            return self._hold("reasoning", self._thought.closes, is_end)
-        # Where each part has a header, a second thought may follow.
-        self._thinks = bool(self._thought.headers)
-        self._go_on(rest, self._take_start, "\n")
-        return [AnswerPart("reasoning", thought.rstrip())] if thought.strip() else []
-
-    def _take_bare(self, is_end: bool) -> list[AnswerPart]:
-        """An answer that starts as JSON: calls if all of it is calls, else text."""
-        if not is_end:
-            return []
-        calls = _read_calls(self._buffer)
-        if any(call.name not in self._names for call in calls) or not calls:
-            self._take = self._take_text
-            return []
-        self._buffer = ""
-        return [AnswerPart("call", call=call) for call in calls]
-
-    def _take_text(self, is_end: bool) -> list[AnswerPart]:
-        if not self._opener:
-            text, self._buffer = self._buffer, ""
-            return [AnswerPart("content", text)] if text else []
-        text, found, rest = self._buffer.partition(self._opener)
-        if not found:
-            return self._hold("content", self._opener, is_end)
-        said = text.rstrip()
-        self._gap = text[len(said) :]
-        self._go_on(rest, self._take_call)
-        return [AnswerPart("content", said)] if said else []
-
-    def _take_call(self, is_end: bool) -> list[AnswerPart]:
-        """The JSON between two markers; a marker inside a JSON string does not count."""
-        end = self._end_of_call()
-        if end < 0 and not is_end:
-            return []
-        inner, rest = (self._buffer[:end], self._buffer[end:]) if end >= 0 else (self._buffer, "")
-        if calls := _read_calls(inner):
-            self._go_on(rest.removeprefix(self._closer), self._take_text, string.whitespace)
-            return [AnswerPart("call", call=call) for call in calls]
-        inner, found, rest = self._buffer.partition(self._closer) if self._closer else (self._buffer, "", "")
-        self._go_on(rest, self._take_text)
-        return [AnswerPart("content", f"{self._gap}{self._opener}{inner}{found}")]
-
-    def _end_of_call(self) -> int:
+    def _end_of_call(self, text: str) -> int:
         """Index of the first closing marker outside of JSON strings; -1 if there is none yet."""
-        if not self._closer or self._closer not in self._buffer:
+        if not self._closer or self._closer not in text:
             return -1
-        tokens = re.finditer(f"{_STRING}|{re.escape(self._closer)}", self._buffer)
+        tokens = re.finditer(f"{_STRING}|{re.escape(self._closer)}", text)
         return next((token.start() for token in tokens if token[0] == self._closer), -1)
 
-    def _hold(self, kind: Literal["content", "reasoning"], mark: str, is_end: bool) -> list[AnswerPart]:
-        """Emit the buffer except a suffix that may start a marker, or whitespace before one."""
-        text = self._buffer
-        if not is_end:
-            held = max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
-            text = text[: len(text) - held].rstrip()
-        self._buffer = self._buffer[len(text) :]
-        return [AnswerPart(kind, text)] if text else []
+
+def _settled(kind: Literal["content", "reasoning"], text: str, mark: str, is_end: bool) -> Iterator[AnswerPart]:
+    """The text without a suffix that may start a marker, or whitespace before one."""
+    if mark and not is_end:
+        held = max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+        text = text[: len(text) - held].rstrip()
+    yield AnswerPart(kind, text)
 
 
-def _merged(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
-    """Adjacent parts of one kind, joined."""
+def _merged(parts: Iterable[AnswerPart]) -> list[AnswerPart]:
+    """Adjacent parts of one kind, joined; empty texts are left out."""
     merged: list[AnswerPart] = []
     for part in parts:
-        if merged and part.call is None and merged[-1].call is None and merged[-1].kind == part.kind:
+        if merged and part.call is None and merged[-1].kind == part.kind:
             merged[-1] = AnswerPart(part.kind, merged[-1].text + part.text)
-        else:
+        elif part.call is not None or part.text:
             merged.append(part)
     return merged
 
