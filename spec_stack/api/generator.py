@@ -33,8 +33,8 @@ from spec_stack.hf.precision import precision_named
 from spec_stack.hf.prompt import Message
 from spec_stack.hf.sources import name_file
 from spec_stack.prefill.shipped import choose_calibration, sketch
+from spec_stack.settings.warning import warn_caller
 from spec_stack.types import GenerationResult, StepOutput
-from spec_stack.warning import warn_caller
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,8 +19,8 @@ from spec_stack.engine.options import Call
 from spec_stack.engine.request import Request
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, num_shared
 from spec_stack.prefill.recall import dropped_positions
+from spec_stack.settings.warning import OnceEach
 from spec_stack.types import GenerationResult, StepOutput
-from spec_stack.warning import OnceEach
 
 
 class Session(GenerationMixin):

@@ -10,8 +10,8 @@ import torch
 from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.decode.proposer import ProposerInputs, RunAhead, StepPolicy
 from spec_stack.decode.sampler import Sampler
+from spec_stack.settings.warning import warn_caller
 from spec_stack.types import Proposal, SteppableModel
-from spec_stack.warning import warn_caller
 
 KeepDrafting = Callable[[DraftSignals, Sequence[int]], bool]
 

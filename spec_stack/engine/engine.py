@@ -25,8 +25,8 @@ from spec_stack.engine.prefix_cache import CachedPrefixTurn, PrefixCache
 from spec_stack.engine.request import Request, plan_request
 from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
+from spec_stack.settings.warning import OnceEach
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
-from spec_stack.warning import OnceEach
 
 logger = logging.getLogger(__name__)
 

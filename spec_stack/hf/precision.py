@@ -16,7 +16,7 @@ from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig, how_to_in
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prepack import PrepackedLinear, has_bf16_instructions
 from spec_stack.hf.sources import missing_packages
-from spec_stack.warning import warn_caller
+from spec_stack.settings.warning import warn_caller
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

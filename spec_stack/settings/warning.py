@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 # Python's frozen modules count as internal: iterators are called through `collections.abc`.
-_NOT_THE_CALLER = (str(Path(__file__).resolve().parent), "<frozen ")
+_NOT_THE_CALLER = (str(Path(__file__).resolve().parent.parent), "<frozen ")
 
 
 def warn_caller(message: str) -> None:
