@@ -57,7 +57,15 @@ ALLOWED = {
         "hf.answer_parser",
         "api",
     },
-    "proxy": {"config", "settings", "api.pruner", "serve.http", "serve.protocol", "serve.queue"},
+    "proxy": {
+        "config",
+        "settings",
+        "api.pruner",
+        "serve.fair_executor",
+        "serve.http",
+        "serve.metrics",
+        "serve.protocol",
+    },
     "sglang": {
         "config",
         "devices",
@@ -111,7 +119,6 @@ LIBRARIES = {
     "peft": {"hf"},
     "fastapi": {"serve", "proxy"},
     "httpx2": {"proxy"},
-    "openai": {"serve"},
     "sglang": {"sglang"},
     "lm_eval": {"lm_eval"},
 }

@@ -7,20 +7,19 @@ import json
 import logging
 import math
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx2
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from starlette.requests import ClientDisconnect
 
 from spec_stack.api.pruner import Pruner
 from spec_stack.proxy.config import LOOPBACK, ProxyConfig
 from spec_stack.proxy.pruning import PromptPruner, Pruning
 from spec_stack.proxy.upstream import KEEP_RATE_HEADER, Upstream, UpstreamResponse
-from spec_stack.serve.http import client_of, new_app, read_body, run_app, until_disconnect
-from spec_stack.serve.protocol import BadRequestError, error_response
+from spec_stack.serve.http import client_of, new_app, read_body, run_app, unless_disconnected
+from spec_stack.serve.protocol import BadRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,6 @@ def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        prompts.start()
         yield
         prompts.stop()
         await upstream.close()
@@ -80,17 +78,7 @@ class Endpoint:
     async def answer(self, request: Request) -> Response:
         """Any request. It is cancelled when its client disconnects."""
         body = await read_body(request, self._config.max_body_bytes)
-        work = asyncio.create_task(self._forward(request, body))
-        gone = asyncio.create_task(until_disconnect(request))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            if not work.done():
-                work.cancel()
-        with suppress(asyncio.CancelledError):
-            return await work
-        raise ClientDisconnect
+        return await unless_disconnected(request, asyncio.create_task(self._forward(request, body)))
 
     async def _forward(self, request: Request, body: bytes) -> Response:
         body, headers = await self._pruned(request, body)
@@ -98,11 +86,12 @@ class Endpoint:
             response = await self._upstream.send(request, body)
         except httpx2.TimeoutException:
             self._outcomes.labels("failed").inc()
-            return error_response(504, "the upstream server did not answer in time", headers=headers)
+            return BadRequestError("the upstream server did not answer in time", status=504).response(headers)
         except httpx2.HTTPError as error:
             logger.warning("upstream did not answer: %r", error)
             self._outcomes.labels("failed").inc()
-            return error_response(502, "the upstream server did not answer; the proxy's log says why", headers=headers)
+            message = "the upstream server did not answer; the proxy's log says why"
+            return BadRequestError(message, status=502).response(headers)
         self._outcomes.labels("ok").inc()
         return UpstreamResponse(response, headers)
 

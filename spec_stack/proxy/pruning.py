@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
-from time import monotonic
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
 from spec_stack.config import SessionConfig
 from spec_stack.proxy.config import ProxyConfig
-from spec_stack.serve.http import AppMetrics
-from spec_stack.serve.queue import QueuedWork, QueueFullError, RequestCancelled, RequestQueue
+from spec_stack.serve.fair_executor import FairExecutor, Job, QueueFullError, RequestCancelled
+from spec_stack.serve.metrics import AppMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +38,14 @@ class Pruning:
 
 
 class ProxyMetrics(AppMetrics):
-    """The proxy's metrics; both functions are called on each scrape."""
+    """The proxy's metrics."""
 
-    def __init__(self, num_waiting: Callable[[], int], num_conversations: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         super().__init__("ok: upstream answered, cancelled, refused, failed")
         forwarded = "pruned; or the whole: dense, short, long, busy, late, failed, unread"
         self._prompts = self.counter("prompts", f"Prompts by what was forwarded ({forwarded})", ["outcome"])
         self._tokens = self.counter("prompt_tokens", "Prompt tokens of the draft (all, kept, recalled)", ["part"])
         self.scoring_s = self.histogram("scoring_seconds", "Scoring and pruning of a prompt")
-        self.gauge("prompts_waiting", "Prompts waiting to be scored", num_waiting)
-        self.gauge("sessions", "Conversations kept", num_conversations)
 
     def add(self, pruning: Pruning) -> None:
         """Count one prompt."""
@@ -57,13 +54,6 @@ class ProxyMetrics(AppMetrics):
             self._tokens.labels("all").inc(result.num_tokens)
             self._tokens.labels("kept").inc(result.num_kept_tokens)
             self._tokens.labels("recalled").inc(result.num_recalled_tokens)
-
-
-@dataclass(eq=False)
-class _Job(QueuedWork):
-    prompt: Any
-    keep_rate: float | None
-    result: Future[PruneResult] = field(default_factory=Future)
 
 
 @dataclass(eq=False)
@@ -81,16 +71,23 @@ class _Conversation:
         """Tokens in the draft's cache."""
         return self.result.num_tokens if self.result else 0
 
-    def precedes(self, job: _Job) -> bool:
+    def prune(self, prompt: Any, marker: str) -> PruneResult:
+        """Prune the next turn."""
+        self.result = self.pruner.prune(prompt, keep_rate=self.keep_rate, marker=marker)
+        self.prompt = prompt
+        return self.result
+
+    def precedes(self, client: str, keep_rate: float | None, prompt: Any) -> bool:
         """Whether a prompt is this conversation's last one, or that and its answer with more behind.
 
         Other longer prompts, such as a document that gets a question, are pruned anew: their decisions must not depend
         on an earlier request.
         """
-        is_same = (self.client, self.keep_rate, type(self.prompt)) == (job.client, job.keep_rate, type(job.prompt))
-        rest = job.prompt[len(self.prompt) :]
+        if (self.client, self.keep_rate, type(self.prompt)) != (client, keep_rate, type(prompt)):
+            return False
+        rest = prompt[len(self.prompt) :]
         goes_on = not rest or (not isinstance(rest, str) and rest[0]["role"] == "assistant")
-        return is_same and goes_on and job.prompt[: len(self.prompt)] == self.prompt
+        return goes_on and bool(prompt[: len(self.prompt)] == self.prompt)
 
 
 class PromptPruner:
@@ -101,17 +98,15 @@ class PromptPruner:
     """
 
     def __init__(self, pruner: Pruner, config: ProxyConfig) -> None:
-        self._pruner, self._config = pruner, config
-        self.queue: RequestQueue[_Job] = RequestQueue(config.max_queued, config.max_queued_per_client)
+        self._pruner, self._config, self.metrics = pruner, config, ProxyMetrics()
+        self.queue = FairExecutor(
+            "spec-stack-prune", config.max_queued, config.max_queued_per_client, self.metrics.wait_s.observe
+        )
         self._conversations: list[_Conversation] = []
-        self.metrics = ProxyMetrics(self.queue.__len__, self._conversations.__len__)
+        self.metrics.gauge("prompts_waiting", "Prompts waiting to be scored", self.queue.__len__)
+        self.metrics.gauge("sessions", "Conversations kept", self._conversations.__len__)
         # A tokenizer serves one thread.
-        self._tokenizer = deepcopy(pruner.tokenizer)
-        self._counter = ThreadPoolExecutor(1, "spec-stack-count")
-        self._thread = threading.Thread(target=self._work, name="spec-stack-prune", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self._tokenizer, self._counter = deepcopy(pruner.tokenizer), ThreadPoolExecutor(1, "spec-stack-count")
 
     def stop(self) -> None:
         """Stop scoring. A running prompt ends with the process."""
@@ -129,20 +124,17 @@ class PromptPruner:
         least = self._pruner.config.min_prompt_tokens
         if keep_rate is None and await self._is_shorter(shown, num_bytes, least):
             return Pruning("short", f"off: the prompt is shorter than min_prompt_tokens={least}")
-        job = _Job(client, prompt, keep_rate)
         try:
-            self.queue.add(job)
-            result = await asyncio.wait_for(asyncio.wrap_future(job.result), self._config.deadline_s)
+            job = self.queue.submit(client, partial(self._score, prompt, keep_rate))
+            result = await asyncio.wait_for(asyncio.wrap_future(job), self._config.deadline_s)
         except QueueFullError as error:
-            return Pruning("busy", f"off: the draft is busy: {error}")
+            return Pruning("busy", f"off: the draft is busy: {error.message}")
         except TimeoutError:
             logger.warning("a prompt was forwarded whole: scoring took over deadline_s=%s", self._config.deadline_s)
             return Pruning("late", f"off: scoring takes longer than deadline_s={self._config.deadline_s}")
         except Exception as error:
             logger.warning("a prompt was forwarded whole: %s", repr(error)[:_MAX_LOGGED])
             return Pruning("failed", f"off: the draft cannot score the prompt ({type(error).__name__})")
-        finally:
-            self.queue.cancel(job)
         if result.num_kept_tokens >= result.num_tokens:
             return Pruning("dense", result.reason, None, result)
         return Pruning("pruned", result.reason, result.messages, result)
@@ -158,65 +150,50 @@ class PromptPruner:
             # The draft's thread finds and reports the problem.
             return False
 
-    def _work(self) -> None:
-        while (job := self.queue.next()) is not None:
-            if not job.result.set_running_or_notify_cancel():
-                continue
-            began = monotonic()
-            self.metrics.wait_s.observe(began - job.queued_at)
-            try:
-                job.result.set_result(self._score(job))
-            except RequestCancelled:
-                job.result.set_exception(QueueFullError("the prompt is no longer waited for"))
-            except Exception as error:
-                # Out of memory: the caches of the other conversations may be what it lacks.
-                self._conversations.clear()
-                job.result.set_exception(error)
-            self.metrics.scoring_s.observe(monotonic() - began)
-
-    def _score(self, job: _Job) -> PruneResult:
-        job.check_cancelled()
-        conversation = self._take(job) or self._open(job)
-        if conversation.prompt == job.prompt and conversation.result is not None:
-            # A client that tries again.
+    def _score(self, prompt: Any, keep_rate: float | None, job: Job[PruneResult]) -> PruneResult:
+        conversation = self._take(job.client, keep_rate, prompt) or self._open(job.client, keep_rate, prompt)
+        try:
+            with self.metrics.scoring_s.time():
+                result = self._advance(conversation, prompt, job.check_cancelled)
+        except RequestCancelled:
             self._keep(conversation)
-            return conversation.result
-        for stop in _turns(job.prompt, len(conversation.prompt)):
-            if job.is_cancelled.is_set():
-                self._keep(conversation)
-                raise RequestCancelled
-            # A turn may hold no text.
-            with suppress(ValueError):
-                self._advance(conversation, job.prompt[:stop])
-        result = self._advance(conversation, job.prompt)
+            raise
+        except Exception:
+            # Out of memory: the caches of the other conversations may be what it lacks.
+            self._conversations.clear()
+            raise
         self._keep(conversation)
         return result
 
-    def _open(self, job: _Job) -> _Conversation:
+    def _advance(self, conversation: _Conversation, prompt: Any, check_cancelled: Callable[[], None]) -> PruneResult:
+        """Prune the turns after a conversation's last prompt, if any."""
+        for stop in _turns(prompt, len(conversation.prompt)):
+            check_cancelled()
+            # A turn may hold no text.
+            with suppress(ValueError):
+                conversation.prune(prompt[:stop], self._config.marker)
+        if conversation.result is not None and conversation.prompt == prompt:
+            # A client that tries again.
+            return conversation.result
+        return conversation.prune(prompt, self._config.marker)
+
+    def _open(self, client: str, keep_rate: float | None, prompt: Any) -> _Conversation:
         pruner = self._pruner.conversation(SessionConfig(recall=self._config.recall))
-        return _Conversation(job.client, job.keep_rate, pruner, job.prompt[:0])
+        return _Conversation(client, keep_rate, pruner, prompt[:0])
 
-    def _advance(self, conversation: _Conversation, prompt: Any) -> PruneResult:
-        keep_rate, marker = conversation.keep_rate, self._config.marker
-        conversation.result = conversation.pruner.prune(prompt, keep_rate=keep_rate, marker=marker)
-        conversation.prompt = prompt
-        return conversation.result
-
-    def _take(self, job: _Job) -> _Conversation | None:
+    def _take(self, client: str, keep_rate: float | None, prompt: Any) -> _Conversation | None:
         """Remove and return the client's conversation that a prompt continues, the longest one."""
-        fitting = [each for each in self._conversations if each.precedes(job)]
+        fitting = [each for each in self._conversations if each.precedes(client, keep_rate, prompt)]
         longest = max(fitting, key=lambda each: len(each.prompt), default=None)
         if longest is not None:
             self._conversations.remove(longest)
         return longest
 
     def _keep(self, conversation: _Conversation) -> None:
-        self._conversations.append(conversation)
-        while self._conversations and (
-            len(self._conversations) > self._config.max_conversations
-            or sum(each.num_tokens for each in self._conversations) > self._config.max_cached_tokens
-        ):
-            self._conversations.pop(0)
+        kept, config = self._conversations, self._config
+        kept.append(conversation)
+        while len(kept) > config.max_conversations or sum(each.num_tokens for each in kept) > config.max_cached_tokens:
+            kept.pop(0)
 
 
 def _turns(prompt: Any, start: int) -> list[int]:

@@ -7,8 +7,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -17,17 +17,17 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.sse import format_sse_event
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
-from spec_stack.hf.answer_format import AnswerFormat
-from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.http import IGNORED_HEADER, client_of, new_app, read_body, run_app, until_disconnect
+from spec_stack.serve.fair_executor import Job
+from spec_stack.serve.http import IGNORED_HEADER, client_of, new_app, read_body, run_app, unless_disconnected
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.processing import ProcessedRequest
-from spec_stack.serve.protocol import CANCELLED, FAILED, REQUESTS, BadRequestError, error_body, error_response
-from spec_stack.serve.queue import OutputChunk, QueuedRequest, StreamItem
-from spec_stack.serve.responses import BUILDERS, OutputParsers, ResponseBuilder
-from spec_stack.serve.worker import Worker
+from spec_stack.serve.protocol import CANCELLED, REQUESTS, BadRequestError
+from spec_stack.serve.responses import BUILDERS, Json
+from spec_stack.serve.worker import Answer, QueuedRequest, Worker
 
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
@@ -58,7 +58,6 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(requests.start)
-        worker.start()
         yield
         await run_in_threadpool(worker.stop)
         if pool is None:
@@ -93,7 +92,6 @@ class Endpoint:
         self._generator, self._config, self._worker, self._pool = generator, config, worker, pool
         # A client's requests are processed one after the other.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._format = AnswerFormat.learn(generator.tokenizer)
         self._model = {
             "id": config.model_name,
             "object": "model",
@@ -121,30 +119,26 @@ class Endpoint:
         async with self._turns.setdefault(client, asyncio.Lock()):
             processed = await self._pool.process(path, body, self._config)
         options = await run_in_threadpool(self._checked_options, processed)
-        loop, items = asyncio.get_running_loop(), asyncio.Queue[StreamItem]()
+        loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Json | None]()
 
-        def deliver(item: StreamItem) -> None:
+        def deliver(chunk: Json | None) -> None:
             # The event loop of a stopped server is closed.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(items.put_nowait, item)
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        queued = QueuedRequest(client, processed.encoded, options, processed.num_choices, deliver)
-        self._worker.queue.add(queued)
-        stream = self._items(request, queued, items)
-        builder = BUILDERS[path](self._config.model_name, processed.num_choices, self._parsers(processed))
+        builder = BUILDERS[path](
+            self._config.model_name, processed.parsers, self._generator.pair.token_bytes, processed.max_calls
+        )
+        job = self._worker.submit(client, QueuedRequest(processed.encoded, options, builder, deliver))
         headers = _ignored_header(processed.ignored)
         if processed.streams:
-            events = _events(stream, builder, processed.wants_usage)
-            headers["cache-control"] = "no-cache"
-            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        return await _whole(stream, builder, headers, request)
-
-    def _parsers(self, processed: ProcessedRequest) -> OutputParsers:
-        return OutputParsers(
-            parser=partial(AnswerParser, self._format, processed.tool_names, processed.in_thought),
-            token_bytes=self._generator.pair.token_bytes,
-            max_calls=processed.max_calls,
-        )
+            job.add_done_callback(lambda _: deliver(None))
+            return EventStream(job, chunks, builder.usage_chunk if processed.wants_usage else None, headers)
+        try:
+            answer = await unless_disconnected(request, asyncio.wrap_future(job))
+        except ClientDisconnect:
+            answer = BadRequestError(CANCELLED, status=499)
+        return answer.response() if isinstance(answer, BadRequestError) else JSONResponse(answer, headers=headers)
 
     def _checked_options(self, processed: ProcessedRequest) -> dict[str, Any]:
         """The options, checked by the generator. Raises BadRequestError."""
@@ -152,8 +146,8 @@ class Endpoint:
         most = min(self._config.max_prompt_tokens or num_positions, num_positions - 1)
         if num_tokens > most:
             raise BadRequestError(f"the prompt has {num_tokens} tokens; this server takes {most}")
-        max_tokens = processed.max_tokens or min(self._config.default_max_tokens, num_positions - num_tokens)
-        options = {**processed.options, "max_tokens": max_tokens}
+        default = min(self._config.default_max_tokens, num_positions - num_tokens)
+        options = {**processed.options, "max_tokens": processed.options["max_tokens"] or default}
         try:
             # Only checks; work starts with the first step.
             self._generator.stream_encoded(processed.encoded, options)
@@ -161,72 +155,43 @@ class Endpoint:
             raise BadRequestError(str(error)) from error
         return options
 
-    async def _items(
-        self, request: Request, queued: QueuedRequest, items: asyncio.Queue[StreamItem]
-    ) -> AsyncGenerator[OutputChunk | BadRequestError]:
-        """The items of a queued request, which is cancelled when its client disconnects or iteration stops."""
 
-        async def watch() -> None:
-            await until_disconnect(request)
-            self._worker.queue.cancel(queued)
-            items.put_nowait(None)
+class EventStream(StreamingResponse):
+    """A job's chunks as server-sent events. The job is cancelled when its client disconnects."""
 
-        watcher = asyncio.create_task(watch())
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        job: Job[Answer],
+        chunks: asyncio.Queue[Json | None],
+        usage_chunk: Callable[[], Json] | None,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(self._events(), headers={**headers, "cache-control": "no-cache"})
+        self._job, self._chunks, self._usage_chunk = job, chunks, usage_chunk
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            while (item := await items.get()) is not None:
-                yield item
+            await super().__call__(scope, receive, send)
         finally:
-            watcher.cancel()
-            self._worker.queue.cancel(queued)
+            self._job.cancel()
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        """The events. Errors are events too, since the status has been sent."""
+        while (chunk := await self._chunks.get()) is not None:
+            yield _event(chunk)
+        answer = BadRequestError(CANCELLED, status=503) if self._job.cancelled() else self._job.result()
+        if isinstance(answer, BadRequestError):
+            yield _event(answer.body())
+            return
+        if self._usage_chunk is not None:
+            yield _event(self._usage_chunk())
+        yield format_sse_event(data_str="[DONE]")
 
 
-async def _whole(
-    items: AsyncGenerator[OutputChunk | BadRequestError],
-    builder: ResponseBuilder,
-    headers: Mapping[str, str],
-    request: Request,
-) -> Response:
-    async with aclosing(items):
-        async for item in items:
-            if isinstance(item, BadRequestError):
-                return error_response(item.status, item.message)
-            builder.add(item)
-    if not builder.is_complete:
-        return error_response(499 if await request.is_disconnected() else 503, CANCELLED)
-    return JSONResponse(builder.whole(), headers=headers)
-
-
-async def _events(
-    items: AsyncGenerator[OutputChunk | BadRequestError], builder: ResponseBuilder, wants_usage: bool
-) -> AsyncGenerator[bytes]:
-    """A stream's events. Errors are events too, since the status has been sent."""
-    async with aclosing(items):
-        async for item in items:
-            if isinstance(item, BadRequestError):
-                yield _error_event(item.status, item.message)
-                return
-            try:
-                events = [_event(chunk) for chunk in builder.add(item)]
-            except Exception:
-                logger.exception("a chunk of a response cannot be built")
-                yield _error_event(500, FAILED)
-                return
-            for event in events:
-                yield event
-    if not builder.is_complete:
-        yield _error_event(503, CANCELLED)
-        return
-    if wants_usage:
-        yield _event(builder.usage_chunk())
-    yield format_sse_event(data_str="[DONE]")
-
-
-def _event(content: Mapping[str, Any]) -> bytes:
+def _event(content: Json) -> bytes:
     return format_sse_event(data_str=json.dumps(content))
-
-
-def _error_event(status: int, message: str) -> bytes:
-    return _event({"error": error_body(status, message)})
 
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:

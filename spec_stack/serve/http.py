@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
-from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError, error_response
-from spec_stack.serve.queue import QueueFullError
+from spec_stack.serve.metrics import AppMetrics
+from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 # Lists the request fields that the server ignored.
 IGNORED_HEADER = "x-spec-stack-ignored"
 _MAX_DISCARDED_BYTES = 256 << 20
 # Seconds after shutdown_s until the process is killed.
 _GRACE_S = 1.5
-
-
-class AppMetrics:
-    """The metrics that all applications have. outcomes: how a request may end, for the help text."""
-
-    def __init__(self, outcomes: str) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = self.counter("requests", f"Requests by how they ended ({outcomes})", ["outcome"])
-        self.wait_s = self.histogram("wait_seconds", "From a request to its first work")
-
-    def counter(self, name: str, meaning: str, labels: list[str] | None = None) -> Counter:
-        return Counter(f"spec_stack_{name}", meaning, labels or [], registry=self.registry)
-
-    def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """A number that is asked for on each scrape."""
-        Gauge(f"spec_stack_{name}", meaning, registry=self.registry).set_function(value)
-
-    def histogram(self, name: str, meaning: str) -> Histogram:
-        return Histogram(f"spec_stack_{name}", meaning, registry=self.registry)
 
 
 def new_app(
@@ -77,26 +60,21 @@ def new_app(
 
     @app.exception_handler(StarletteHTTPException)
     async def handle_http_error(request: Request, error: StarletteHTTPException) -> Response:
-        return error_response(error.status_code, str(error.detail), headers=error.headers)
+        return BadRequestError(error.detail, status=error.status_code).response(error.headers)
 
     @app.exception_handler(BadRequestError)
     async def handle_bad_request(request: Request, error: BadRequestError) -> Response:
         metrics.requests.labels("refused").inc()
-        return error_response(error.status, error.message, error.param)
-
-    @app.exception_handler(QueueFullError)
-    async def handle_full_queue(request: Request, error: QueueFullError) -> Response:
-        metrics.requests.labels("refused").inc()
-        return error_response(429, str(error), headers={"Retry-After": "1"})
+        return error.response({"Retry-After": "1"} if error.status == 429 else None)
 
     @app.exception_handler(ClientDisconnect)
     async def handle_disconnect(request: Request, error: ClientDisconnect) -> Response:
         metrics.requests.labels("cancelled").inc()
-        return error_response(499, CANCELLED)
+        return BadRequestError(CANCELLED, status=499).response()
 
     @app.exception_handler(Exception)
     async def handle_failure(request: Request, error: Exception) -> Response:
-        return error_response(500, FAILED)
+        return BadRequestError(FAILED, status=500).response()
 
     return app
 
@@ -132,8 +110,22 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-async def until_disconnect(request: Request) -> None:
-    """Wait until the client disconnects. The body must have been read."""
+async def unless_disconnected(request: Request, work: asyncio.Future[Result]) -> Result:
+    """The result of work, which is cancelled if the client disconnects. The body must have been read. Raises
+    ClientDisconnect for cancelled work."""
+    gone: asyncio.Future[None] = asyncio.create_task(_until_disconnect(request))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        # No effect on work that is done.
+        work.cancel()
+    with suppress(asyncio.CancelledError):
+        return await work
+    raise ClientDisconnect
+
+
+async def _until_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from pebble import ProcessExpired, ProcessPool
 
-from spec_stack.hf.structured import Grammars, structured_problem
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.processing import ProcessedRequest, RequestProcessor
 from spec_stack.serve.protocol import BadRequestError
@@ -97,33 +96,23 @@ def _cpu_s(config: ServeConfig, num_bytes: int) -> float:
     return config.prepare_s + _S_PER_BYTE * num_bytes
 
 
-_processor: RequestProcessor | None = None
+_processor: RequestProcessor
 
 
 def _start_worker(settings: bytes) -> None:
     """Load the tokenizer and warm up the grammar compiler (seconds for a large vocabulary)."""
     global _processor
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer, end_ids, vocab_size = pickle.loads(settings)
-    grammars = Grammars(tokenizer, vocab_size)
-    if structured_problem() is None and tokenizer is not None and end_ids:
-        # Requests that need an unsupported tokenizer's grammar report the error.
-        with suppress(ValueError):
-            grammars.warm_up(end_ids)
-    _processor = RequestProcessor(tokenizer, end_ids, vocab_size, grammars)
+    _processor = RequestProcessor(*pickle.loads(settings))
 
 
 def _process(path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
-    if _processor is None:
-        raise RuntimeError("the worker process was not started")
     with _limited(_cpu_s(config, len(body)), config.max_prepare_bytes):
         try:
             return _processor.process(path, body, config)
         except MemoryError:
             # Left-over memory would count against later requests.
             os._exit(1)
-        finally:
-            _processor.clear()
 
 
 @contextmanager

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from spec_stack.hf.answer_format import AnswerFormat, ForcedCall, tool_names
+from spec_stack.hf.answer_format import AnswerFormat, tool_names
+from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, special_tokens
-from spec_stack.hf.structured import Grammars, SerializedFormat
+from spec_stack.hf.structured import Grammars, SerializedFormat, structured_problem
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.protocol import REQUESTS, BadRequestError, ChatCompletionRequest, GenerationRequest
 from spec_stack.serve.request_limits import check_limits
@@ -20,26 +22,28 @@ from spec_stack.serve.request_limits import check_limits
 
 @dataclass(frozen=True)
 class ProcessedRequest:
-    """A request ready for the queue. in_thought: the prompt ends inside a reasoning block."""
+    """A request ready for the queue. parsers: one per choice. ignored: names of unknown fields."""
 
     encoded: EncodedPrompt
     options: Mapping[str, Any]
-    max_tokens: int | None
-    num_choices: int
+    parsers: Sequence[AnswerParser]
+    max_calls: int | None
     streams: bool
     wants_usage: bool
     ignored: Sequence[str]
-    tool_names: Sequence[str]
-    max_calls: int | None
-    in_thought: bool
 
 
 class RequestProcessor:
     """Processes request bodies with one tokenizer. end_ids: the target's end-of-sequence ids."""
 
-    def __init__(self, tokenizer: Any, end_ids: frozenset[int], vocab_size: int, grammars: Grammars) -> None:
-        self._tokenizer, self._end_ids, self._vocab_size, self._grammars = tokenizer, end_ids, vocab_size, grammars
+    def __init__(self, tokenizer: Any, end_ids: frozenset[int], vocab_size: int) -> None:
+        self._tokenizer, self._end_ids, self._vocab_size = tokenizer, end_ids, vocab_size
         self._format = AnswerFormat.learn(tokenizer)
+        self._grammars = Grammars(tokenizer, vocab_size)
+        if structured_problem() is None and tokenizer is not None and end_ids:
+            # Requests that need an unsupported tokenizer's grammar report the error.
+            with suppress(ValueError):
+                self._grammars.warm_up(end_ids)
 
     def process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
         """Process a body sent to a path. Raises BadRequestError."""
@@ -47,39 +51,37 @@ class RequestProcessor:
             return self._process(path, body, config)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
+            where = ".".join(map(str, first["loc"]))
             raise BadRequestError(f"{where}: {first['msg']}" if where else first["msg"], where or None) from error
         except RecursionError as error:
             raise BadRequestError("the request is nested deeper than this server takes") from error
         except (ValueError, TypeError, OverflowError) as error:
             raise BadRequestError(str(error)) from error
-
-    def clear(self) -> None:
-        """Drop cached grammars."""
-        self._grammars.clear()
+        finally:
+            self._grammars.clear()
 
     def _process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
         request, ignored = self._validated(path, body, config)
         options, source = request.options(config), request.source()
-        self._check_template_kwargs(source.chat_template_kwargs, config)
+        if not config.allow_request_templates:
+            self._check_template_kwargs(source.chat_template_kwargs)
         if config.strip_special_tokens and source.messages is not None:
-            source = replace(source, messages=[self._stripped(message) for message in source.messages])
+            special = list(special_tokens(self._tokenizer))
+            stripped = [
+                {**message, "content": _without(message.get("content"), special)} for message in source.messages
+            ]
+            source = replace(source, messages=stripped)
         encoded = encode_prompt(self._tokenizer, self._vocab_size, source)
-        in_thought = self._format.begins_in_thought(encoded.text)
-        wanted = self._forced_call(request, source) or options.pop("response_format", None)
-        if wanted is not None:
-            options["response_format"] = self._compiled(wanted, options, self._format.format_start(encoded.text))
+        options["response_format"] = self._compiled_format(request, source, encoded.text)
+        names, in_thought = tool_names(source.tools), self._format.begins_in_thought(encoded.text)
         return ProcessedRequest(
             encoded=encoded,
             options=options,
-            max_tokens=request.limit(),
-            num_choices=request.n,
-            streams=request.stream,
-            wants_usage=request.wants_usage,
-            ignored=ignored,
-            tool_names=tool_names(source.tools),
+            parsers=[AnswerParser(self._format, names, in_thought) for _ in range(request.n)],
             max_calls=request.max_calls,
-            in_thought=in_thought,
+            streams=request.stream,
+            wants_usage=bool(request.stream_options.get("include_usage")),
+            ignored=ignored,
         )
 
     def _validated(self, path: str, body: bytes, config: ServeConfig) -> tuple[GenerationRequest, list[str]]:
@@ -99,13 +101,12 @@ class RequestProcessor:
             raise BadRequestError(f"{', '.join(ignored)}: not known; leave it out", ignored[0])
         return request, ignored
 
-    def _check_template_kwargs(self, given: Mapping[str, Any], config: ServeConfig) -> None:
+    def _check_template_kwargs(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError for tokenizer arguments among the template's variables."""
-        if config.allow_request_templates or not given:
+        if not given:
             return
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        switches = [name for name in given if name in own]
-        if switches:
+        if switches := [name for name in given if name in own]:
             raise ValueError(
                 f"chat_template_kwargs: {', '.join(switches)} is not taken from requests; a server begun with "
                 "--allow-request-templates takes it"
@@ -114,22 +115,22 @@ class RequestProcessor:
     def _stripped(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**message, "content": _without(message.get("content"), list(special_tokens(self._tokenizer)))}
 
-    def _forced_call(self, request: GenerationRequest, source: PromptSource) -> ForcedCall | None:
+    def _compiled_format(
+        self, request: GenerationRequest, source: PromptSource, rendered: str
+    ) -> SerializedFormat | None:
+        """The response format or forced call, compiled for the request's end tokens as in `Request.plan`."""
         choice = request.tool_choice if isinstance(request, ChatCompletionRequest) else None
         forced = self._format.forced_call(choice, source.tools)
         if forced is not None and request.response_format is not None:
             raise ValueError("give response_format or a forced tool_choice, not both")
-        return forced
-
-    def _compiled(self, wanted: object, options: Mapping[str, Any], behind: str) -> SerializedFormat | None:
-        """Compile a format for the request's end tokens, as in `Request.plan`."""
-        special = special_tokens(self._tokenizer)
-        stops = options.get("stop") or []
+        if (wanted := forced or request.response_format) is None:
+            return None
+        special, stops = special_tokens(self._tokenizer), request.stop or []
         stops = [stops] if isinstance(stops, str) else stops
-        end_ids = {*options.get("stop_token_ids", ()), *(special[text] for text in stops if text in special)}
-        if not options.get("ignore_eos"):
+        end_ids = {*(request.stop_token_ids or ()), *(special[text] for text in stops if text in special)}
+        if not request.ignore_eos:
             end_ids |= self._end_ids
-        return self._grammars.serialized(wanted, end_ids, behind)
+        return self._grammars.serialized(wanted, end_ids, self._format.format_start(rendered))
 
 
 def _without(content: Any, tokens: Sequence[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -22,12 +23,6 @@ from spec_stack.config import OLD_SWITCHES
 from spec_stack.hf.prompt import PromptSource
 from spec_stack.serve.config import ServeConfig
 
-# Options with the generator's names; those of the last two rows are extensions.
-_SAME = (
-    *("top_p", "seed", "stop", "logit_bias", "response_format"),
-    *("top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos"),
-    *("keep_rate", "sparse_prefill", "policy", "gamma"),
-)
 MAX_TOP_LOGPROBS = 20
 CANCELLED = "the request was cancelled"
 FAILED = "the server could not answer this request; its log says why"
@@ -35,24 +30,21 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_
 
 
 class BadRequestError(Exception):
-    """A client error: message, field and HTTP status."""
+    """An error for the client: message, field and HTTP status."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message, param, status)
         self.message, self.param, self.status = message, param, status
 
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's format."""
+        kind = _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        param = self.param and _escaped(self.param)
+        return {"error": {"message": _escaped(self.message), "type": kind, "param": param, "code": self.status}}
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's format."""
-    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"message": _escaped(message), "type": kind, "param": param and _escaped(param), "code": status}
-
-
-def error_response(
-    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
-) -> JSONResponse:
-    """An HTTP response with an error in OpenAI's format."""
-    return JSONResponse({"error": error_body(status, message, param)}, status_code=status, headers=headers)
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        """The error as an HTTP response."""
+        return JSONResponse(self.body(), self.status, headers)
 
 
 def _escaped(text: str) -> str:
@@ -86,30 +78,15 @@ def _without_null_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     ]
 
 
-class GenerationRequest(BaseModel):
-    """The fields that chat completions and completions share."""
+class _Options(BaseModel):
+    """The fields that are options of the generator under the same names."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
     top_p: float | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stop: Annotated[str | list[str] | None, _one_of("a string or a list of strings")] = None
-    n: int = Field(1, ge=1)
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
     # By token id, which JSON has as strings.
     logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None
     response_format: dict[str, Any] | None = None
-    # Accepted without effect on the answer.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
     # Extensions to OpenAI's API.
     top_k: int | None = None
     min_p: float | None = None
@@ -122,6 +99,26 @@ class GenerationRequest(BaseModel):
     policy: str | None = None
     gamma: int | None = None
 
+
+class GenerationRequest(_Options, ABC):
+    """The fields that chat completions and completions share."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    n: int = Field(1, ge=1)
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    # Accepted without effect on the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -131,38 +128,33 @@ class GenerationRequest(BaseModel):
                 raise ValueError(f"there is no {name}: it is now sparse_prefill, {OLD_SWITCHES[name]}")
         return {name: value for name, value in values.items() if value is not None}
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return bool((self.stream_options or {}).get("include_usage"))
+    @abstractmethod
+    def source(self) -> PromptSource:
+        """The prompt. Raises ValueError for fields that would change it and are not supported."""
+
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """The number of top tokens per position; None without log-probabilities."""
 
     @property
     def max_calls(self) -> int | None:
         """The maximum number of tool calls in an answer, if limited."""
         return None
 
-    def source(self) -> PromptSource:
-        raise NotImplementedError
-
-    def limit(self) -> int | None:
-        """The maximum number of new tokens, if given."""
-        return self.max_tokens
-
-    def num_logprobs(self) -> int | None:
-        """The number of top tokens per position; None without log-probabilities."""
-        raise NotImplementedError
-
     def options(self, config: ServeConfig) -> dict[str, Any]:
         """Options of `stream`. Raises ValueError for an unsupported one."""
         if self.n > config.max_choices:
             raise ValueError(f"n must be {config.max_choices} or less")
-        if self.frequency_penalty or self.presence_penalty:
-            name = "frequency_penalty" if self.frequency_penalty else "presence_penalty"
-            raise ValueError(f"{name} is not supported; see repetition_penalty")
-        options = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
-        options["logprobs"] = self.num_logprobs()
-        options["temperature"] = config.temperature if self.temperature is None else self.temperature
-        return options
+        for name in ("frequency_penalty", "presence_penalty"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported; see repetition_penalty")
+        options = self.model_dump(include=set(_Options.model_fields), exclude_none=True)
+        temperature = config.temperature if self.temperature is None else self.temperature
+        return options | {
+            "max_tokens": self.max_tokens,
+            "temperature": temperature,
+            "logprobs": self.num_logprobs(),
+        }
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -172,33 +164,33 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[str | dict[str, Any] | None, _one_of("a string or an object")] = None
-    parallel_tool_calls: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     documents: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: bool | None = None
-
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    def num_logprobs(self) -> int | None:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
-        return (self.top_logprobs or 0) if self.logprobs else None
+    chat_template_kwargs: dict[str, Any] = {}
+    continue_final_message: bool = False
 
     @property
     def max_calls(self) -> int | None:
-        return 1 if self.parallel_tool_calls is False else None
+        return None if self.parallel_tool_calls else 1
 
     def source(self) -> PromptSource:
         return PromptSource(
             messages=self.messages,
             tools=None if self.tool_choice == "none" else self.tools,
             documents=self.documents,
-            chat_template_kwargs=self.chat_template_kwargs or {},
-            continue_final_message=bool(self.continue_final_message),
+            chat_template_kwargs=self.chat_template_kwargs,
+            continue_final_message=self.continue_final_message,
         )
+
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self.top_logprobs if self.logprobs else None
+
+    def options(self, config: ServeConfig) -> dict[str, Any]:
+        return super().options(config) | {"max_tokens": self.max_completion_tokens or self.max_tokens}
 
 
 class CompletionRequest(GenerationRequest):
@@ -210,19 +202,19 @@ class CompletionRequest(GenerationRequest):
         BeforeValidator(_unbatched),
     ]
     echo: bool = False
-    suffix: str | None = None
-    best_of: int | None = None
+    suffix: str = ""
+    best_of: int = 1
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
     def source(self) -> PromptSource:
-        if self.echo or self.suffix or self.best_of not in (None, 1):
+        if self.echo or self.suffix or self.best_of != 1:
             raise ValueError("echo, suffix and best_of are not supported")
         if isinstance(self.prompt, str):
             return PromptSource(prompt=self.prompt)
         return PromptSource(input_ids=self.prompt)
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 REQUESTS: dict[str, type[GenerationRequest]] = {

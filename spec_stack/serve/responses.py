@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from spec_stack.hf.answer_parser import AnswerParser
-from spec_stack.serve.queue import OutputChunk
 from spec_stack.types import AnswerPart, Metrics, StepOutput, TokenLogprobs
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 # OpenAI's value for impossible tokens; JSON has no infinity.
 _MIN_LOGPROB = -9999.0
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class OutputParsers:
-    """Creates a parser per choice, decodes tokens to bytes, and limits the number of calls."""
-
-    parser: Callable[[], AnswerParser]
-    token_bytes: Callable[[int], bytes]
-    max_calls: int | None = None
-
-    def token_text(self, token_id: int) -> str:
-        """A token's text; OpenAI's byte form for partial characters, the id for a token without text."""
-        spelled = self.token_bytes(token_id)
-        try:
-            return spelled.decode() or f"token_id:{token_id}"
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 @dataclass
@@ -47,34 +30,40 @@ class Choice:
     is_begun: bool = False
 
 
-class ResponseBuilder:
-    """Builds a request's response, whole or in chunks. kind, chunk_kind: OpenAI's names of both."""
+class ResponseBuilder(ABC):
+    """Builds a request's response, whole or in chunks.
+
+    parsers: one per choice. token_bytes: a token's bytes by its id. max_calls: most tool calls of an answer. kind,
+    chunk_kind: OpenAI's names of whole responses and of chunks.
+    """
 
     id_prefix = kind = chunk_kind = ""
 
-    def __init__(self, model: str, num_choices: int, parsers: OutputParsers) -> None:
-        self._parsers = parsers
+    def __init__(
+        self,
+        model: str,
+        parsers: Sequence[AnswerParser],
+        token_bytes: Callable[[int], bytes],
+        max_calls: int | None = None,
+    ) -> None:
+        self._token_bytes, self._max_calls = token_bytes, max_calls
         self._head: Json = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
-        self.choices = [Choice(parsers.parser()) for _ in range(num_choices)]
+        self.choices = [Choice(parser) for parser in parsers]
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every choice has ended."""
-        return all(choice.finish_reason is not None for choice in self.choices)
-
-    def add(self, chunk: OutputChunk) -> list[Json]:
-        """Add a step, and return its stream chunks."""
-        choice, output = self.choices[chunk.index], chunk.output
+    def add(self, index: int, output: StepOutput) -> list[Json]:
+        """Add a step of a choice, and return its stream chunks."""
+        choice = self.choices[index]
         if output.logprobs is not None:
             choice.logprobs = [*(choice.logprobs or ()), *output.logprobs]
         if output.finish_reason is not None:
             choice.finish_reason, choice.metrics = _FINISH_REASONS[output.finish_reason], output.metrics
-        parts = [{"index": chunk.index} | part for part in self._add(choice, output)]
-        return [self._response(self.chunk_kind, [part], None) for part in parts]
+        return [
+            self._response(self.chunk_kind, [{"index": index} | part], None) for part in self._parts(choice, output)
+        ]
 
     def usage_chunk(self) -> Json:
         """The chunk with only the usage."""
@@ -88,13 +77,13 @@ class ResponseBuilder:
         ]
         return self._response(self.kind, choices, self._usage())
 
-    def _add(self, choice: Choice, output: StepOutput) -> list[Json]:
+    @abstractmethod
+    def _parts(self, choice: Choice, output: StepOutput) -> list[Json]:
         """Add a step to a choice, and return the streamed parts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _whole_choice(self, choice: Choice) -> Json:
         """A choice's own fields in the complete response."""
-        raise NotImplementedError
 
     def _response(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
         return self._head | {"object": kind, "choices": choices, "usage": usage}
@@ -110,6 +99,14 @@ class ResponseBuilder:
             "prompt_tokens_details": {"cached_tokens": costs[0].num_cached_tokens},
         }
 
+    def _token_text(self, token_id: int) -> str:
+        """A token's text; OpenAI's byte form for partial characters, the id for a token without text."""
+        spelled = self._token_bytes(token_id)
+        try:
+            return spelled.decode() or f"token_id:{token_id}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
 
 class ChatResponseBuilder(ResponseBuilder):
     """Builds chat completions."""
@@ -124,43 +121,34 @@ class ChatResponseBuilder(ResponseBuilder):
             message["reasoning_content"] = choice.reasoning
         return {"message": message, "logprobs": self._logprobs(choice.logprobs)}
 
-    def _add(self, choice: Choice, output: StepOutput) -> list[Json]:
-        deltas = self._deltas(choice, output.text)
-        if not deltas and (choice.finish_reason is not None or output.logprobs):
-            deltas = [{}]
-        if not deltas:
+    def _parts(self, choice: Choice, output: StepOutput) -> list[Json]:
+        is_end = choice.finish_reason is not None
+        parsed = choice.parser.push(output.text) + (choice.parser.flush() if is_end else [])
+        deltas = [delta for part in parsed for delta in self._deltas(choice, part)]
+        if choice.finish_reason == "stop" and choice.calls:
+            choice.finish_reason = "tool_calls"
+        if not deltas and not is_end and not output.logprobs:
             return []
+        deltas = deltas or [{}]
         if not choice.is_begun:
             choice.is_begun = True
             # Null while text may follow, and beside a call; an empty answer is an empty string.
-            content = "" if choice.finish_reason is not None and not choice.calls else None
-            deltas[0] = {"role": "assistant", "content": content} | deltas[0]
+            deltas[0] = {"role": "assistant", "content": "" if is_end and not choice.calls else None} | deltas[0]
         parts: list[Json] = [{"delta": delta, "finish_reason": None} for delta in deltas]
         parts[-1] |= {"finish_reason": choice.finish_reason, "logprobs": self._logprobs(output.logprobs)}
         return parts
 
-    def _deltas(self, choice: Choice, text: str) -> list[Json]:
-        """Parse a step's text, and return the message deltas."""
-        parts = choice.parser.push(text)
-        if choice.finish_reason is not None:
-            parts += choice.parser.flush()
-        deltas = [delta for part in parts for delta in self._part_deltas(choice, part)]
-        if choice.finish_reason == "stop" and choice.calls:
-            choice.finish_reason = "tool_calls"
-        return deltas
-
-    def _part_deltas(self, choice: Choice, part: AnswerPart) -> list[Json]:
+    def _deltas(self, choice: Choice, part: AnswerPart) -> list[Json]:
         """Add a part to the message; a call streams its name, then its arguments."""
-        if part.call is None and part.kind == "reasoning":
+        if part.kind == "reasoning":
             choice.reasoning += part.text
             return [{"reasoning_content": part.text}]
         if part.call is None:
             choice.content += part.text
             return [{"content": part.text}]
-        index = len(choice.calls)
-        if index == self._parsers.max_calls:
+        index, call = len(choice.calls), part.call.as_dict()
+        if index == self._max_calls:
             return []
-        call = part.call.as_dict()
         choice.calls.append(call)
         name = call | {"index": index, "function": {"name": part.call.name, "arguments": ""}}
         arguments = {"index": index, "function": {"arguments": part.call.arguments}}
@@ -177,8 +165,8 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _token(self, token_id: int, logprob: float) -> Json:
         return {
-            "token": self._parsers.token_text(token_id),
-            "bytes": list(self._parsers.token_bytes(token_id)),
+            "token": self._token_text(token_id),
+            "bytes": list(self._token_bytes(token_id)),
             "logprob": max(logprob, _MIN_LOGPROB),
         }
 
@@ -191,7 +179,7 @@ class CompletionResponseBuilder(ResponseBuilder):
     def _whole_choice(self, choice: Choice) -> Json:
         return {"text": choice.content} | self._logprobs(choice.logprobs)
 
-    def _add(self, choice: Choice, output: StepOutput) -> list[Json]:
+    def _parts(self, choice: Choice, output: StepOutput) -> list[Json]:
         choice.content += output.text
         if not output.text and choice.finish_reason is None and not output.logprobs:
             return []
@@ -203,7 +191,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             return {"logprobs": None}
         return {
             "logprobs": {
-                "tokens": [self._parsers.token_text(it.token_id) for it in tokens],
+                "tokens": [self._token_text(it.token_id) for it in tokens],
                 "token_logprobs": [max(it.logprob, _MIN_LOGPROB) for it in tokens],
                 "top_logprobs": [self._by_text(it.top) for it in tokens],
             }
@@ -213,7 +201,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         """Log-probabilities by text; further tokens with the same text by id."""
         named: dict[str, float] = {}
         for token_id, logprob in top:
-            text = self._parsers.token_text(token_id)
+            text = self._token_text(token_id)
             named[f"token_id:{token_id}" if text in named else text] = max(logprob, _MIN_LOGPROB)
         return named
 

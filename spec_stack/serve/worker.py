@@ -1,19 +1,21 @@
-"""The generating thread, one request at a time."""
+"""Answers queued requests in one thread, each in a session of its client."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from time import monotonic
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.api.answering import samples
+from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.fair_executor import FairExecutor, Job, RequestCancelled
 from spec_stack.serve.metrics import ServerMetrics
-from spec_stack.serve.protocol import FAILED, BadRequestError
-from spec_stack.serve.queue import OutputChunk, QueuedRequest, RequestCancelled, RequestQueue
+from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
+from spec_stack.serve.responses import Json, ResponseBuilder
 from spec_stack.serve.sessions import SessionStore
 
 if TYPE_CHECKING:
@@ -21,71 +23,71 @@ if TYPE_CHECKING:
     from spec_stack.api.session import Session
 
 logger = logging.getLogger(__name__)
+Answer = Json | BadRequestError
 
-_JOIN_S = 1.0
+
+@dataclass(frozen=True)
+class QueuedRequest:
+    """A request to answer. deliver: called in the generating thread with each chunk of the response."""
+
+    prompt: EncodedPrompt
+    options: Mapping[str, Any]
+    builder: ResponseBuilder
+    deliver: Callable[[Json], None]
 
 
 class Worker:
-    """Answers queued requests, each in a session of its client."""
+    """The generating thread, its sessions and its metrics."""
 
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig) -> None:
-        self.queue: RequestQueue[QueuedRequest] = RequestQueue(config.max_queued, config.max_queued_per_client)
         self.sessions = SessionStore(generator, config.max_sessions, config.ngram_cache_tokens)
-        self.metrics = ServerMetrics(self.queue.__len__, lambda: int(self.is_busy), self.sessions.__len__)
-        self._running: QueuedRequest | None = None
-        self._thread = threading.Thread(target=self._work, name="spec-stack-serve", daemon=True)
+        self.metrics = ServerMetrics()
+        self.queue = FairExecutor(
+            "spec-stack-serve", config.max_queued, config.max_queued_per_client, self.metrics.wait_s.observe
+        )
+        self.metrics.gauge("requests_running", "Requests being answered", lambda: int(self.is_busy))
+        self.metrics.gauge("requests_waiting", "Requests in the queue", self.queue.__len__)
+        self.metrics.gauge("sessions", "Conversations kept", self.sessions.__len__)
 
     @property
     def is_busy(self) -> bool:
-        return self._running is not None
+        return self.queue.running is not None
 
-    def start(self) -> None:
-        self._thread.start()
+    def submit(self, client: str, request: QueuedRequest) -> Job[Answer]:
+        """Queue a request. The result is the whole response, or the error. Raises QueueFullError."""
+        return self.queue.submit(client, partial(self._run, request))
 
     def stop(self) -> None:
-        """Cancel all requests; returns when the thread has ended, or after a second."""
+        """Cancel all requests; returns when the running one has ended, or after a second."""
         self.queue.close()
-        running = self._running
-        if running is not None:
-            running.is_cancelled.set()
-        # A step may take longer; the daemon thread ends with the process.
-        self._thread.join(_JOIN_S)
-        if not self._thread.is_alive():
+        # A step may take longer; its session is freed with the process.
+        if not self.is_busy:
             self.sessions.close()
 
-    def _work(self) -> None:
-        while (request := self.queue.next()) is not None:
-            self._running = request
-            self.metrics.wait_s.observe(monotonic() - request.queued_at)
-            try:
-                self.metrics.requests.labels(self._answer(request)).inc()
-            finally:
-                self._running = None
-                request.deliver(None)
-
-    def _answer(self, request: QueuedRequest) -> str:
-        """Generate all choices of a request, and return its outcome."""
+    def _run(self, request: QueuedRequest, job: Job[Answer]) -> Answer:
+        answer: Answer
         try:
-            request.check_cancelled()
-            with self.sessions.lend(request.client, request.prompt) as session:
-                options = {**request.options, "on_progress": lambda *_: request.check_cancelled()}
-                for index, choice in enumerate(samples(options, request.num_choices)):
-                    self._generate(request, session, index, choice)
+            with self.sessions.lend(job.client, request.prompt) as session:
+                self._generate(request, session, job.check_cancelled)
+            outcome, answer = "ok", request.builder.whole()
         except RequestCancelled:
-            return "cancelled"
+            outcome, answer = "cancelled", BadRequestError(CANCELLED, status=503)
         except ValueError as error:
-            request.deliver(BadRequestError(str(error)))
-            return "refused"
+            outcome, answer = "refused", BadRequestError(str(error))
         except Exception:
             logger.exception("a request failed")
-            request.deliver(BadRequestError(FAILED, status=500))
-            return "failed"
-        return "ok"
+            outcome, answer = "failed", BadRequestError(FAILED, status=500)
+        self.metrics.requests.labels(outcome).inc()
+        return answer
 
-    def _generate(self, request: QueuedRequest, session: Session, index: int, options: Mapping[str, Any]) -> None:
-        with closing(session.stream_encoded(request.prompt, options)) as outputs:
-            for output in outputs:
-                request.check_cancelled()
-                request.deliver(OutputChunk(index, output))
-                if output.metrics is not None:
-                    self.metrics.add(output.metrics)
+    def _generate(self, request: QueuedRequest, session: Session, check_cancelled: Callable[[], None]) -> None:
+        """Generate all choices."""
+        options = {**request.options, "on_progress": lambda *_: check_cancelled()}
+        for index, choice in enumerate(samples(options, len(request.builder.choices))):
+            with closing(session.stream_encoded(request.prompt, choice)) as outputs:
+                for output in outputs:
+                    check_cancelled()
+                    for chunk in request.builder.add(index, output):
+                        request.deliver(chunk)
+                    if output.metrics is not None:
+                        self.metrics.add(output.metrics)

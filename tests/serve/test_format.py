@@ -25,8 +25,7 @@ from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.protocol import REQUESTS
-from spec_stack.serve.queue import OutputChunk
-from spec_stack.serve.responses import BUILDERS, OutputParsers, ResponseBuilder
+from spec_stack.serve.responses import BUILDERS, ResponseBuilder
 from spec_stack.tokenizers.pieces import Pieces
 from spec_stack.types import StepOutput, TokenLogprobs
 from tests.serve.conftest import Server
@@ -62,7 +61,7 @@ def test_a_null_field_is_one_that_is_left_out(path: str, name: str) -> None:
     plain, with_null = (body(path), body(path, **{name: None}))
     assert with_null.source() == plain.source()
     assert with_null.options(config) == plain.options(config)
-    assert (with_null.n, with_null.stream, with_null.limit()) == (1, False, None)
+    assert (with_null.n, with_null.stream, with_null.options(config)["max_tokens"]) == (1, False, None)
 
 
 @pytest.mark.parametrize("name", ["tool_calls", "function_call", "refusal", "audio", "name"])
@@ -113,23 +112,22 @@ def outputs(embedded: SpecStackGenerator) -> list[StepOutput]:
 
 
 def answer(outputs: Sequence[StepOutput], texts: Sequence[str], path: str = CHAT, **parts: Any) -> ResponseBuilder:
-    parser = partial(AnswerParser, AnswerFormat(HERMES), ["add"], False)
-    given = {"parser": parser, "token_bytes": lambda _: b"x"} | parts
-    form = BUILDERS[path]("spec-stack", 1, OutputParsers(**given))
-    form.steps = [*(OutputChunk(0, replace(outputs[0], text=text)) for text in texts), OutputChunk(0, outputs[1])]
+    given = {"parsers": [AnswerParser(AnswerFormat(HERMES), ["add"])], "token_bytes": lambda _: b"x"} | parts
+    form = BUILDERS[path]("spec-stack", **given)
+    form.steps = [*(replace(outputs[0], text=text) for text in texts), outputs[1]]
     return form
 
 
 def whole(form: ResponseBuilder) -> dict[str, Any]:
     for step in form.steps:
-        form.add(step)
+        form.add(0, step)
     answer = form.whole()
     WHOLE[type(form)].model_validate(answer, strict=True)
     return answer["choices"][0]
 
 
 def deltas(form: ResponseBuilder) -> list[dict[str, Any]]:
-    chunks = [chunk for step in form.steps for chunk in form.add(step)]
+    chunks = [chunk for step in form.steps for chunk in form.add(0, step)]
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk, strict=True)
     return [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -176,7 +174,7 @@ def test_every_token_has_its_bytes_and_a_name_of_its_own(outputs: list[StepOutpu
     logprobs = [TokenLogprobs(ids[0], -0.5, -0.5, [(token_id, -1.0) for token_id in ids])]
     for path in REQUESTS:
         form = answer(outputs, ["x"], path, token_bytes=Pieces(tokenizer).bytes_of)
-        form.steps[0] = OutputChunk(0, replace(form.steps[0].output, logprobs=logprobs))
+        form.steps[0] = replace(form.steps[0], logprobs=logprobs)
         shown = whole(form)["logprobs"]
         if path == TEXT:
             assert (shown["tokens"], list(shown["top_logprobs"][0])) == ([" be"], names)
