@@ -164,7 +164,6 @@ def _with_prompt(body: Mapping[str, Any], field: str, prompt: Any) -> bytes:
 def _headers(pruning: Pruning) -> dict[str, str]:
     reason = pruning.reason.encode("ascii", "replace").decode()
     headers = {"x-spec-stack-reason": "".join(filter(str.isprintable, reason))[:_MAX_HEADER]}
-    if (result := pruning.result) is not None:
-        counts = {"prompt": result.num_tokens, "kept": result.num_kept_tokens, "recalled": result.num_recalled_tokens}
-        headers |= {f"x-spec-stack-{name}-tokens": str(count) for name, count in counts.items()}
+    for part, count in pruning.counts.items():
+        headers[f"x-spec-stack-{'prompt' if part == 'all' else part}-tokens"] = str(count)
     return headers

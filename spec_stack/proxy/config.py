@@ -6,15 +6,11 @@ import math
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from spec_stack.settings.checks import require, require_int, require_number
+from spec_stack.settings.checks import check_fields, require, require_number
 from spec_stack.settings.options import documented, option
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_PORT = 65535
-_COUNTS = (
-    *("max_body_bytes", "max_parsed_bytes", "max_queued", "max_queued_per_client", "max_cached_tokens"),
-    "max_connections",
-)
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _SECONDS = ("deadline_s", "timeout_s", "shutdown_s")
 
@@ -26,7 +22,7 @@ class ProxyConfig:
 
     upstream: str = option("", "URL of the upstream server, with or without /v1, such as http://127.0.0.1:8000")
     host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
-    port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one")
+    port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=_MAX_PORT)
     marker: str = option("", "text in place of every gap of a prompt; nothing by default")
     recall: bool = option(
         True,
@@ -38,26 +34,25 @@ class ProxyConfig:
     timeout_s: float = option(
         600.0, "seconds without a byte from upstream, after which the answer is 504 or the stream is cut"
     )
-    max_body_bytes: int = option(32 << 20, "longest body of a request (413)")
-    max_parsed_bytes: int = option(4 << 20, "longest body that is parsed for pruning; longer ones are forwarded whole")
-    max_queued: int = option(64, "most prompts that wait for scoring; more are forwarded whole")
-    max_queued_per_client: int = option(16, "of those, how many of one client")
+    max_body_bytes: int = option(32 << 20, "longest body of a request (413)", least=1)
+    max_parsed_bytes: int = option(
+        4 << 20, "longest body that is parsed for pruning; longer ones are forwarded whole", least=1
+    )
+    max_queued: int = option(64, "most prompts that wait for scoring; more are forwarded whole", least=1)
+    max_queued_per_client: int = option(16, "of those, how many of one client", least=1)
     max_conversations: int = option(
         8,
         "conversations whose draft cache is kept, least recently used evicted first; others are scored again",
+        least=0,
     )
-    max_cached_tokens: int = option(65_536, "tokens in the draft's caches of all conversations; likewise")
-    max_connections: int = option(1024, "most open connections; more are rejected (503)")
+    max_cached_tokens: int = option(65_536, "tokens in the draft's caches of all conversations; likewise", least=1)
+    max_connections: int = option(1024, "most open connections; more are rejected (503)", least=1)
     shutdown_s: float = option(10.0, "seconds that running requests have after SIGTERM")
 
     def __post_init__(self) -> None:
         _check_url(self.upstream)
         require(isinstance(self.marker, str), f"marker must be a string, got {self.marker!r}")
-        require(isinstance(self.recall, bool), f"recall must be True or False, got {self.recall!r}")
-        for name in _COUNTS:
-            require_int(name, getattr(self, name), 1)
-        require_int("port", self.port, 0, _MAX_PORT)
-        require_int("max_conversations", self.max_conversations, 0)
+        check_fields(self)
         for name in _SECONDS:
             require_number(name, getattr(self, name))
             require(0 < getattr(self, name) < math.inf, f"{name} must be over 0, got {getattr(self, name)!r}")

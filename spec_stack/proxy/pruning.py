@@ -36,6 +36,13 @@ class Pruning:
     prompt: Any = None
     result: PruneResult | None = None
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The draft's tokens by part; none of a prompt that was not scored."""
+        if (result := self.result) is None:
+            return {}
+        return {"all": result.num_tokens, "kept": result.num_kept_tokens, "recalled": result.num_recalled_tokens}
+
 
 class ProxyMetrics(AppMetrics):
     """The proxy's metrics."""
@@ -50,10 +57,8 @@ class ProxyMetrics(AppMetrics):
     def add(self, pruning: Pruning) -> None:
         """Count one prompt."""
         self._prompts.labels(pruning.outcome).inc()
-        if (result := pruning.result) is not None:
-            self._tokens.labels("all").inc(result.num_tokens)
-            self._tokens.labels("kept").inc(result.num_kept_tokens)
-            self._tokens.labels("recalled").inc(result.num_recalled_tokens)
+        for part, count in pruning.counts.items():
+            self._tokens.labels(part).inc(count)
 
 
 @dataclass(eq=False)

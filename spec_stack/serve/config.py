@@ -7,16 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from spec_stack.settings.checks import require_int
+from spec_stack.settings.checks import check_fields, require_int
 from spec_stack.settings.options import documented, option
 
 _MAX_PORT = 65535
 # Characters per position of the models: text has about 4 characters per token, whitespace and code more.
 _BYTES_PER_POSITION, _CHARS_PER_POSITION, _LEAST_BYTES = 32, 16, 1 << 16
-_COUNTS = (
-    *("max_queued", "max_queued_per_client", "max_choices", "default_max_tokens"),
-    *("max_grammar_size", "max_prepare_bytes"),
-)
 
 
 def _is_origin(text: object) -> bool:
@@ -29,7 +25,7 @@ class ServeConfig:
     """An OpenAI-compatible endpoint over one generator, which answers one request at a time."""
 
     host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
-    port: int = option(8000, "port to listen on, 0 to 65535; 0 takes a free one")
+    port: int = option(8000, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=_MAX_PORT)
     model_name: str = option("spec-stack", "what clients call the model")
     api_keys: Sequence[str] = field(
         default=(), repr=False, metadata={"help": "API keys, one of which a request must have; none disables the check"}
@@ -38,23 +34,25 @@ class ServeConfig:
         (), "browser origins that are allowed (CORS), such as https://chat.example.org, or * for all; none by default"
     )
     temperature: float = option(1.0, "temperature of requests that set none, as OpenAI's own; 0 is greedy")
-    default_max_tokens: int = option(512, "max_tokens of requests that set none, as far as the models have positions")
+    default_max_tokens: int = option(
+        512, "max_tokens of requests that set none, as far as the models have positions", least=1
+    )
     max_body_bytes: int | None = option(
-        None, "longest body of a request (413); None is 32 for each position that the models have"
+        None, "longest body of a request (413); None is 32 for each position that the models have", least=1
     )
     max_prompt_tokens: int | None = option(
-        None, "longest prompt, in tokens (400); None is the models' number of positions"
+        None, "longest prompt, in tokens (400); None is the models' number of positions", least=1
     )
     max_prompt_chars: int | None = option(
-        None, "most characters in a request, counted before any work (400); None is 16 for each position"
+        None, "most characters in a request, counted before any work (400); None is 16 for each position", least=1
     )
     max_grammar_size: int = option(
-        2000, "largest schema, pattern or tool parameters (400): parts, each times the repetitions around it"
+        2000, "largest schema, pattern or tool parameters (400): parts, each times the repetitions around it", least=1
     )
     prepare_s: float = option(
         0.8, "CPU seconds for rendering, tokenizing and compiling a request (400), and 5 more for each MB of it"
     )
-    max_prepare_bytes: int = option(256 << 20, "bytes of memory for the same work (400)")
+    max_prepare_bytes: int = option(256 << 20, "bytes of memory for the same work (400)", least=1)
     allow_request_templates: bool = option(
         False, "accept chat templates and tokenizer switches in chat_template_kwargs, which run code of the client"
     )
@@ -62,11 +60,11 @@ class ServeConfig:
         False, "remove special tokens from chat messages, so that no message can imitate another"
     )
     strict: bool = option(False, "reject unknown fields (400) instead of listing them in a header")
-    max_queued: int = option(64, "most waiting requests; more are rejected (429)")
-    max_queued_per_client: int = option(16, "of those, how many of one client")
-    max_choices: int = option(8, "largest n of a request")
+    max_queued: int = option(64, "most waiting requests; more are rejected (429)", least=1)
+    max_queued_per_client: int = option(16, "of those, how many of one client", least=1)
+    max_choices: int = option(8, "largest n of a request", least=1)
     max_sessions: int = option(
-        8, "conversations whose caches are kept, least recently used evicted first; 0 keeps none"
+        8, "conversations whose caches are kept, least recently used evicted first; 0 keeps none", least=0
     )
     ngram_cache_tokens: int = option(
         65_536,
@@ -76,13 +74,7 @@ class ServeConfig:
     shutdown_s: float = option(10.0, "seconds that running requests have after SIGTERM")
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            require_int(name, getattr(self, name), 1)
-        for name in ("max_body_bytes", "max_prompt_tokens", "max_prompt_chars"):
-            if getattr(self, name) is not None:
-                require_int(name, getattr(self, name), 1)
-        require_int("port", self.port, 0, _MAX_PORT)
-        require_int("max_sessions", self.max_sessions, 0)
+        check_fields(self)
         if self.ngram_cache_tokens:
             require_int("ngram_cache_tokens", self.ngram_cache_tokens, 2)
         if isinstance(self.api_keys, str) or not all(isinstance(key, str) and key for key in self.api_keys):

@@ -47,10 +47,12 @@ class RequestPool:
         self._pool = self._open()
 
     def start(self) -> None:
-        """Start the workers; they load the tokenizer in the background."""
+        """Start the workers, if need be again; they load the tokenizer in the background."""
         with self._lock:
-            # Access creates a new pool.
-            _ = self._pool.active
+            # Reading `active` starts a new pool.
+            if not self._pool.active:
+                self.stop()
+                self._pool = self._open()
 
     def stop(self) -> None:
         """Kill the workers."""
@@ -59,41 +61,28 @@ class RequestPool:
 
     async def process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
         """Process a request in a worker. Raises BadRequestError, also for exceeded limits."""
+        cpu_s = config.prepare_s + _S_PER_BYTE * len(body)
         # API keys stay in the server process.
-        config = replace(config, api_keys=())
+        work = (path, body, replace(config, api_keys=()), cpu_s)
         try:
             for _ in range(2):
-                future = await asyncio.to_thread(self._submit, path, body, config)
-                # An idle worker's death breaks the pool, which the next submission recreates.
+                await asyncio.to_thread(self.start)
+                future: Future[ProcessedRequest] = self._pool.schedule(_process, work, timeout=_WALL_FACTOR * cpu_s)
+                # An idle worker's death breaks the pool.
                 with suppress(BrokenProcessPool):
                     return await asyncio.wrap_future(future)
         except (ProcessExpired, TimeoutError) as error:
             raise BadRequestError(
-                f"the request takes more than {_cpu_s(config, len(body)):.1f} s of work or "
-                f"{config.max_prepare_bytes >> 20} MiB of memory to render, tokenize and compile"
+                f"the request takes more than {cpu_s:.1f} s of work or {config.max_prepare_bytes >> 20} MiB of memory "
+                "to render, tokenize and compile"
             ) from error
         raise RuntimeError("the worker processes end before they have started")
-
-    def _submit(self, path: str, body: bytes, config: ServeConfig) -> Future[ProcessedRequest]:
-        """Send a request to a worker; dead workers are replaced."""
-        with self._lock:
-            if not self._pool.active:
-                self.stop()
-                self._pool = self._open()
-            timeout = _WALL_FACTOR * _cpu_s(config, len(body))
-            future: Future[ProcessedRequest] = self._pool.schedule(_process, (path, body, config), timeout=timeout)
-            return future
 
     def _open(self) -> ProcessPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOADED))
         num_workers = min(_MAX_WORKERS, max(2, os.cpu_count() or 1))
         return ProcessPool(num_workers, _MAX_TASKS, _start_worker, (self._settings,), context)
-
-
-def _cpu_s(config: ServeConfig, num_bytes: int) -> float:
-    """CPU seconds allowed for a body of this size."""
-    return config.prepare_s + _S_PER_BYTE * num_bytes
 
 
 _processor: RequestProcessor
@@ -106,8 +95,8 @@ def _start_worker(settings: bytes) -> None:
     _processor = RequestProcessor(*pickle.loads(settings))
 
 
-def _process(path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
-    with _limited(_cpu_s(config, len(body)), config.max_prepare_bytes):
+def _process(path: str, body: bytes, config: ServeConfig, cpu_s: float) -> ProcessedRequest:
+    with _limited(cpu_s, config.max_prepare_bytes):
         try:
             return _processor.process(path, body, config)
         except MemoryError:

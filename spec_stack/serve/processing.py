@@ -112,9 +112,6 @@ class RequestProcessor:
                 "--allow-request-templates takes it"
             )
 
-    def _stripped(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**message, "content": _without(message.get("content"), list(special_tokens(self._tokenizer)))}
-
     def _compiled_format(
         self, request: GenerationRequest, source: PromptSource, rendered: str
     ) -> SerializedFormat | None:
@@ -133,15 +130,15 @@ class RequestProcessor:
         return self._grammars.serialized(wanted, end_ids, self._format.format_start(rendered))
 
 
-def _without(content: Any, tokens: Sequence[str]) -> Any:
-    """A content without special tokens, including those formed by removing others."""
-    if isinstance(content, list):
-        return [_without(part, tokens) for part in content]
-    if isinstance(content, Mapping):
-        return {**content, "text": _without(content["text"], tokens)} if "text" in content else content
-    if not isinstance(content, str):
-        return content
-    while any(token in content for token in tokens):
-        for token in tokens:
-            content = content.replace(token, "")
-    return content
+def _without(value: Any, tokens: Sequence[str]) -> Any:
+    """Messages without special tokens, including those formed by removing others."""
+    match value:
+        case list():
+            return [_without(each, tokens) for each in value]
+        case dict():
+            return {name: _without(each, tokens) for name, each in value.items()}
+        case str():
+            while any(token in value for token in tokens):
+                for token in tokens:
+                    value = value.replace(token, "")
+    return value

@@ -58,15 +58,16 @@ class Outcome:
 class Client:
     """Sends one client's requests."""
 
+    kinds: tuple[str, ...] = ("chat", "stream", "completion", "hang up", "bad body")
+
     def __init__(self, url: str, name: str, expected: Expected, load: Load, outcome: Outcome) -> None:
         self._url, self._expected, self._load, self._outcome = url, expected, load, outcome
         self._openai = OpenAI(base_url=f"{url}/v1", api_key=name, max_retries=0, timeout=300)
         self._rng = random.Random(f"{load.seed} {name}")
 
     def run(self, num_requests: int) -> None:
-        kinds = ("chat", "stream", "completion", "hang up", "bad body")
         for index in range(num_requests):
-            kind = kinds[index % len(kinds)]
+            kind = self.kinds[index % len(self.kinds)]
             started = monotonic()
             try:
                 right = getattr(self, "_" + kind.replace(" ", "_"))()
@@ -132,8 +133,8 @@ class Expected:
         self._known: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def chat(self, messages: list[Any]) -> str:
-        return self._answer(messages=messages)
+    def chat(self, messages: list[Any], **options: Any) -> str:
+        return self._answer(messages=messages, **options)
 
     def completion(self, prompt: str) -> str:
         return self._answer(prompt=prompt)
@@ -157,12 +158,12 @@ def run_load(url: str, generator: SpecStackGenerator, load: Load) -> Outcome:
         clients = [Client(url, f"client {index}", expected, load, outcome) for index in range(load.num_clients)]
         list(pool.map(lambda pair: pair[0].run(pair[1]), zip(clients, shares, strict=True)))
     outcome.seconds = monotonic() - started
-    outcome.is_idle = _becomes_idle(url)
+    outcome.is_idle = becomes_idle(url)
     outcome.rss_growth_mb = (process.memory_info().rss - before) / 1e6
     return outcome
 
 
-def _becomes_idle(url: str, seconds: float = 30.0) -> bool:
+def becomes_idle(url: str, seconds: float = 30.0) -> bool:
     """Return whether nothing runs or waits any more."""
     end = monotonic() + seconds
     while monotonic() < end:
