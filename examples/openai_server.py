@@ -1,6 +1,6 @@
 """The endpoint of `spec-stack serve` in this process, and OpenAI's client as its guest. Runs offline.
 
-python examples/openai_server.py
+pip install openai; python examples/openai_server.py
 """
 
 import threading

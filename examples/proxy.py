@@ -1,6 +1,6 @@
 """`spec-stack proxy` before a server, here that of `spec-stack serve`, and an unmodified OpenAI client. Runs offline.
 
-python examples/proxy.py
+pip install openai; python examples/proxy.py
 """
 
 import threading

@@ -129,7 +129,8 @@ class Endpoint:
         builder = BUILDERS[path](
             self._config.model_name, processed.parsers, self._generator.pair.token_bytes, processed.max_calls
         )
-        job = self._worker.submit(client, QueuedRequest(processed.encoded, options, builder, deliver))
+        sink = deliver if processed.streams else _discard
+        job = self._worker.submit(client, QueuedRequest(processed.encoded, options, builder, sink))
         headers = _ignored_header(processed.ignored)
         if processed.streams:
             job.add_done_callback(lambda _: deliver(None))
@@ -188,6 +189,10 @@ class EventStream(StreamingResponse):
         if self._usage_chunk is not None:
             yield _event(self._usage_chunk())
         yield format_sse_event(data_str="[DONE]")
+
+
+def _discard(chunk: Json) -> None:
+    """Whole responses have no use for chunks."""
 
 
 def _event(content: Json) -> bytes:
