@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from spec_stack.serve.protocol import BadRequestError
 
@@ -82,7 +82,7 @@ class FairExecutor:
                 raise QueueFullError(f"{self._max_queued} requests are waiting already; try again later")
             self._clients.setdefault(client, deque()).append(job)
             self._thread.submit(self._run_next)
-        job.add_done_callback(lambda _: self._remove(job))
+        job.add_done_callback(self._remove)
         return job
 
     def close(self) -> None:
@@ -97,7 +97,9 @@ class FairExecutor:
             wait([running], _JOIN_S)
         self._thread.shutdown(wait=False)
 
-    def _remove(self, job: Job[Any]) -> None:
+    def _remove(self, done: Future[Any]) -> None:
+        """Remove a cancelled job."""
+        job = cast(Job[Any], done)
         with self._lock:
             jobs = self._clients.get(job.client, deque())
             if job in jobs:

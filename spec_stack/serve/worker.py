@@ -51,7 +51,8 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        return self.queue.running is not None
+        running = self.queue.running
+        return running is not None and not running.done()
 
     def submit(self, client: str, request: QueuedRequest) -> Job[Answer]:
         """Queue a request. The result is the whole response, or the error. Raises QueueFullError."""
