@@ -23,7 +23,7 @@ class ReadOptions(griffe.Extension):
         for attribute in cls.members.values():
             call = attribute.value if isinstance(attribute, griffe.Attribute) else None
             if isinstance(call, griffe.ExprCall) and str(call.function) == "option":
-                default, meaning = call.arguments
+                default, meaning, *_ = call.arguments
                 attribute.value = default
                 rows.append(f"{attribute.name} : {attribute.annotation}\n    {_text(str(meaning))}")
         if rows:
