@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from spec_stack.config import DecodeConfig
 from spec_stack.controller.base import BatchRequest, Policy, StepContext, StepRecord, check_gammas
-from spec_stack.controller.step_cost import SHORTEST_S, DiscountedCurve, PerContextLength
+from spec_stack.controller.step_cost import SHORTEST_S, DiscountedCurve, PerContextLength, length_scale
 from spec_stack.controller.tuning import TUNING
 
 Floats = NDArray[np.float64]
@@ -28,8 +27,6 @@ _TYPICAL_ACCEPTANCE = 0.7
 _WRONG, _RIGHT = 0.02, 0.98
 # An unmeasured gamma is tried where its expected wait is within this factor of the best.
 _WORTH_A_TRY = 0.2
-# What an unmeasured gamma's expected seconds count for, in steps.
-_PRIOR_WEIGHT = 0.1
 
 
 class AcceptanceRates:
@@ -98,12 +95,15 @@ class BatchThroughput(Policy):
 
     gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
     weight: float = 0.1
+    # Of a step's seconds over `_relative_s`.
     _seconds: PerContextLength[DiscountedCurve] = field(init=False, repr=False)
     _rates: AcceptanceRates = field(init=False, repr=False)
     # Steps without a result, by number.
     _pending: OrderedDict[int, StepContext] = field(init=False, repr=False, default_factory=OrderedDict)
-    # Steps with known seconds, by batch size in powers of two and gamma.
-    _num_timed: Counter[tuple[int, int]] = field(init=False, repr=False, default_factory=Counter)
+    # Batch sizes and gammas whose first step, which includes warm-up, has run.
+    _warmed_up: set[tuple[int, int]] = field(init=False, repr=False, default_factory=set)
+    # Steps with known seconds, by batch size, context length and gamma.
+    _num_timed: Counter[tuple[tuple[int, int], int]] = field(init=False, repr=False, default_factory=Counter)
     # The newest gamma chosen as the best, or nearly so.
     _usual: int = field(init=False, repr=False, default=-1)
     _num_chosen: int = field(init=False, repr=False, default=0)
@@ -122,7 +122,7 @@ class BatchThroughput(Policy):
         self._rates = AcceptanceRates(self._candidates[-1], self.weight)
         # Without a draft a step lacks the draft's fixed cost, so the curve is not convex.
         knots = [float(gamma) for gamma in self._candidates[:-1]]
-        self._seconds = PerContextLength(partial(DiscountedCurve, knots, TUNING.batch_shrinkage, False), deepcopy)
+        self._seconds = PerContextLength(partial(DiscountedCurve, knots, TUNING.batch_shrinkage, False))
 
     def choose(self, context: StepContext) -> int:
         self._last = self._pending[context.step] = context
@@ -151,7 +151,7 @@ class BatchThroughput(Policy):
 
     def _to_try(self, context: StepContext, gammas: Sequence[int], waits: Sequence[float], best: int) -> int:
         """The best gamma, or now and then a candidate whose unknown seconds may make it better."""
-        num_timed = {gamma: self._num_timed[_size_of(context), gamma] for gamma in gammas}
+        num_timed = {gamma: self._num_timed[_shape_of(context), gamma] for gamma in gammas}
         if self._num_chosen % (2 * TUNING.check_every) == 0:
             near = [gamma for gamma in gammas[max(best - 1, 0) : best + 2] if gamma != gammas[best]]
             return min(near, key=num_timed.__getitem__, default=gammas[best])
@@ -160,7 +160,7 @@ class BatchThroughput(Policy):
         hopeful = {
             gamma: wait
             for gamma, wait in zip(gammas, waits, strict=True)
-            if num_timed[gamma] < 2 and (1 - _WORTH_A_TRY) * wait < waits[best]
+            if not num_timed[gamma] and (1 - _WORTH_A_TRY) * wait < waits[best]
         }
         return min(hopeful, key=hopeful.__getitem__, default=gammas[best])
 
@@ -177,35 +177,31 @@ class BatchThroughput(Policy):
         self._newest = BatchRequest(record.request_id)
 
     def _observe_seconds(self, step: StepContext, gamma: int, seconds: float) -> None:
-        self._num_timed[_size_of(step), gamma] += 1
-        if self._num_timed[_size_of(step), gamma] == 1:
-            # The first step of a size includes warm-up.
+        batch_scale, length = _shape_of(step)
+        if (batch_scale, gamma) not in self._warmed_up:
+            self._warmed_up.add((batch_scale, gamma))
             return
-        curve, size = self._seconds.at(step, step.batch_size), step.batch_size
-        if not curve.weight:
-            level = seconds / _relative_s(gamma, size)
-            for candidate in self._candidates:
-                curve.add(candidate, level * _relative_s(candidate, size), _PRIOR_WEIGHT)
-        curve.add(gamma, seconds)
+        self._num_timed[(batch_scale, length), gamma] += 1
+        self._seconds.at(step, step.batch_size).add(gamma, seconds / _relative_s(gamma, step.batch_size))
 
     def _expected_s(self, context: StepContext, batch_size: int) -> list[float]:
         """Expected seconds of a step by candidate; relative ones before any is known."""
         curve = self._seconds.at(context, batch_size)
-        if not curve.weight:
-            return [_relative_s(gamma, batch_size) for gamma in self._candidates]
-        return [max(curve.at(gamma), SHORTEST_S) for gamma in self._candidates]
+        unit_s = [max(curve.at(gamma), SHORTEST_S) for gamma in self._candidates]
+        return [unit * _relative_s(gamma, batch_size) for unit, gamma in zip(unit_s, self._candidates, strict=True)]
 
     def step_seconds(self, batch_sizes: Sequence[int]) -> dict[int, dict[int, float]]:
         """Expected seconds at the newest step's context length, by batch size, by gamma; empty before any is known."""
         if self._last is None or not self._num_timed:
             return {}
-        rows = {size: self._expected_s(self._last, size) for size in batch_sizes}
+        known = [size for size in batch_sizes if self._seconds.at(self._last, size).weight]
+        rows = {size: self._expected_s(self._last, size) for size in known}
         return {size: dict(zip(self._candidates, row, strict=True)) for size, row in rows.items()}
 
 
-def _size_of(step: StepContext) -> int:
-    """The batch size in powers of two."""
-    return round(math.log2(step.batch_size))
+def _shape_of(step: StepContext) -> tuple[int, int]:
+    """The batch size and the context length in powers of two."""
+    return round(math.log2(step.batch_size)), length_scale(step.num_target_slots)
 
 
 def _relative_s(gamma: int, batch_size: int) -> float:

@@ -129,20 +129,19 @@ class DiscountedCurve:
                 total += slope * (x - knot)
         return total
 
-    def add(self, x: float, y: float, weight: float = 1.0) -> None:
+    def add(self, x: float, y: float) -> None:
         expected = self.at(x)
         if expected > 0:
             y = min(y, expected * self._tolerance)
         keep = TUNING.keep
         bent = [max(x - knot, 0.0) for knot in self._knots]
-        self.weight = self.weight * keep + weight
-        self._sum_y = self._sum_y * keep + weight * y
+        self.weight = self.weight * keep + 1
+        self._sum_y = self._sum_y * keep + y
         for row, height in enumerate(bent):
-            weighted = weight * height
-            self._sum_x[row] = self._sum_x[row] * keep + weighted
-            self._sum_xy[row] = self._sum_xy[row] * keep + weighted * y
+            self._sum_x[row] = self._sum_x[row] * keep + height
+            self._sum_xy[row] = self._sum_xy[row] * keep + height * y
             self._sum_xx[row] = [
-                total * keep + weighted * other for total, other in zip(self._sum_xx[row], bent, strict=True)
+                total * keep + height * other for total, other in zip(self._sum_xx[row], bent, strict=True)
             ]
         self._settle()
 
