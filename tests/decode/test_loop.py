@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
