@@ -14,7 +14,7 @@ from spec_stack.hf.loading import ASSETS
 from tests.support import models
 
 CODE = (Path(__file__).parents[1] / "support" / "code_to_prune.txt").read_text()
-OTHER = (Path(__file__).parents[2] / "spec_stack" / "prefill" / "decide.py").read_text()
+OTHER = (Path(__file__).parents[1] / "support" / "other_code_to_prune.txt").read_text()
 QUESTION = "What is the value of MAX_OCCURRENCES?"
 
 

@@ -13,7 +13,7 @@ from spec_stack import PrefillConfig
 from spec_stack.cli.arguments import build_parser, prefill_of
 from spec_stack.cli.main import main
 
-CODE = (Path(__file__).parents[2] / "spec_stack" / "prefill" / "decide.py").read_text()
+CODE = (Path(__file__).parents[1] / "support" / "other_code_to_prune.txt").read_text()
 FORMS: list[Any] = [
     [{"role": "user", "content": CODE}],
     {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": CODE}]}], "temperature": 0.5},

@@ -14,8 +14,8 @@ from spec_stack import Pruner
 from tests.proxy.conftest import Start
 from tests.support.upstream import FakeUpstream
 
-CODE = (Path(__file__).parents[2] / "spec_stack" / "prefill" / "words.py").read_text()
-OTHER = (Path(__file__).parents[2] / "spec_stack" / "prefill" / "decide.py").read_text()
+CODE = (Path(__file__).parents[1] / "support" / "code_to_prune.txt").read_text()
+OTHER = (Path(__file__).parents[1] / "support" / "other_code_to_prune.txt").read_text()
 QUESTION = "What is the value of MAX_OCCURRENCES?"
 LONG = [{"role": "user", "content": f"{CODE}\n{QUESTION}"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
