@@ -16,7 +16,7 @@ from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.question import rare_word_factor
+from spec_stack.prefill.question import raise_named
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import run_draft
@@ -76,13 +76,15 @@ def judge(
     )
     segments = make_segments(len(token_ids), pieces, BY_HEAD)
     evidence = ScoringInputs(token_ids, look, protected, pieces)
-    by_head, factor = look.by_head(BY_HEAD), rare_word_factor(evidence, segments)
+    by_head = look.by_head(BY_HEAD)
     forced = forced_ends(segments.num_tokens, BY_HEAD)
     is_free = _marked(segments, [(at, at + 1) for at in forced] + list(protected))
     wanted = _marked(segments, prompt.spans)
     return ScoredPrompt(
         heads=torch.tensor(list(by_head)),
-        by_head=torch.stack([factor * segments.worth(importance, BY_HEAD) for importance in by_head.values()]),
+        by_head=raise_named(
+            torch.stack([segments.worth(importance, BY_HEAD) for importance in by_head.values()]), evidence, segments
+        ),
         words=make_rule("bm25").score(evidence, segments, WORDS),
         default=make_rule(PrefillConfig.scorer).score(evidence, segments, PrefillConfig()),
         costs=_count(segments, ~is_free),

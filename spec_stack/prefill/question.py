@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -16,7 +17,11 @@ from spec_stack.prefill.segments import Segments
 # Tokens with so much weight are the question itself, and are not searched.
 _ASKED = 0.5
 # Most segments that hold a rare word, and what the largest score by rare words adds to a factor of 1.
-_MOST_UNITS, _RARE_WORDS = 3, 2.0
+_MOST_UNITS, _RARE_WORDS = 6, 2.0
+# Ends of a heading beside Markdown's "#": a function's, a key's, a block's.
+_HEADING_ENDS = (":", "\uff1a", "{")
+# Least share of rare words that names a heading, what its section gets of its score, and the section's most tokens.
+_NAMED, _OF_HEADING, _SECTION = 0.5, 0.8, 64
 # Scripts without spaces count by the character.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 _WORD = re.compile(f"[{_CHARACTERS}]|[^\\W{_CHARACTERS}]+")
@@ -34,21 +39,44 @@ def question_and_bodies(
     return _weights(inputs, asked), bodies
 
 
-def rare_word_factor(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
-    """Factors (num_segments,), fp32, from 1 to 3, by rare words in common with the question; 1 without text.
+def raise_named(worth: torch.Tensor, inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
+    """Scores (..., num_segments) of worth (..., num_segments): segments that share rare words with the question count
+    up to three times, and text under a heading that does gets most of the heading's score.
 
-    Each question word that at most three segments hold gives its weight divided by their number to each of them; the
-    segments with the largest sum count three times. It finds identifiers: a draft attends to all records of a kind
-    alike, and the question names one of them.
+    It finds identifiers: a draft attends to all records of a kind alike, and the question names one of them. In code,
+    Markdown and settings the name is in the heading, and the value lines below it. Without text, worth itself.
     """
     if inputs.pieces is None:
-        return torch.ones(len(segments))
+        return worth
+    shares = rare_word_shares(inputs, segments).to(worth)
+    scores = worth * (1 + _RARE_WORDS * shares)
+    raised = scores.clone()
+    for heading, section in _sections(inputs.pieces, segments):
+        if shares[heading] >= _NAMED:
+            raised[..., section] = raised[..., section].maximum(_OF_HEADING * scores[..., heading, None])
+    return raised
+
+
+def rare_word_shares(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
+    """Rare words in common with the question (num_segments,), fp32, as a share of the segment with most of them.
+
+    Each question word that at most six segments hold gives its weight divided by their number to each of them.
+    """
     asked, bodies = question_and_bodies(inputs, segments)
     found = [asked.keys() & body for body in bodies]
     num_with = Counter(word for words in found for word in words)
     shared = [sum(asked[word] / num_with[word] for word in words if num_with[word] <= _MOST_UNITS) for words in found]
     scores = torch.tensor(shared, dtype=torch.float32)
-    return 1 + _RARE_WORDS * scores / scores.max().clamp(min=torch.finfo(scores.dtype).tiny)
+    return scores / scores.max().clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def _sections(pieces: Sequence[str], segments: Segments) -> Iterator[tuple[int, slice]]:
+    """Each heading with the segments below it that end within _SECTION tokens."""
+    stops = segments.borders[1:]
+    for at, (start, stop) in enumerate(segments):
+        text = "".join(pieces[start:stop]).strip()
+        if text.startswith("#") or text.endswith(_HEADING_ENDS):
+            yield at, slice(at + 1, bisect_right(stops, stop + _SECTION))
 
 
 def _weights(inputs: ScoringInputs, asked: Mapping[int, float]) -> dict[Hashable, float]:

@@ -10,7 +10,7 @@ import torch
 
 from spec_stack import PrefillConfig
 from spec_stack.prefill.queries import question_words
-from spec_stack.prefill.question import rare_word_factor
+from spec_stack.prefill.question import raise_named
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments, make_segments
@@ -34,15 +34,53 @@ def line_of(segments: Segments, pieces: Sequence[str], word: str) -> int:
     return next(at for at, (start, stop) in enumerate(segments) if word in pieces[start:stop])
 
 
-@pytest.mark.parametrize(
-    "question", [QUESTION, "Which order went to Skelton?", "Is ord-4003 or ord-4017 dearer?", "Name the order 4021."]
-)
-def test_factors_are_those_by_hand(question: str) -> None:
-    pieces = pieces_of("".join(RECORDS) + question)
+FUNCTION = """def {}(value, options):
+    if not options:
+        raise ValueError('no options')
+    return value * {}
+
+"""
+SECTION = """## {}
+
+The settings are read at start. Operators see the state.
+By default it runs {} workers.
+
+"""
+NAMES = ["load", "save", "parse", "merge", "split", "check", "build", "fetch", "clean", "pack", "sort", "trim"]
+FUNCTIONS = [FUNCTION.format(name, 9 + at) for at, name in enumerate(NAMES)]
+SECTIONS = [SECTION.format(name, 9 + at) for at, name in enumerate(NAMES)]
+PROMPTS = {
+    "What is the total of the order with the id ord-4017?": RECORDS,
+    "Which order went to Skelton?": RECORDS,
+    "Is ord-4003 or ord-4017 dearer?": RECORDS,
+    "Name the order 4021.": RECORDS,
+    "By which factor does fetch multiply its value?": FUNCTIONS,
+    "How many workers does fetch run by default?": SECTIONS,
+}
+
+
+@pytest.mark.parametrize("question", PROMPTS)
+def test_scores_are_those_by_hand(question: str) -> None:
+    pieces = pieces_of("".join(PROMPTS[question]) + question)
     evidence, segments = evidence_of(pieces, len(pieces))
-    assert rare_word_factor(evidence, segments).tolist() == pytest.approx(
-        reference_question.factors(pieces, list(segments), question_words(evidence.candidates))
-    )
+    worth = torch.rand(2, len(segments), generator=torch.Generator().manual_seed(3))
+    asked = question_words(evidence.candidates)
+    for own, raised in zip(worth, raise_named(worth, evidence, segments), strict=True):
+        expected = reference_question.raised(own.tolist(), pieces, list(segments), asked)
+        assert raised.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("texts", "question"),
+    [(FUNCTIONS, "By which factor does fetch multiply its value?"), (SECTIONS, "How many workers does fetch run?")],
+)
+def test_lines_below_the_named_heading_come_before_the_same_lines_below_others(texts: list[str], question: str) -> None:
+    pieces = pieces_of("".join(texts) + question)
+    evidence, segments = evidence_of(pieces, len(pieces))
+    scores = make_rule("attention").score(evidence, segments, PrefillConfig())
+    # 64 tokens below a heading may reach the next one's lines.
+    values = {name: scores[line_of(segments, pieces, str(9 + at))] for at, name in enumerate(NAMES) if name != "clean"}
+    assert values.pop("fetch") > 1.5 * max(values.values())
 
 
 def test_of_records_with_equal_attention_the_named_one_is_kept_first() -> None:
@@ -57,12 +95,14 @@ def test_of_records_with_equal_attention_the_named_one_is_kept_first() -> None:
 def test_a_word_in_many_lines_raises_none() -> None:
     pieces = pieces_of("".join(RECORDS) + "What does Skelton total?")
     evidence, segments = evidence_of(pieces, len(pieces))
-    assert torch.equal(rare_word_factor(evidence, segments), torch.ones(len(segments)))
+    worth = torch.rand(len(segments))
+    assert torch.equal(raise_named(worth, evidence, segments), worth)
 
 
 def test_tokens_without_text_count_by_attention_alone() -> None:
     evidence, segments = evidence_of(None, 200)
-    assert torch.equal(rare_word_factor(evidence, segments), torch.ones(len(segments)))
+    worth = torch.rand(len(segments))
+    assert torch.equal(raise_named(worth, evidence, segments), worth)
 
 
 def test_the_papers_scoring_queries_count_by_attention_alone() -> None:

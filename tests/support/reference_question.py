@@ -1,4 +1,4 @@
-"""The factor for rare words, slowly: every word of the question is looked for in every unit."""
+"""Scores raised for rare words, slowly: every word of the question is looked for in every unit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,24 @@ import re
 from collections.abc import Mapping, Sequence
 
 
-def factors(pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Mapping[int, float]) -> list[float]:
-    """The factor of every unit. spans: its tokens. asked: the weights of the question's tokens."""
+def raised(
+    worth: Sequence[float], pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Mapping[int, float]
+) -> list[float]:
+    """The score of every unit. spans: its tokens. asked: the weights of the question's tokens."""
+    shares = _shares(pieces, spans, asked)
+    own = [each * (1 + 2 * share) for each, share in zip(worth, shares, strict=True)]
+    scores = list(own)
+    for above, (start, stop) in enumerate(spans):
+        heading = "".join(pieces[start:stop]).strip()
+        if shares[above] < 0.5 or not re.search(r"\A#|[:{\uff1a]\Z", heading):
+            continue
+        for below in range(above + 1, len(spans)):
+            if spans[below][1] - stop <= 64:
+                scores[below] = max(scores[below], 0.8 * own[above])
+    return scores
+
+
+def _shares(pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Mapping[int, float]) -> list[float]:
     weights: dict[str, float] = {}
     for start in asked:
         if start - 1 not in asked:
@@ -22,10 +38,10 @@ def factors(pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Mapp
     sums = [0.0] * len(spans)
     for word, weight in weights.items():
         holders = [at for at, body in enumerate(bodies) if word in body]
-        for at in holders if len(holders) <= 3 else []:
+        for at in holders if len(holders) <= 6 else []:
             sums[at] += weight / len(holders)
     largest = max(sums)
-    return [1 + 2 * each / largest if largest else 1.0 for each in sums]
+    return [each / largest if largest else 0.0 for each in sums]
 
 
 def _words(pieces: Sequence[str], tokens: Sequence[int]) -> list[tuple[str, int]]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.question import rare_word_factor
+from spec_stack.prefill.question import raise_named
 from spec_stack.prefill.rule import ScoringInputs, SelectionRule
 from spec_stack.prefill.segments import Segments
 
 
 class ByAttention(SelectionRule):
-    """The mean importance of a segment, times its factor for rare words in common with the question.
+    """The mean importance of a segment, raised where the segment or its heading shares rare words with the question.
 
     SpecPrefill (https://arxiv.org/abs/2502.02789, section 3.2.3) scores by importance alone, as do its queries here.
     """
 
     def score(self, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
         worth = segments.worth(inputs.token_importance(config), config)
-        return worth * rare_word_factor(inputs, segments).to(worth) if config.queries_from_prompt else worth
+        return raise_named(worth, inputs, segments) if config.queries_from_prompt else worth
