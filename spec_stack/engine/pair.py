@@ -150,7 +150,7 @@ class ModelPair:
             *models, *found.tokenizers, of_target, of_draft, found.predictors, positions, draft_step, vocabulary
         )
 
-    @property
+    @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end the target's text."""
         return end_token_ids(self.target)
@@ -170,16 +170,6 @@ class ModelPair:
         """The longest context that a layer of the draft sees whole; None is any length."""
         return scoring_limit(self.draft.config)
 
-    @cached_property
-    def can_propose(self) -> bool:
-        """Whether the draft shares a token with the target."""
-        return self.vocabulary.can_propose
-
-    @cached_property
-    def decode_reason(self) -> str:
-        """Why the draft proposes to this target, or not."""
-        return self.vocabulary.decode_reason
-
     def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:
         """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be scored, if so.
 
@@ -190,7 +180,7 @@ class ModelPair:
         try:
             return self.translation.tokenize(prompt_ids), ""
         except ValueError as error:
-            by_token = self.translation.tokenize_by_token(prompt_ids) if self.can_propose else None
+            by_token = self.translation.tokenize_by_token(prompt_ids) if self.vocabulary.can_propose else None
             return by_token, f"the draft has another tokenizer, and {error}"
 
     def open_target(self, prefill_chunk: int) -> CachedModel:
@@ -199,7 +189,7 @@ class ModelPair:
 
     def new_draft_cache(self, prefill_chunk: int) -> CachedModel:
         """The draft with an empty cache over its own ids, kept from turn to turn (see `draft_in_target_vocab`)."""
-        num_ids = None if self.translation is not None else self.vocabulary.num_target
+        num_ids = self.vocabulary.num_target if self.vocabulary.relation == "padded" else None
         return CachedModel(self.draft, prefill_chunk, num_ids, self.draft_step)
 
     def draft_in_target_vocab(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:

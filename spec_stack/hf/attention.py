@@ -110,9 +110,10 @@ def attend(
     window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     slots: SlotPositions | None = _thread.slots
-    if slots is not None and slots.on_layer is not None:
-        slots.on_layer(module.layer_idx)  # type: ignore[arg-type]
-    _capture(module, query, key, scale, window, sinks)
+    if slots is not None and slots.on_piece is not None:
+        slots.on_piece(query.shape[2], int(module.layer_idx) / slots.num_layers)  # type: ignore[arg-type]
+    if _thread.captured is not None:
+        _capture(_thread.captured, module, query, key, scale, window, sinks)
     if slots is not None and slots.last_layer == module.layer_idx:
         raise KeysCached
     if slots is not None:
@@ -173,12 +174,15 @@ def _attend_by_position(
 
 
 def _capture(
-    module: torch.nn.Module, query: Tensor, key: Tensor, scaling: float, window: int | None, sinks: Tensor | None
+    captured: dict[int, LayerCapture],
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    scaling: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> None:
-    """Record queries and keys if a capture is active in this thread."""
-    captured: dict[int, LayerCapture] | None = _thread.captured
-    if captured is None:
-        return
+    """Record queries and keys."""
     index = int(module.layer_idx)  # type: ignore[arg-type]
     layer = captured.setdefault(index, LayerCapture(scaling, sinks=None if sinks is None else sinks.detach()))
     layer.queries.append(query[0])
