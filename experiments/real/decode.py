@@ -307,9 +307,7 @@ def compiled_assisted(target: PreTrainedModel, draft: PreTrainedModel, num_token
 
 def with_step(generator: SpecStackGenerator, draft_step: DraftStep) -> SpecStackGenerator:
     """The same pair with forwards of another kind."""
-    return SpecStackGenerator(
-        generator.target, generator.draft, generator.tokenizer, precision=generator.precision, draft_step=draft_step
-    )
+    return SpecStackGenerator(generator.target, generator.draft, generator.tokenizer, draft_step=draft_step)
 
 
 def with_plain_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -322,7 +320,7 @@ def with_random_draft(generator: SpecStackGenerator) -> SpecStackGenerator:
     draft = generator.draft
     torch.manual_seed(0)
     twin = AutoModelForCausalLM.from_config(draft.config).to(device=draft.device, dtype=draft.dtype).eval()
-    return SpecStackGenerator(generator.target, twin, generator.tokenizer, precision=generator.precision)
+    return SpecStackGenerator(generator.target, twin, generator.tokenizer)
 
 
 def main() -> None:

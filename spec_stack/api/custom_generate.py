@@ -256,8 +256,7 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any], caller: Ma
 
 
 def _check_kept_back(streamer: Any) -> None:
-    """Raise ValueError for a streamer that the calling `generate` holds and does not pass on: its reader would hang. A
-    transformers release that stores it elsewhere passes this check."""
+    """Raise ValueError for a streamer that the calling `generate` does not pass on: its reader would hang."""
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
         streamer.end()
         raise ValueError("transformers hands streamer= to no custom_generate; give it as spec_streamer=")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,14 +47,10 @@ class SpecStackGenerator(GenerationMixin):
         Loaded models, on one device, with transformers' default attention (which is replaced in place).
     tokenizer : optional
         The target's. Without one only `input_ids` are taken and no text is made.
-    precision, draft_precision : str, optional
-        Names of the models' precisions; detected by default.
     config : SpecStackConfig, optional
         Default pruning and drafting of all calls.
     policy : str or Policy, optional
         Default policy, which chooses gamma; the configuration's by default.
-    predictors : mapping of str to str or Path, optional
-        Files of trained predictors by policy name.
     draft_tokenizer : optional
         The draft's; the target's by default (`tokenizers.vocabulary.compare`).
     draft_step : {"auto", "eager", "static"}
@@ -80,26 +76,13 @@ class SpecStackGenerator(GenerationMixin):
         draft: PreTrainedModel,
         tokenizer: Any = None,
         *,
-        precision: str = "",
-        draft_precision: str = "",
         config: SpecStackConfig | None = None,
         policy: str | Policy | None = None,
-        predictors: Mapping[str, str | Path] | None = None,
         draft_tokenizer: Any = None,
         draft_step: DraftStep = LoadConfig.draft_step,
     ) -> None:
         config = _checked(config)
-        pair = ModelPair.assemble(
-            target,
-            draft,
-            tokenizer,
-            draft_tokenizer,
-            precision,
-            draft_precision,
-            predictors,
-            config.prefill.positions,
-            draft_step,
-        )
+        pair = ModelPair.assemble(target, draft, tokenizer, draft_tokenizer, config.prefill.positions, draft_step)
         self._set_up(Engine(pair, config, policy))
 
     def _set_up(self, engine: Engine) -> None:

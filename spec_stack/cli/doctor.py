@@ -98,8 +98,7 @@ def _describe_step(config: Any, on: torch.device, asked: DraftStep, precision: P
 
 
 def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Precision]) -> str:
-    """The bound on decoding speed by the weights read per step. Raises ValueError for a draft larger than its
-    target."""
+    """The bound on decoding speed by the weights read per step. Raises ValueError for a larger draft."""
     sizes = [estimate_bytes(config, each) for config, each in zip((target, draft), precisions, strict=True)]
     share = sizes[1] / sizes[0]
     if num_weights(draft) > _ROUGHLY_AS_LARGE * num_weights(target):

@@ -90,7 +90,7 @@ class Engine:
         """The steps of a planned request over these caches. Its clock pauses between the steps."""
         pair, clock, sampler = self.pair, request.clock, request.sampler
         clock.resume()
-        with request.policy.pool.lend() as policy, self._ngram_policies.lend() as ngram_policy:
+        with request.policy.lend() as policy, self._ngram_policies.lend() as ngram_policy:
             models: list[Any] = [caches.draft]
             begun_s = caches.draft.forward_s
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)

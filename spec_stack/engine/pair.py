@@ -74,11 +74,9 @@ class ModelPair:
         draft: PreTrainedModel,
         tokenizer: Any = None,
         draft_tokenizer: Any = None,
-        precision: str = "",
-        draft_precision: str = "",
-        predictors: Mapping[str, str | Path] | None = None,
         positions: Positions = "original",
         draft_step: DraftStep = LoadConfig.draft_step,
+        predictors: Mapping[str, str | Path] | None = None,
         vocabulary: Vocabulary | None = None,
     ) -> ModelPair:
         """Pair loaded models; their attention is replaced in place.
@@ -106,8 +104,8 @@ class ModelPair:
             tokenizer=tokenizer,
             vocabulary=vocabulary,
             translation=Translation(tokenizer, draft_tokenizer, vocabulary) if is_foreign else None,
-            precision=precision or precision_of(target),
-            draft_precision=draft_precision or precision_of(draft),
+            precision=precision_of(target),
+            draft_precision=precision_of(draft),
             target_weight_bytes=weight_bytes(target),
             draft_weight_bytes=weight_bytes(draft),
             grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
@@ -144,11 +142,8 @@ class ModelPair:
         found = open_pair(target, draft, load, device, prepack_linears, hub, device_map, positions)
         sizes = (text_config(config).vocab_size for config in found.configs)
         vocabulary = compare(*found.tokenizers, *sizes)
-        of_target, of_draft = (each.name for each in found.precisions)
         models = found.load_models(target_weights)
-        return cls.assemble(
-            *models, *found.tokenizers, of_target, of_draft, found.predictors, positions, draft_step, vocabulary
-        )
+        return cls.assemble(*models, *found.tokenizers, positions, draft_step, found.predictors, vocabulary)
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

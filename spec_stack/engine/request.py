@@ -19,7 +19,8 @@ from spec_stack.config import (
     SpecStackConfig,
     check_logprobs,
 )
-from spec_stack.controller.pool import PolicyChoice, PolicyPool
+from spec_stack.controller.base import Policy
+from spec_stack.controller.pool import ObjectPool, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.sampler import LogitsProcessors, Sampler
 from spec_stack.decode.stopping import StopChecker
@@ -69,7 +70,7 @@ class Request:
     stopper: StopChecker
     # Tokens that end the request.
     end_ids: frozenset[int]
-    policy: PolicyChoice
+    policy: ObjectPool[Policy]
     # One of `decode.ngram.PROPOSERS`.
     proposer: str
     # Notes on the draft's part in decoding.
@@ -220,7 +221,9 @@ def _sampling_params(call: Call) -> SamplingParams:
     return params
 
 
-def _who_drafts(pool: PolicyPool, config: DecodeConfig, call: Call, params: SamplingParams) -> tuple[PolicyChoice, str]:
+def _who_drafts(
+    pool: PolicyPool, config: DecodeConfig, call: Call, params: SamplingParams
+) -> tuple[ObjectPool[Policy], str]:
     """The policy and the proposer of a call."""
     is_seeded = params.seed is not None and params.temperature > 0
     gamma: Any = plain(call.get("gamma"))

@@ -306,8 +306,7 @@ class CachedModel:
         num_sinks: int = 0,
         last_layer: int | None = None,
     ) -> torch.Tensor:
-        """One eager forward; logits (num_logits, rows), none where it ends at an attention layer's keys. If it aborts,
-        partially cached slots are dropped."""
+        """One eager forward; logits (num_logits, rows), none where it ends at an attention layer's keys."""
         num_whole, cache = len(self.positions), self._cache
         self.token_ids += token_ids
         self.positions += positions
