@@ -264,6 +264,7 @@ class CachedModel:
         return self._fixed
 
     def _pop_pending(self) -> tuple[list[int], list[int]]:
+        """Remove the tokens that have no slot: ids and positions."""
         num_slots = len(self.positions) - self.num_to_recompute
         pending = self.token_ids[num_slots:], self.positions[num_slots:]
         del self.token_ids[num_slots:], self.positions[num_slots:]
@@ -362,7 +363,7 @@ class CachedModel:
         if self.num_to_recompute > _MAX_RIDING:
             self.prefill(*self._pop_pending())
         if self._states is not None:
-            self._states.take(len(self.positions))
+            self._states.take(self.num_cached - self.num_to_recompute)
 
     def rollback(self, num_tokens: int) -> None:
         """Drop the last num_tokens cached tokens. Called after every step, also with 0."""
