@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 # These imports register the valid names of `config`; they load nothing else.
 import spec_stack.controller.registry
-import spec_stack.decode.registry
 import spec_stack.prefill.registry  # noqa: F401
 
 if TYPE_CHECKING:

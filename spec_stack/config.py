@@ -19,22 +19,21 @@ from spec_stack.settings.checks import (
     require_keep_rate,
     require_window,
 )
-from spec_stack.settings.options import documented, option, remembers_given, renamed
+from spec_stack.settings.options import documented, option, remembers_given
 from spec_stack.settings.registry import check_name
 
 KeepCurve = Sequence[tuple[int, float]]
 """(num_tokens, keep_rate) pairs, linear in the logarithm of the length between them and level beyond."""
-DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
 Unit = Literal["lines", "chunks"]
 ScoringQueries = Literal["look_ahead", "prompt"]
 HeadVote = Literal["max", "mean"]
 SparsePrefill = Literal["auto", "on", "off", "draft_only"]
 Positions = Literal["original", "contiguous"]
-DraftStep = Literal["auto", "eager", "static", "compiled"]
+DraftStep = Literal["auto", "eager", "static"]
+ProposerName = Literal["auto", "model", "ngram", "both"]
 # Valid names: the keys of the registries, which append to these lists on import. No component is imported.
 KNOWN_POLICIES: list[str] = []
-KNOWN_PROPOSERS: list[str] = []
 KNOWN_SCORERS: list[str] = []
 MAX_GAMMA = 16
 MAX_LOOKED_UP = 64
@@ -49,11 +48,6 @@ OTHER_PRECISION = "other"
 MIN_TEMPERATURE = 1e-3
 DEFAULT_MAX_TOKENS = 256
 """The number that max_tokens=None asks for where the models have positions for it."""
-OLD_SWITCHES = {
-    "specprefill": "'on' for true, 'off' for false, 'auto' for none",
-    "prune": "'auto' for 'both', 'draft_only' for 'draft', 'off' for 'none'",
-}
-"""Former options whose place sparse_prefill took, and its values for theirs."""
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 128
 
@@ -76,17 +70,6 @@ def check_samples(n: object, temperature: float) -> None:
     require(n == 1 or temperature > 0, f"n={n} greedy answers would all be the same; give a temperature over 0")
 
 
-@renamed({name: f"sparse_prefill: {values}" for name, values in OLD_SWITCHES.items()})
-@renamed(
-    {
-        "unit": "granularity",
-        "head_vote": "head_reduction",
-        "skipped_layers": "first_scoring_layer",
-        "scoring_layers": "num_scoring_layers",
-        "draft_slots": "draft_kv_budget",
-        "on_scoring_error": "on_scoring_failure",
-    }
-)
 @remembers_given
 @documented
 @dataclass(frozen=True)
@@ -141,11 +124,6 @@ class PrefillConfig:
     )
     min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that sparse_prefill 'auto' prunes", 0)
     prefill_chunk: int = option(8192, "most tokens in one forward; bounds the memory of long prefills", 1)
-    draft_context: DraftContext = option(
-        "kept",
-        "whether the draft decodes over the 'full' prompt or over the 'kept' slots only; a draft with a recurrent "
-        "state keeps the full prompt either way",
-    )
     sparse_prefill: SparsePrefill = option(
         "auto",
         "'auto' prunes prompts of min_prompt_tokens and more, and in a session new text of that length; 'on' prunes "
@@ -299,9 +277,8 @@ class LoadConfig:
     draft_step: DraftStep = option(
         "auto",
         "how forwards of 1 to 16 tokens run: 'eager', operator by operator; 'static', over whole buckets of 256 cache "
-        "slots, on CUDA in graphs that replay without Python; 'compiled', as static with the draft's one-token forward "
-        "compiled by torch, which takes minutes at the first load and needs a C++ compiler. 'auto' is static on CUDA "
-        "and eager on a CPU. A model without fixed shapes stays eager, and the metrics say why",
+        "slots, on CUDA in graphs that replay without Python. 'auto' is static on CUDA and eager on a CPU. A model "
+        "without fixed shapes stays eager, and the metrics say why",
     )
 
     def __post_init__(self) -> None:
@@ -348,7 +325,7 @@ class DecodeConfig:
 
     policy: str = option("throughput", "name of the policy that chooses gamma, the number of tokens drafted in a step")
     gamma: int = option(4, "tokens drafted per step under the policy 'fixed'; 0 is plain decoding", 0, MAX_GAMMA)
-    proposer: str = option(
+    proposer: ProposerName = option(
         "auto",
         "source of proposals: the draft 'model'; 'ngram', n-gram lookup in the whole prompt, dropped parts included, "
         "and in the answer so far; 'both', at each step the one with the higher expected gain. 'auto' is 'both' under "
@@ -357,7 +334,6 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_name("proposer", self.proposer, ["auto", *KNOWN_PROPOSERS])
         check_name("policy", self.policy, KNOWN_POLICIES)
 
 
@@ -443,26 +419,11 @@ class SamplingParams:
         return {*map(int, chain(self.stop_token_ids, *self.bad_words_ids, self.logit_bias or ()))}
 
     @property
-    def num_tokens(self) -> int:
-        """The maximum number of new tokens."""
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, one or many, as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-@renamed({"order": "always order='position', which answers better; leave it out"})
-@renamed(
-    {
-        "restore": "recall",
-        "restore_threshold": "recall_threshold",
-        "restore_margin": "recall_margin",
-        "max_restored_chunks": "max_recalled_chunks",
-        "anchor_threshold": "recall_word_threshold",
-    }
-)
 @documented
 @dataclass(frozen=True)
 class SessionConfig:

@@ -132,15 +132,14 @@ class Proposal:
     """Drafted tokens, gamma of them (0 in plain decoding).
 
     draft_probs: (gamma, vocab) warped distributions, one-hot rows for tokens not sampled; None if none was sampled.
-    signals: per-token statistics of the draft. num_ngram_tokens: looked-up tokens, the last ones. match_length: tokens
-    of the n-gram match. is_finite: False if drafting stopped at non-finite logits.
+    signals: per-token statistics of the draft. num_ngram_tokens: looked-up tokens, the last ones. is_finite: False if
+    drafting stopped at non-finite logits.
     """
 
     token_ids: list[int] = field(default_factory=list)
     draft_probs: torch.Tensor | None = None
     signals: DraftSignals = field(default_factory=DraftSignals)
     num_ngram_tokens: int = 0
-    match_length: int = 0
     is_finite: bool = True
 
     @property

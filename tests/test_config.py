@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection, SessionConfig
+from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.config import DEFAULT_MAX_TOKENS
 from spec_stack.settings.options import meaning
@@ -28,7 +28,6 @@ from spec_stack.settings.options import meaning
         ("keep_last", 0),
         ("min_prompt_tokens", -1),
         ("prefill_chunk", 0),
-        ("draft_context", "some"),
     ],
 )
 def test_a_bad_prefill_value_is_refused_by_name(field: str, value: Any) -> None:
@@ -169,18 +168,3 @@ def test_a_changed_configuration_is_checked_without_reading_its_types_again() ->
         sys.setprofile(None)
     # Every request changes it, on a server in the scheduler's loop.
     assert num_calls < 300
-
-
-@pytest.mark.parametrize(
-    ("config", "former", "now"),
-    [
-        (PrefillConfig, "unit", "granularity"),
-        (PrefillConfig, "on_scoring_error", "on_scoring_failure"),
-        (PrefillConfig, "prune", "sparse_prefill"),
-        (SessionConfig, "restore", "recall"),
-        (SessionConfig, "order", "always"),
-    ],
-)
-def test_a_former_name_of_a_field_is_answered_by_the_present_one(config: type, former: str, now: str) -> None:
-    with pytest.raises(TypeError, match=f"no field {former!r}: it is now {now}"):
-        config(**{former: 1})

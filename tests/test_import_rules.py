@@ -103,7 +103,6 @@ ALLOWED = {
     # The first two are loaded at once (they hold names alone), the others where they are asked for.
     "__init__": {
         "controller.registry",
-        "decode.registry",
         "prefill.registry",
         "config",
         "controller.base",

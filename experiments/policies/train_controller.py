@@ -2,9 +2,8 @@
 
 A step predictor (ridge, MLP-16, MLP-32) gives a step's acceptance rate from the signals of the step before, as the
 paper has it. It is scored on prompts left out, then fitted to all of them and written as JSON with a card. --ship
-copies it into the draft's folder, where `from_pretrained`, the command line and `spec-stack doctor` find it. Models
-loaded otherwise, and drafts from a hub, are given the file: `SpecStackGenerator(..., predictors={"speckv": FILE})` or
-`make_policy("speckv", predictor=FILE)`.
+copies it into the draft's folder, where `from_pretrained`, the command line and `spec-stack doctor` find it. Elsewhere
+the policy is given the file: `policy=make_policy("speckv", predictor=FILE)`.
 
     python -m experiments.policies.train_controller mine.jsonl --out predictors
 """

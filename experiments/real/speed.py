@@ -111,7 +111,6 @@ def main() -> None:
             loaded.tokenizer,
             config=SpecStackConfig(config),
             draft_tokenizer=other,
-            precision=loaded.precision,
         )
         for name, config in settings.items()
     }

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from spec_stack.api.streaming import awaitable, feed
 from spec_stack.api.unknown_options import parameters_of, shows_options, unknown_option
 from spec_stack.config import SamplingParams, check_samples
+from spec_stack.engine.engine import Engine
 from spec_stack.engine.options import Call, GenerateOptions
 from spec_stack.engine.progress import Stream
 from spec_stack.engine.request import Request
@@ -38,11 +39,14 @@ class AnswerOptions(GenerateOptions, total=False):
 
 
 class GenerationMixin(ABC):
-    """`generate` and `stream` over the abstract planning and execution of a call."""
+    """`generate` and `stream` over an engine."""
 
-    @abstractmethod
+    engine: Engine
+
     def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
         """Check a call and plan its request; the generator runs it step by step."""
+        request = self.engine.plan(call)
+        return request, self.engine.run(request)
 
     @abstractmethod
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:

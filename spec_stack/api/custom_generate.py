@@ -256,8 +256,7 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any], caller: Ma
 
 
 def _check_kept_back(streamer: Any) -> None:
-    """Raise ValueError for a streamer that the calling `generate` holds and does not pass on: its reader would hang. A
-    transformers release that stores it elsewhere passes this check."""
+    """Raise ValueError for a streamer that the calling `generate` does not pass on: its reader would hang."""
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
         streamer.end()
         raise ValueError("transformers hands streamer= to no custom_generate; give it as spec_streamer=")
@@ -265,7 +264,7 @@ def _check_kept_back(streamer: Any) -> None:
 
 def _prompt_of(row: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> list[int]:
     """A row's tokens without left padding. Raises ValueError for other padding and for given positions."""
-    prompt = torch.as_tensor(unpadded(row, mask))
+    prompt = row if mask is None else unpadded(row, mask)
     if mask is not None and not bool(mask[-1]):
         raise ValueError("the rows are padded on the right; set padding_side='left' for the tokenizer")
     if positions is not None and positions[len(row) - len(prompt) :].tolist() != list(range(len(prompt))):

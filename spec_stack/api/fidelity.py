@@ -311,8 +311,7 @@ def _call_of(given: Prompt, tokenizer: Any, number: int) -> Call:
 
 
 def _kind_of(inputs: ScoringInputs, config: PrefillConfig) -> tuple[str, str]:
-    """The kind of a prompt, and the text of its question: the heaviest scoring segment, one with a question mark where
-    there is one."""
+    """The kind of a prompt, and its question: the heaviest scoring segment, with a question mark where there is one."""
     found, weights = inputs.candidates, inputs.weights_by_attention(config) or inputs.weights_by_words()
     marked = [span for span, is_question in zip(found.segments, found.is_question, strict=True) if is_question]
     start, stop = max(marked or found.segments, key=lambda span: weights.get(span, 0.0))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from spec_stack.api.answering import GenerationMixin
 from spec_stack.api.session import Session
@@ -26,15 +24,11 @@ from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.request import Request
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.loading import ASSETS, DeviceMap
-from spec_stack.hf.precision import precision_named
-from spec_stack.hf.prompt import Message
-from spec_stack.hf.sources import name_file
 from spec_stack.prefill.shipped import choose_calibration, sketch
 from spec_stack.settings.warning import warn_caller
-from spec_stack.types import GenerationResult, StepOutput
+from spec_stack.types import GenerationResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,17 +47,13 @@ class SpecStackGenerator(GenerationMixin):
         Loaded models, on one device, with transformers' default attention (which is replaced in place).
     tokenizer : optional
         The target's. Without one only `input_ids` are taken and no text is made.
-    precision, draft_precision : str, optional
-        Names of the models' precisions; detected by default.
     config : SpecStackConfig, optional
         Default pruning and drafting of all calls.
     policy : str or Policy, optional
         Default policy, which chooses gamma; the configuration's by default.
-    predictors : mapping of str to str or Path, optional
-        Files of trained predictors by policy name.
     draft_tokenizer : optional
         The draft's; the target's by default (`tokenizers.vocabulary.compare`).
-    draft_step : {"auto", "eager", "static", "compiled"}
+    draft_step : {"auto", "eager", "static"}
         How short forwards run (see `LoadConfig`).
 
     Raises
@@ -86,26 +76,13 @@ class SpecStackGenerator(GenerationMixin):
         draft: PreTrainedModel,
         tokenizer: Any = None,
         *,
-        precision: str = "",
-        draft_precision: str = "",
         config: SpecStackConfig | None = None,
         policy: str | Policy | None = None,
-        predictors: Mapping[str, str | Path] | None = None,
         draft_tokenizer: Any = None,
         draft_step: DraftStep = LoadConfig.draft_step,
     ) -> None:
         config = _checked(config)
-        pair = ModelPair.assemble(
-            target,
-            draft,
-            tokenizer,
-            draft_tokenizer,
-            precision,
-            draft_precision,
-            predictors,
-            config.prefill.positions,
-            draft_step,
-        )
+        pair = ModelPair.assemble(target, draft, tokenizer, draft_tokenizer, config.prefill.positions, draft_step)
         self._set_up(Engine(pair, config, policy))
 
     def _set_up(self, engine: Engine) -> None:
@@ -136,14 +113,11 @@ class SpecStackGenerator(GenerationMixin):
         prepack_linears: bool | None = None,
         draft_step: DraftStep = LoadConfig.draft_step,
         calibration: str | Path | bool | None = None,
-        dtype: str | torch.dtype | None = None,
         device_map: DeviceMap | None = None,
         revision: str | None = HubConfig.revision,
         draft_revision: str | None = HubConfig.draft_revision,
         token: str | bool | None = None,
         trust_remote_code: bool = HubConfig.trust_remote_code,
-        gguf_file: str | None = None,
-        draft_gguf_file: str | None = None,
     ) -> SpecStackGenerator:
         """Load a pair.
 
@@ -163,16 +137,13 @@ class SpecStackGenerator(GenerationMixin):
             Default policy, which chooses gamma; the configuration's by default.
         prepack_linears : bool, optional
             Prepack weights for the CPU; the model can then not be trained or copied. None prepacks where possible.
-        draft_step : {"auto", "eager", "static", "compiled"}
+        draft_step : {"auto", "eager", "static"}
             How the draft's steps and the verifications run (see `LoadConfig`): "static" in fixed shapes, on CUDA in
-            graphs; "compiled" with the draft compiled too, whose first load takes minutes. "auto" is static
-            on CUDA and eager on a CPU.
+            graphs. "auto" is static on CUDA and eager on a CPU.
         calibration : str, Path or bool, optional
             A file from `spec-stack calibrate` for this pair. It replaces defaults of `PrefillConfig`; values set in
             `config` stay. None uses the file in the draft's folder, or else the one shipped for this draft, if any;
             False uses none.
-        dtype : str or torch.dtype, optional
-            `precision` as transformers calls it: "bfloat16", torch.float16, …
         device_map : str or mapping, optional
             Placement of the target's modules by transformers and accelerate, instead of `device`. A name ("auto")
             applies to the draft too.
@@ -182,8 +153,6 @@ class SpecStackGenerator(GenerationMixin):
             Hub token for gated checkpoints.
         trust_remote_code : bool
             Run a checkpoint's own code.
-        gguf_file, draft_gguf_file : str, optional
-            The GGUF file in each folder or hub id.
 
         Returns
         -------
@@ -199,11 +168,6 @@ class SpecStackGenerator(GenerationMixin):
         if isinstance(policy, str):
             # An unknown name is refused before the weights are read, which can take minutes.
             DecodeConfig(policy)
-        if dtype is not None:
-            if precision != LoadConfig.precision:
-                raise ValueError("give precision or dtype, not both; they mean the same")
-            precision = precision_named(dtype)
-        target, draft = name_file(target, gguf_file), name_file(draft, draft_gguf_file)
         pair = ModelPair.load(
             target,
             draft,
@@ -259,55 +223,6 @@ class SpecStackGenerator(GenerationMixin):
             names the difference.
         """
         return Session.load(self.engine, path, config)
-
-    def generate_all(
-        self,
-        prompts: Sequence[str] | None = None,
-        *,
-        messages: Sequence[Sequence[Message]] | None = None,
-        input_ids: Sequence[Sequence[int]] | torch.Tensor | None = None,
-        attention_mask: Sequence[Sequence[int]] | torch.Tensor | None = None,
-        **options: Any,
-    ) -> list[GenerationResult]:
-        """Answer several prompts, one after the other, each as `generate` does.
-
-        A common prefix is prefilled once if a prefix cache is configured (`PrefixCacheConfig`), with unchanged answers.
-        Prompts are not batched.
-
-        Parameters
-        ----------
-        prompts : sequence of str, optional
-            Texts to continue.
-        messages : sequence of chats, optional
-            Instead of texts.
-        input_ids, attention_mask : sequence or torch.Tensor, optional
-            Rows of token ids instead of texts, and their padding mask.
-        **options
-            As in `generate`, for all prompts.
-
-        Returns
-        -------
-        list of GenerationResult
-            In the order of the prompts.
-
-        Raises
-        ------
-        ValueError
-            As `generate`, at the prompt concerned.
-        """
-        sources: dict[str, Any] = {"prompt": prompts, "messages": messages, "input_ids": input_ids}
-        given = [(name, values) for name, values in sources.items() if values is not None]
-        if len(given) != 1 or isinstance(prompts, str):
-            raise ValueError("give exactly one of prompts, messages or input_ids, and a list of it")
-        name, values = given[0]
-        several = [{name: value} for value in values]
-        if attention_mask is not None:
-            several = [one | {"attention_mask": mask} for one, mask in zip(several, attention_mask, strict=True)]
-        return [self.generate(**one, **options) for one in several]
-
-    def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
-        request = self.engine.plan(call)
-        return request, self.engine.run(request)
 
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
         with self.session(SessionConfig(recall=False)) as session:

@@ -445,9 +445,9 @@ def _tokenize(pair: ModelPair, text: str) -> tuple[list[int], list[int], list[in
 
 
 def _segments(text: str, borders: Sequence[int], characters: Sequence[int]) -> list[_Segment]:
-    """The segments of a text between token borders. characters: where the borders within it stand. A line's indentation
-    belongs to it, even if its token contains the line break."""
+    """The segments of a text between token borders. characters: where the borders within it stand."""
     edges = [0]
+    # A line's indentation belongs to it, even if its token contains the line break.
     for at in characters:
         line = text.rfind("\n", 0, at) + 1
         edges.append(line if line and text[line:at].isspace() else at)
@@ -476,8 +476,7 @@ def _meets(text: str, wanted: str, first: int, last: int) -> bool:
 
 
 def _whole_segments(prompt: _Prompt, kept: set[int], may_be_empty: bool) -> set[int]:
-    """Kept tokens rounded up to whole segments. If a text must not be empty and nothing of it is kept, its first
-    segment stays."""
+    """Kept tokens rounded up to whole segments; the first one of a text that must not be empty."""
     whole = set(range(len(prompt.token_ids)))
     for text in prompt.texts:
         segments = [set(range(*segment.tokens)) for segment in text.segments]

@@ -77,7 +77,7 @@ class Session(GenerationMixin):
                 "num_scoring_layers=None, and with calibration=False where a calibration sets it"
             )
         self.config = config or engine.config.session
-        self._engine = engine
+        self.engine = engine
         self._held: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk, ngram_cache)
         self._answering = threading.Lock()
         self._warnings = OnceEach()
@@ -104,7 +104,7 @@ class Session(GenerationMixin):
         All of them, or those up to the last answer if the client changed it: reasoning left out, or a tool call with
         other whitespace.
         """
-        held, pair = self._conversation, self._engine.pair
+        held, pair = self._conversation, self.engine.pair
         encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(encoded=encoded), held.encoded)
         asked = held.encoded.question if held.encoded is not None else None
         num_least = len(held.token_ids) if asked is None else asked[1]
@@ -121,7 +121,7 @@ class Session(GenerationMixin):
         config : SessionConfig, optional
             Cache limits and recall; None is this session's.
         """
-        other = Session(self._engine, config or self.config)
+        other = Session(self.engine, config or self.config)
         with self._answers():
             other._held = self._conversation.fork()
         return other
@@ -143,7 +143,7 @@ class Session(GenerationMixin):
             While the session answers a call.
         """
         with self._answers():
-            save_conversation(self._conversation, path, self.config, self._engine.pair, self._engine.config.prefill)
+            save_conversation(self._conversation, path, self.config, self.engine.pair, self.engine.config.prefill)
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path, config: SessionConfig | None = None) -> Session:
@@ -181,13 +181,13 @@ class Session(GenerationMixin):
 
     def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
         held = self._conversation
-        asked = call.get("sparse_prefill") or self._engine.config.prefill.sparse_prefill
+        asked = call.get("sparse_prefill") or self.engine.config.prefill.sparse_prefill
         # A dense target keeps only densely read tokens, and reads the rest again.
         held_ids = held.token_ids if asked in ("auto", "on") else held.token_ids[: held.num_dense]
-        request = self._engine.plan(call, held_ids, held.encoded)
+        request = self.engine.plan(call, held_ids, held.encoded)
         self._say_that_it_begins_anew(call, request)
         if request.num_cached and self._room(request) < 0:
-            request = self._engine.plan(call, (), held.encoded)
+            request = self.engine.plan(call, (), held.encoded)
         return request, self._run(request)
 
     def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
@@ -230,7 +230,7 @@ class Session(GenerationMixin):
             answer_ids: list[int] = []
             text = ""
             try:
-                with closing(self._engine.answer(request, turn)) as outputs:
+                with closing(self.engine.answer(request, turn)) as outputs:
                     for output in outputs:
                         answer_ids += output.token_ids
                         text += output.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spec_stack.settings.checks import make_plain, require_int
+from spec_stack.settings.checks import check_fields, require_int
 from spec_stack.settings.options import documented, option
 
 
@@ -19,7 +19,9 @@ class CalibrateConfig:
         "of the prompts, in tokens; the shortest one chooses, the others tell how much to keep of longer prompts",
     )
     prompts: int = option(
-        80, "prompts of the shortest length, about two to a document; of every other a quarter as many; more are surer"
+        80,
+        "prompts of the shortest length, about two to a document; of every other a quarter as many; more are surer",
+        1,
     )
     margin: float = option(
         0.1, "recall given up, by a smaller share, against what the chosen setting keeps at keep_rate 0.2"
@@ -28,13 +30,11 @@ class CalibrateConfig:
     seed: int = option(0, "draws the prompts")
 
     def __post_init__(self) -> None:
-        make_plain(self)
+        check_fields(self)
         if not (isinstance(self.lengths, tuple) and self.lengths):
             raise ValueError(f"lengths must be a list of one or more numbers of tokens, got {self.lengths!r}")
         for length in self.lengths:
             require_int("a length of lengths", length, 1)
-        if self.prompts < 1:
-            raise ValueError(f"prompts must be 1 or more, got {self.prompts}")
         if not 0 <= self.margin < 1:
             raise ValueError(f"margin must be from 0 to under 1, got {self.margin}")
         if not self.budget_s > 0:

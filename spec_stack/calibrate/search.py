@@ -41,7 +41,6 @@ def calibrate(
     *,
     documents: Sequence[str] = (),
     progress: Progress = silent,
-    **former: object,
 ) -> Calibration:
     """Choose how this pair prefills sparsely.
 
@@ -68,8 +67,6 @@ def calibrate(
         Without a tokenizer, and if no length fits the models.
     """
     started, config = monotonic(), config or CalibrateConfig()
-    if former:
-        raise TypeError(f"calibrate has no option {', '.join(former)}: it is now in its CalibrateConfig")
     if pair.tokenizer is None:
         raise ValueError("calibration writes its prompts in words; give the pair a tokenizer")
     tasks = plan(fitting(pair, config.lengths), config.prompts)

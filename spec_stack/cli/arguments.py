@@ -19,22 +19,20 @@ from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.cli.chat import read_document
 from spec_stack.config import (
     MAX_GAMMA,
-    OLD_SWITCHES,
     PRECISIONS,
     DecodeConfig,
     DraftStep,
     LoadConfig,
     PrefillConfig,
+    ProposerName,
     SamplingParams,
     SessionConfig,
     SparsePrefill,
 )
 from spec_stack.controller.registry import POLICIES
-from spec_stack.decode.registry import PROPOSERS
 from spec_stack.prefill.calibration import CHOSEN
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.config import ServeConfig
-from spec_stack.settings.flags import FormerFlag
 from spec_stack.settings.options import meaning
 
 Config = TypeVar("Config")
@@ -203,7 +201,7 @@ def _add_serve(commands: Any) -> None:
     _add(parser, ServeConfig, *_names(ServeConfig, but=("api_keys", "cors_origins")))
     _add_pruning_arguments(parser)
     _add(parser, DecodeConfig, "policy", metavar="|".join(POLICIES))
-    _add(parser, DecodeConfig, "proposer", choices=["auto", *PROPOSERS])
+    _add(parser, DecodeConfig, "proposer", choices=[*get_args(ProposerName)])
     _add_list(parser, "--api-key", "API key that requests must have (or SPEC_STACK_API_KEY)", dest="api_keys")
     _add_list(parser, "--cors-origin", meaning(ServeConfig, "cors_origins"), dest="cors_origins")
 
@@ -338,14 +336,12 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, SamplingParams, "ignore_eos")
     _add_pruning_arguments(parser)
     _add(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICIES))
-    _add(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
+    _add(parser, DecodeConfig, "proposer", default=None, choices=[*get_args(ProposerName)])
     parser.add_argument("--gamma", type=int, help=f"fixed tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding")
 
 
 def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, PrefillConfig, "sparse_prefill", default=argparse.SUPPRESS, choices=[*get_args(SparsePrefill)])
-    for name, values in OLD_SWITCHES.items():
-        parser.add_argument(f"--{name}", action=FormerFlag, instead=f"--sparse-prefill, {values}")
     _add(parser, PrefillConfig, *PRUNING, default=argparse.SUPPRESS)
 
 

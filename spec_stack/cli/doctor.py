@@ -80,7 +80,7 @@ def diagnose(
             report[role] |= {
                 "precision": resolved.name,
                 "prepack_linears": can_prepack(on, resolved.dtype),
-                "step": _describe_step(role, config, on, asked.draft_step, resolved),
+                "step": _describe_step(config, on, asked.draft_step, resolved),
             }
         report["decoding"] = _describe_decoding(*configs, precisions)
         tokenizers = loading.load_tokenizers(*sources)
@@ -92,15 +92,13 @@ def diagnose(
     return report
 
 
-def _describe_step(role: str, config: Any, on: torch.device, asked: DraftStep, precision: Precision) -> str:
+def _describe_step(config: Any, on: torch.device, asked: DraftStep, precision: Precision) -> str:
     is_quantized = precision.is_stored or precision.name in QUANTIZED
-    reason = why_eager(config, on, asked, role == "draft", is_quantized)
-    return describe_step(reason, asked == "compiled" and role == "draft", on.type == "cuda")
+    return describe_step(why_eager(config, on, asked, is_quantized), on.type == "cuda")
 
 
 def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Precision]) -> str:
-    """The bound on decoding speed by the weights read per step. Raises ValueError for a draft larger than its
-    target."""
+    """The bound on decoding speed by the weights read per step. Raises ValueError for a larger draft."""
     sizes = [estimate_bytes(config, each) for config, each in zip((target, draft), precisions, strict=True)]
     share = sizes[1] / sizes[0]
     if num_weights(draft) > _ROUGHLY_AS_LARGE * num_weights(target):
@@ -172,7 +170,7 @@ def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
 def _support(target: Any, draft: Any) -> dict[str, str]:
     """Exact, approximate and unsupported features of the pair, with reasons."""
     of_target, of_draft = architectures.abilities(target), architectures.abilities(draft)
-    context = f"{PrefillConfig.draft_context}, as configured by default"
+    context = "the kept tokens"
     if architectures.is_recurrent(draft):
         context = "the whole prompt; a recurrent state cannot forget single tokens"
     return {

@@ -14,7 +14,7 @@ from typing import Any
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import MAX_LOOK_AHEAD
 from spec_stack.devices import synchronize
-from spec_stack.prefill.break_even import shortest_gain
+from spec_stack.prefill.cost import shortest_gain
 from spec_stack.prefill.registry import needs_attention
 
 Timer = Callable[[], float]

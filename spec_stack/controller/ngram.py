@@ -38,12 +38,10 @@ class NgramProposal:
     """The value of an n-gram lookup.
 
     found: tokens of a continuation that are worth verifying. gain: tokens gained over a plain step, their time paid.
-    match_length: matching tokens before the best continuation; 0 without one.
     """
 
     found: Sequence[NgramToken] = ()
     gain: float = 0.0
-    match_length: int = 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -150,10 +148,9 @@ class NgramPolicy:
         return max(offers, key=lambda offer: offer.gain, default=NgramProposal())
 
     def _worth(self, continuation: Iterable[NgramToken], most: int, chance: float, beside: int) -> NgramProposal:
-        gain, match_length = 0.0, 0
+        gain = 0.0
         worthwhile: list[NgramToken] = []
         for place, found in enumerate(continuation):
-            match_length = match_length or found.length
             if place == min(most, self._reach):
                 break
             chance *= self.chance(found)
@@ -162,7 +159,7 @@ class NgramPolicy:
                 break
             gain += chance - price
             worthwhile.append(found)
-        return NgramProposal(worthwhile, gain, match_length)
+        return NgramProposal(worthwhile, gain)
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step; a prefill step begins a request."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any, Generic, TypeVar
@@ -16,10 +15,11 @@ Thing = TypeVar("Thing")
 
 
 class ObjectPool(Generic[Thing]):
-    """Lends stateful objects, one to a request at a time. Thread-safe. make: makes a new one where all are lent."""
+    """Lends stateful objects, one to a request at a time. Thread-safe. make: makes a new one where all are lent. name:
+    of what is lent."""
 
-    def __init__(self, make: Callable[[], Thing]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Thing], name: str = "") -> None:
+        self._make, self.name = make, name
         self._idle: list[Thing] = []
         self._lock = Lock()
 
@@ -32,14 +32,6 @@ class ObjectPool(Generic[Thing]):
         finally:
             with self._lock:
                 self._idle.append(thing)
-
-
-@dataclass(frozen=True)
-class PolicyChoice:
-    """A request's policy, checked: its name, and the pool that lends it."""
-
-    name: str
-    pool: ObjectPool[Policy]
 
 
 class PolicyPool:
@@ -59,8 +51,9 @@ class PolicyPool:
 
     def choose(
         self, policy: str | Policy | None = None, gamma: int | None = None, is_seeded: bool = False
-    ) -> PolicyChoice:
-        """The policy of a request. Raises ValueError for an unknown name or option, or a gamma beside another policy.
+    ) -> ObjectPool[Policy]:
+        """The pool that lends a request's policy. Raises ValueError for an unknown name or option, and for a gamma
+        beside another policy.
 
         gamma: short for "fixed" with this gamma. is_seeded: the call must reproduce its tokens. Clock policies vary
         between runs, so "fixed" replaces the generator's own, and one that the call names starts afresh.
@@ -68,22 +61,22 @@ class PolicyPool:
         if gamma is not None:
             if policy is not None and policy != "fixed":
                 raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
-            return PolicyChoice("fixed", self._pool_of("fixed", {"gamma": gamma}))
+            return self._pool_of("fixed", {"gamma": gamma})
         if policy is None:
             policy = "fixed" if is_seeded and self._default in CLOCK_POLICY_NAMES else self._default
         if isinstance(policy, Policy):
-            return PolicyChoice(policy.name, ObjectPool(lambda: policy))
+            return ObjectPool(lambda: policy, policy.name)
         if not isinstance(policy, str):
             raise ValueError(f"policy must be a name or an object of a class Mine(Policy), got {policy!r}")
-        return PolicyChoice(policy, self._pool_of(policy, self._options.get(policy, {}), is_seeded))
+        return self._pool_of(policy, self._options.get(policy, {}), is_seeded)
 
     def _pool_of(self, name: str, options: Mapping[str, Any], is_fresh: bool = False) -> ObjectPool[Policy]:
         """The pool of a policy; is_fresh: a new one, without learned state."""
         key = repr((name, sorted(options.items())))
         with self._lock:
             if key not in self._pools:
-                pool = ObjectPool(partial(make_policy, name, **options))
+                pool = ObjectPool(partial(make_policy, name, **options), name)
                 # Making a policy checks the choice; it is kept for its first request.
                 with pool.lend():
                     self._pools[key] = pool
-            return ObjectPool(partial(make_policy, name, **options)) if is_fresh else self._pools[key]
+            return ObjectPool(partial(make_policy, name, **options), name) if is_fresh else self._pools[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 
 from spec_stack.clock import Clock
@@ -22,7 +22,7 @@ def decode(
     selection: Selection,
     proposal: Proposal,
     policy: Policy,
-    proposer: Proposer,
+    open_proposer: Callable[[], Proposer],
     sampler: Sampler,
     stopper: StopChecker,
     end_ids: Collection[int],
@@ -40,18 +40,18 @@ def decode(
     proposes.
 
     target: empty. draft: as scoring left it; both caches are advanced and rolled back. prompt_ids: the whole prompt.
-    proposal: the look-ahead, empty without scoring. end_ids: tokens that end the text, after which the shaper is not
-    called. request_id, precision, task: labels of the records. clock: its phase "scoring" goes into the first record.
-    num_logprobs: likeliest tokens given beside each token's log-probability; None gives neither.
+    proposal: the look-ahead, empty without scoring. open_proposer: called after the first step. end_ids: tokens that
+    end the text. clock: its phase "scoring" goes into the first record. num_logprobs: as in `Request`.
     """
     clock = clock or Clock()
     committed = list(prompt_ids)
     unseen_ids, unseen_positions = list(selection.token_ids), list(selection.positions)
     last: StepRecord | None = None
+    proposer: Proposer | None = None
     for step in count():
         num_seen, draft_lag = draft.next_position, draft.draft_lag(len(committed))
         num_target_slots, num_draft_slots = target.num_cached + len(unseen_ids), draft.num_cached + draft_lag
-        if last is not None:
+        if last is not None and proposer is not None:
             context = StepContext(
                 step=step,
                 max_gamma=stopper.num_left - 1,
@@ -107,9 +107,11 @@ def decode(
             num_draft_slots=num_draft_slots,
             num_prefilled=num_prefilled,
         )
+        yield StepOutput(token_ids, text, last, finish_reason, logprobs=logprobs)
+        # After the yield: no token waits for it.
+        proposer = proposer or open_proposer()
         with clock.measure("controller"):
             policy.observe(last)
             proposer.observe(last)
-        yield StepOutput(token_ids, text, last, finish_reason, logprobs=logprobs)
         if finish_reason is not None:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.controller.ngram import NgramProposal
 from spec_stack.decode.propose import ModelProposer
-from spec_stack.decode.proposer import ProposerInputs, StepPolicy
+from spec_stack.decode.proposer import Proposer, ProposerInputs, StepPolicy
 from spec_stack.types import Proposal
 
 
@@ -78,8 +78,15 @@ class NgramThenDraft(NgramProposer):
         return _joined(drafted, tail) if tail.found else drafted
 
 
+PROPOSERS: Mapping[str, Callable[[ProposerInputs], Proposer]] = {
+    "model": ModelProposer,
+    "ngram": NgramProposer,
+    "both": NgramThenDraft,
+}
+
+
 def _as_proposal(found: NgramProposal) -> Proposal:
-    return Proposal(found.token_ids, num_ngram_tokens=len(found.found), match_length=found.match_length)
+    return Proposal(found.token_ids, num_ngram_tokens=len(found.found))
 
 
 def _joined(drafted: Proposal, tail: NgramProposal) -> Proposal:
@@ -88,4 +95,4 @@ def _joined(drafted: Proposal, tail: NgramProposal) -> Proposal:
     if probs is not None:
         rows = F.one_hot(torch.tensor(token_ids, device=probs.device), probs.shape[1]).to(probs.dtype)
         probs = torch.cat([probs, rows])
-    return Proposal([*drafted.token_ids, *token_ids], probs, drafted.signals, len(token_ids), tail.match_length)
+    return Proposal([*drafted.token_ids, *token_ids], probs, drafted.signals, len(token_ids))

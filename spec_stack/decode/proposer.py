@@ -1,4 +1,4 @@
-"""The Proposer base class, its parts, and its view of the policy."""
+"""The protocol of proposers, their parts, and their view of the policy."""
 
 from __future__ import annotations
 
@@ -74,23 +74,14 @@ class StepPolicy:
 class Proposer(Protocol):
     """Proposes tokens for verification.
 
-    A proposal is token ids and the distributions they were drawn from: None, or a one-hot row, for chosen tokens. A
-    proposed token, and whether there is one, may depend only on the tokens before it: a proposal that is cut by what
+    A proposed token, and whether there is one, may depend only on the tokens before it: a proposal that is cut by what
     was drawn after the cut biases the output.
     """
 
     def propose(self, committed_ids: Sequence[int], guide: StepPolicy) -> Proposal:
-        """The tokens to verify in a step.
-
-        Parameters
-        ----------
-        committed_ids : sequence of int
-            The whole prompt and the output so far.
-        guide : StepPolicy
-            The policy's answers.
-        """
+        """The tokens to verify in a step. committed_ids: the whole prompt and the output so far."""
         ...
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from the step's record; the default does nothing."""
+        """Learn from the step's record."""
         ...

@@ -22,7 +22,7 @@ from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.calibration import fingerprint
 
-VERSION = 3
+VERSION = 4
 _KIND = "spec_stack session"
 _NO_SETTINGS = ("given", "calibrated_by")
 _NUM_PROBED = 8
@@ -107,9 +107,7 @@ def _encoded(values: dict[str, Any] | None) -> EncodedPrompt | None:
     if values is None:
         return None
     protected = [(start, stop) for start, stop in values["protected"]]
-    # Older files hold `cuts` too.
-    known = {name: value for name, value in values.items() if name != "cuts"}
-    return EncodedPrompt(**{**known, "protected": protected})
+    return EncodedPrompt(**{**values, "protected": protected})
 
 
 def _made_with(pair: ModelPair, prefill: PrefillConfig) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.controller.pool import ObjectPool, PolicyPool
 from spec_stack.decode.loop import decode
+from spec_stack.decode.ngram import PROPOSERS
 from spec_stack.decode.propose import propose
 from spec_stack.decode.proposer import ProposerInputs
-from spec_stack.decode.registry import PROPOSERS
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.conversation import SingleTurn, Turn
 from spec_stack.engine.options import Call
@@ -90,7 +90,7 @@ class Engine:
         """The steps of a planned request over these caches. Its clock pauses between the steps."""
         pair, clock, sampler = self.pair, request.clock, request.sampler
         clock.resume()
-        with request.policy.pool.lend() as policy, self._ngram_policies.lend() as ngram_policy:
+        with request.policy.lend() as policy, self._ngram_policies.lend() as ngram_policy:
             models: list[Any] = [caches.draft]
             begun_s = caches.draft.forward_s
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
@@ -98,7 +98,7 @@ class Engine:
                 request.observer.selected(selection, proposal)
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
             models += [caches.target] if draft is models[0] else [caches.target, draft]
-            begun_s += sum(model.forward_s for model in models[1:])
+            begun_s += caches.target.forward_s + (0.0 if draft is models[0] else draft.forward_s)
             means = ProposerInputs(draft, sampler, request.end_ids, ngram_policy, caches.lookups, draft.run_ahead)
             steps = decode(
                 target=caches.target,
@@ -107,7 +107,7 @@ class Engine:
                 selection=selection,
                 proposal=proposal,
                 policy=policy,
-                proposer=PROPOSERS.find(request.proposer)(means),
+                open_proposer=partial(PROPOSERS[request.proposer], means),
                 sampler=sampler,
                 stopper=request.stopper,
                 end_ids=request.end_ids,
@@ -136,11 +136,7 @@ class Engine:
                     model.release()
 
     def _score_or_take_whole(self, request: Request, caches: Turn, policy: str) -> tuple[Selection, Proposal, Metrics]:
-        """The target's selection, the first proposal and the metrics so far: of a scored prompt, or without need or
-        after a failure, of the whole one.
-
-        Scoring errors are raised where the request's options say so.
-        """
+        """The target's selection, the first proposal and the metrics so far."""
         reason, scored = request.reason, None
         if caches.needs_scoring:
             try:

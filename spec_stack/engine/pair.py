@@ -74,11 +74,9 @@ class ModelPair:
         draft: PreTrainedModel,
         tokenizer: Any = None,
         draft_tokenizer: Any = None,
-        precision: str = "",
-        draft_precision: str = "",
-        predictors: Mapping[str, str | Path] | None = None,
         positions: Positions = "original",
         draft_step: DraftStep = LoadConfig.draft_step,
+        predictors: Mapping[str, str | Path] | None = None,
         vocabulary: Vocabulary | None = None,
     ) -> ModelPair:
         """Pair loaded models; their attention is replaced in place.
@@ -106,8 +104,8 @@ class ModelPair:
             tokenizer=tokenizer,
             vocabulary=vocabulary,
             translation=Translation(tokenizer, draft_tokenizer, vocabulary) if is_foreign else None,
-            precision=precision or precision_of(target),
-            draft_precision=draft_precision or precision_of(draft),
+            precision=precision_of(target),
+            draft_precision=precision_of(draft),
             target_weight_bytes=weight_bytes(target),
             draft_weight_bytes=weight_bytes(draft),
             grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
@@ -144,13 +142,10 @@ class ModelPair:
         found = open_pair(target, draft, load, device, prepack_linears, hub, device_map, positions)
         sizes = (text_config(config).vocab_size for config in found.configs)
         vocabulary = compare(*found.tokenizers, *sizes)
-        of_target, of_draft = (each.name for each in found.precisions)
         models = found.load_models(target_weights)
-        return cls.assemble(
-            *models, *found.tokenizers, of_target, of_draft, found.predictors, positions, draft_step, vocabulary
-        )
+        return cls.assemble(*models, *found.tokenizers, positions, draft_step, found.predictors, vocabulary)
 
-    @property
+    @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end the target's text."""
         return end_token_ids(self.target)
@@ -170,16 +165,6 @@ class ModelPair:
         """The longest context that a layer of the draft sees whole; None is any length."""
         return scoring_limit(self.draft.config)
 
-    @cached_property
-    def can_propose(self) -> bool:
-        """Whether the draft shares a token with the target."""
-        return self.vocabulary.can_propose
-
-    @cached_property
-    def decode_reason(self) -> str:
-        """Why the draft proposes to this target, or not."""
-        return self.vocabulary.decode_reason
-
     def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:
         """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be scored, if so.
 
@@ -190,7 +175,7 @@ class ModelPair:
         try:
             return self.translation.tokenize(prompt_ids), ""
         except ValueError as error:
-            by_token = self.translation.tokenize_by_token(prompt_ids) if self.can_propose else None
+            by_token = self.translation.tokenize_by_token(prompt_ids) if self.vocabulary.can_propose else None
             return by_token, f"the draft has another tokenizer, and {error}"
 
     def open_target(self, prefill_chunk: int) -> CachedModel:
@@ -199,7 +184,7 @@ class ModelPair:
 
     def new_draft_cache(self, prefill_chunk: int) -> CachedModel:
         """The draft with an empty cache over its own ids, kept from turn to turn (see `draft_in_target_vocab`)."""
-        num_ids = None if self.translation is not None else self.vocabulary.num_target
+        num_ids = self.vocabulary.num_target if self.vocabulary.relation == "padded" else None
         return CachedModel(self.draft, prefill_chunk, num_ids, self.draft_step)
 
     def draft_in_target_vocab(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:

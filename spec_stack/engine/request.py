@@ -19,9 +19,9 @@ from spec_stack.config import (
     SpecStackConfig,
     check_logprobs,
 )
-from spec_stack.controller.pool import PolicyChoice, PolicyPool
+from spec_stack.controller.base import Policy
+from spec_stack.controller.pool import ObjectPool, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
-from spec_stack.decode.registry import PROPOSERS
 from spec_stack.decode.sampler import LogitsProcessors, Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.engine.options import Call
@@ -39,7 +39,6 @@ from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.rule import Observer
 from spec_stack.settings.checks import plain, require
-from spec_stack.settings.registry import check_name
 from spec_stack.types import DraftTokenization
 
 _OF_PROMPT = {entry.name for entry in fields(PromptSource)}
@@ -71,8 +70,8 @@ class Request:
     stopper: StopChecker
     # Tokens that end the request.
     end_ids: frozenset[int]
-    policy: PolicyChoice
-    # One of `decode.registry.PROPOSERS`.
+    policy: ObjectPool[Policy]
+    # One of `decode.ngram.PROPOSERS`.
     proposer: str
     # Notes on the draft's part in decoding.
     decode_note: str
@@ -123,7 +122,7 @@ def plan_request(
     encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
     prompt_ids = encoded.token_ids
     # The last token is always new: its logits are needed.
-    num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1)
+    num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1) if held_ids else 0
 
     given: dict[str, Any] = {name: call.get(name) for name in _OF_PREFILL if call.get(name) is not None}
     prefill = replace(config.prefill, **given) if given else config.prefill
@@ -138,10 +137,10 @@ def plan_request(
         obstacle,
         "new text" if num_cached else "prompt",
     )
-    notes = [pair.decode_reason, uncopied_note(processors) if processors else ""]
+    notes = [pair.vocabulary.decode_reason, uncopied_note(processors) if processors else ""]
     if draft_room < 0:
         notes.append(f"the prompt is longer than the draft's {pair.max_positions[1]} positions, so it proposes nothing")
-    can_propose = pair.can_propose and draft_room >= 0
+    can_propose = pair.vocabulary.can_propose and draft_room >= 0
     if not can_propose:
         policy, proposer = pool.choose(gamma=0), "ngram" if proposer == "both" else proposer
 
@@ -167,7 +166,7 @@ def plan_request(
         tokenization=tokenization,
         params=params,
         sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
-        stopper=StopChecker(params.num_tokens, end_ids, stop_strings, text, stop_ids),
+        stopper=StopChecker(cast(int, params.max_tokens), end_ids, stop_strings, text, stop_ids),
         end_ids=end_ids | stop_ids,
         policy=policy,
         proposer=proposer,
@@ -198,9 +197,8 @@ def _check(call: Call) -> None:
 def _prompt_source(call: Call) -> PromptSource:
     """The prompt of a call, without padding."""
     given: dict[str, Any] = {name: value for name, value in call.items() if name in _OF_PROMPT and value is not None}
-    ids = unpadded(call.get("input_ids"), call.get("attention_mask"))
-    if ids is not None:
-        given["input_ids"] = ids
+    if (mask := call.get("attention_mask")) is not None:
+        given["input_ids"] = unpadded(call.get("input_ids"), mask)
     tool_choice = call.get("tool_choice")
     if isinstance(tool_choice, str) and tool_choice == "none":
         given.pop("tools", None)
@@ -223,19 +221,17 @@ def _sampling_params(call: Call) -> SamplingParams:
     return params
 
 
-def _who_drafts(pool: PolicyPool, config: DecodeConfig, call: Call, params: SamplingParams) -> tuple[PolicyChoice, str]:
-    """The policy and the proposer of a call.
-
-    Look-ups are used by measured time, so they join by default where the policy uses the clock too.
-    """
+def _who_drafts(
+    pool: PolicyPool, config: DecodeConfig, call: Call, params: SamplingParams
+) -> tuple[ObjectPool[Policy], str]:
+    """The policy and the proposer of a call."""
     is_seeded = params.seed is not None and params.temperature > 0
     gamma: Any = plain(call.get("gamma"))
     policy = pool.choose(call.get("policy"), gamma, is_seeded)
     # The clock decides how far a look-up goes, as it decides a clock policy's gamma.
     by_default = "model" if is_seeded and call.get("policy") is None else config.proposer
-    given = call.get("proposer")
-    proposer = by_default if given is None else given
-    check_name("proposer", proposer, ["auto", *PROPOSERS])
+    given: Any = call.get("proposer")
+    proposer = by_default if given is None else DecodeConfig(proposer=given).proposer
     if proposer == "auto":
         proposer = "both" if policy.name in CLOCK_POLICY_NAMES else "model"
     return policy, proposer
@@ -245,14 +241,11 @@ def _grammar(
     pair: ModelPair, source: PromptSource, call: Call, end_ids: frozenset[int], encoded: EncodedPrompt
 ) -> Grammar | None:
     """The grammar of the answer's format. Raises ValueError where two formats are requested."""
-    wanted = call.get("response_format")
-    forced = pair.answer_format.forced_call(call.get("tool_choice"), source.tools)
-    if forced is not None and wanted is not None:
-        raise ValueError("give response_format or a forced tool_choice, not both")
-    if forced is None and wanted is None:
+    wanted = pair.answer_format.wanted(call.get("response_format"), call.get("tool_choice"), source.tools)
+    if wanted is None:
         return None
     behind = pair.answer_format.format_start(encoded.text)
-    return pair.grammars.compile(forced or wanted, end_ids, len(encoded.token_ids), behind)
+    return pair.grammars.compile(wanted, end_ids, len(encoded.token_ids), behind)
 
 
 def _parser(pair: ModelPair, source: PromptSource, encoded: EncodedPrompt) -> AnswerParser:
@@ -268,11 +261,7 @@ def _sampler(params: SamplingParams, shaper: LogitsProcessors | None, device: to
 
 
 def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[frozenset[int], frozenset[int], list[str]]:
-    """The end-of-sequence tokens, the call's stop tokens and its stop strings; a stop string that is a special token
-    counts as that token.
-
-    Raises ValueError for stop strings without a tokenizer, and for ids outside the target's vocabulary.
-    """
+    """The end-of-sequence tokens, the stop tokens (special tokens among the stop strings too) and the stop strings."""
     if params.stop_strings and pair.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; this generator was made without one")
     if max(params.token_ids_named, default=0) >= pair.vocab_size:
@@ -290,8 +279,7 @@ def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[frozenset[int]
 
 
 def _within_positions(pair: ModelPair, num_prompt_tokens: int, params: SamplingParams) -> tuple[SamplingParams, int]:
-    """The options with max_tokens and a seed, and the positions that the target has after the prompt; raises
-    ValueError where the request exceeds them."""
+    """The options with max_tokens and a seed, and the positions that the target has after the prompt."""
     limit = pair.max_positions[0]
     max_tokens = params.max_tokens or max(1, params.min_tokens)
     room = limit - num_prompt_tokens

@@ -146,6 +146,13 @@ class AnswerFormat:
         parameters = _parameters(tools)
         return ForcedCall(self.tools, {name: json.dumps(parameters[name]) for name in names})
 
+    def wanted(self, response_format: object, tool_choice: object, tools: Sequence[Any] | None) -> object:
+        """The format of a request's answer: the given one, or that of a forced call. Raises ValueError for both."""
+        forced = self.forced_call(tool_choice, tools)
+        if forced is not None and response_format is not None:
+            raise ValueError("give response_format or a forced tool_choice, not both")
+        return forced or response_format
+
     def begins_in_thought(self, rendered: str) -> bool:
         """Whether a rendered chat ends with an open reasoning block."""
         return self.thinks and rendered.rstrip().endswith(self.thought.opens)

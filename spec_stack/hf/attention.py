@@ -43,8 +43,7 @@ class LayerCapture:
 
 
 class _Running(threading.local):
-    """What forwards of this thread capture and where their tokens stand. Set from the start: a compiled forward guards
-    that an attribute exists."""
+    """What forwards of this thread capture, and where their tokens stand."""
 
     def __init__(self) -> None:
         self.captured: dict[int, LayerCapture] | None = None
@@ -110,9 +109,10 @@ def attend(
     window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     slots: SlotPositions | None = _thread.slots
-    if slots is not None and slots.on_layer is not None:
-        slots.on_layer(module.layer_idx)  # type: ignore[arg-type]
-    _capture(module, query, key, scale, window, sinks)
+    if slots is not None and slots.on_piece is not None:
+        slots.on_piece(query.shape[2], int(module.layer_idx) / slots.num_layers)  # type: ignore[arg-type]
+    if _thread.captured is not None:
+        _capture(_thread.captured, module, query, key, scale, window, sinks)
     if slots is not None and slots.last_layer == module.layer_idx:
         raise KeysCached
     if slots is not None:
@@ -140,8 +140,7 @@ def attend(
 
 
 def _attend_causally(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor | None:
-    """Attention (1, num_heads, n, head_dim) under a mask, or bottom-right causal; None where transformers' own function
-    is as good."""
+    """Attention (1, num_heads, n, head_dim) under a mask, or bottom-right causal; None leaves it to transformers."""
     num_queries, num_keys, is_grouped = query.shape[2], key.shape[2], query.shape[1] > key.shape[1]
     # The mask that transformers builds on CUDA takes 1 GB for an 8,192-token chunk at 128K.
     if mask is None and devices.fits_flash(query, value):
@@ -173,12 +172,15 @@ def _attend_by_position(
 
 
 def _capture(
-    module: torch.nn.Module, query: Tensor, key: Tensor, scaling: float, window: int | None, sinks: Tensor | None
+    captured: dict[int, LayerCapture],
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    scaling: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> None:
-    """Record queries and keys if a capture is active in this thread."""
-    captured: dict[int, LayerCapture] | None = _thread.captured
-    if captured is None:
-        return
+    """Record queries and keys."""
     index = int(module.layer_idx)  # type: ignore[arg-type]
     layer = captured.setdefault(index, LayerCapture(scaling, sinks=None if sinks is None else sinks.detach()))
     layer.queries.append(query[0])
@@ -200,8 +202,7 @@ def _attend_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 def _attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
 ) -> Tensor:
-    """Attention with one extra, valueless softmax column per head: the sink; (1, num_heads, n, head_dim). The mask is
-    bool; None is bottom-right causal."""
+    """Attention with a valueless softmax column per head, the sink. mask: bool; None is bottom-right causal."""
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
     groups = num_heads // num_kv_heads
@@ -222,8 +223,7 @@ def _attend_with_sinks(
 
 
 def _attend_past_and_present(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of a long block over a long cache on a CPU. Full attention on the cache and causal attention on
-    the block are merged by their log-sum-exps, as fast as one prefill; a mask takes 1.6 to 2.3 times as long."""
+    """Attention on the cache and causal attention on the block, merged by log-sum-exp: faster than a mask."""
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, past = key.shape[1], key.shape[2] - num_queries
     groups = num_heads // num_kv_heads
@@ -250,8 +250,7 @@ def _attend_in_blocks(
     kernel: Kernel,
     begin: int | None = None,
 ) -> Tensor:
-    """Attention in query blocks, each masked over its visible slots; correct for any positions. begin: slot of the
-    first query, if the queries are not the newest tokens."""
+    """Attention in query blocks, each masked over its visible slots. begin: slot of the first query."""
     num_queries = query.shape[2]
     begin = key.shape[2] - num_queries if begin is None else begin
     size = max(1, min(_MAX_SCORES // (query.shape[1] * key.shape[2]), num_queries))

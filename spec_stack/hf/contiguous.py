@@ -66,17 +66,17 @@ class ContiguousModel(CachedModel):
     def _take(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> tuple[list[int], list[int]]:
         """The tokens to run, including all cached tokens if their RoPE angles changed."""
         new_ids, at = super()._take(token_ids, positions, num_logits)
-        num_held = len(self._positions)
+        num_held = len(self.positions)
         was_long = getattr(self._cache, "is_long", num_held > self._switch)
         is_long = num_held + len(new_ids) > self._switch
         if num_held and was_long != is_long:
-            new_ids, at = [*self._token_ids, *new_ids], [*self._positions, *at]
+            new_ids, at = [*self.token_ids, *new_ids], [*self.positions, *at]
             self.reset_to((), ())
         self._cache.is_long = is_long
         return new_ids, at
 
     def _numbered(self, positions: Sequence[int]) -> Sequence[int]:
-        return range(len(self._positions), len(self._positions) + len(positions))
+        return range(len(self.positions), len(self.positions) + len(positions))
 
     def _mark_recalled(self, positions: Sequence[int]) -> None:
         raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
@@ -84,7 +84,7 @@ class ContiguousModel(CachedModel):
     def _open_slots(
         self, window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
     ) -> SlotPositions:
-        return SlotPositions(range(len(self._positions)), window, num_sinks, last_layer)
+        return SlotPositions(range(len(self.positions)), window, num_sinks, last_layer)
 
     def _call(
         self, token_ids: Sequence[int], positions: Sequence[int], slots: SlotPositions, num_logits: int

@@ -43,11 +43,11 @@ def piece_ends(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) ->
 class CachedModel:
     """One request's view of a shared model, which needs `attention.install` for windows by position.
 
-    prefill_chunk: most tokens per piece. num_ids: logits width; a draft's wider logits are cut, narrower ones padded
-    with -inf. step: runs forwards of a few tokens in fixed shapes. forward_s: seconds in the model (on CUDA: until
-    launch). on_piece: called at every attention layer with a piece's tokens and its share of finished layers; its
-    exception aborts the forward, and the cache keeps the finished pieces. A recurrent state cannot be cropped: a
-    rollback restores the latest earlier snapshot, and the next forward recomputes the tokens behind it.
+    prefill_chunk: most tokens per piece. num_ids: logits width where it is not the model's own; wider logits are cut,
+    narrower ones padded with -inf. step: runs forwards of a few tokens in fixed shapes. forward_s: seconds in the
+    model (on CUDA: until launch). on_piece: called at every attention layer with a piece's tokens and its share of
+    finished layers; its exception aborts the forward, and the cache keeps the finished pieces. A recurrent state cannot
+    be cropped: a rollback restores the latest snapshot before it, and the next forward recomputes the tokens behind.
     """
 
     def __init__(
@@ -61,14 +61,13 @@ class CachedModel:
         self._is_ahead = False
         self.on_piece: Callable[[int, float], None] | None = None
         self._most_in_piece = min(prefill_chunk, _CPU_PIECE) if model.device.type == "cpu" else prefill_chunk
-        self._num_rows: int = text_config(model.config).vocab_size
-        self._num_ids = num_ids or self._num_rows
+        self._num_ids = num_ids
         self._cache = model_cache.new_cache(model.config)
         self._last_layer = model_cache.last_attention_layer(self._cache)
-        # One entry per slot, then the tokens still to be recomputed.
-        self._token_ids: list[int] = []
-        self._positions: list[int] = []
-        self._to_recompute: list[tuple[int, int]] = []
+        # Of the cached tokens in slot order; the last num_to_recompute have no slot.
+        self.token_ids: list[int] = []
+        self.positions: list[int] = []
+        self.num_to_recompute = 0
         # End of the slots with recalled positions; positions increase from there on.
         self._recalled_end = 0
 
@@ -81,7 +80,8 @@ class CachedModel:
     @_cache.setter
     def _cache(self, cache: DynamicCache) -> None:
         self._layers = cache
-        self._states = States(cache)
+        is_stateful = any([hasattr(layer, "recurrent_states") for layer in cache.layers])
+        self._states = States(cache) if is_stateful else None
         self._fixed: FixedCache | None = None
         self._is_ahead = False
 
@@ -89,40 +89,24 @@ class CachedModel:
         """Let the layers show what fixed forwards wrote."""
         if self._is_ahead:
             with torch.inference_mode():
-                model_cache.show(self._layers, len(self._positions))
+                model_cache.show(self._layers, len(self.positions))
             self._is_ahead = False
 
     @property
     def num_cached(self) -> int:
         """Tokens in the cache, after rollbacks."""
-        return len(self._positions) + len(self._to_recompute)
+        return len(self.positions)
 
     @property
     def next_position(self) -> int:
         """The largest cached position plus 1; exceeds num_cached after a sparse prefill."""
-        if self._to_recompute:
-            return self._to_recompute[-1][1] + 1
-        if len(self._positions) > self._recalled_end:
-            return self._positions[-1] + 1
-        return max(self._positions, default=-1) + 1
+        if len(self.positions) > self._recalled_end:
+            return self.positions[-1] + 1
+        return max(self.positions, default=-1) + 1
 
     def draft_lag(self, num_tokens: int) -> int:
         """Tokens of a text of this length that are not cached yet."""
         return num_tokens - self.next_position
-
-    @property
-    def positions(self) -> Sequence[int]:
-        """Original positions of the cached tokens, in slot order."""
-        return [*self._positions, *(position for _, position in self._to_recompute)]
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Cached token ids, in slot order."""
-        return [*self._token_ids, *(token_id for token_id, _ in self._to_recompute)]
-
-    @property
-    def num_to_recompute(self) -> int:
-        return len(self._to_recompute)
 
     @property
     def can_recall(self) -> bool:
@@ -136,22 +120,21 @@ class CachedModel:
     @property
     def is_stateful(self) -> bool:
         """Whether the model has a recurrent state, which cannot be cropped."""
-        return self._states.exist
+        return self._states is not None
 
     def truncate(self, position: int) -> None:
         """Drop all tokens from the first one written at or past a position, with those that attended to it."""
         if self.next_position > position:
-            held = self.positions
-            first = next(slot for slot, at in enumerate(held) if at >= position)
-            self.rollback(len(held) - first)
+            first = next(slot for slot, at in enumerate(self.positions) if at >= position)
+            self.rollback(len(self.positions) - first)
 
     def fork(self) -> CachedModel:
         """A view with the same tokens, copied on write (recurrent states at once)."""
         other = type(self)(self.model, self.prefill_chunk, self._num_ids, self._step)
         with torch.inference_mode():
             other._cache = model_cache.fork(self._cache)
-        other._positions, other._token_ids = list(self._positions), list(self._token_ids)
-        other._to_recompute, other._recalled_end = list(self._to_recompute), self._recalled_end
+        other.positions, other.token_ids = list(self.positions), list(self.token_ids)
+        other.num_to_recompute, other._recalled_end = self.num_to_recompute, self._recalled_end
         return other
 
     def compact(self) -> None:
@@ -168,9 +151,9 @@ class CachedModel:
     def contents(self) -> dict[str, torch.Tensor]:
         """The cache as tensors for `filled`. Not copied."""
         slots = {
-            "token_ids": torch.tensor(self._token_ids, dtype=torch.long),
-            "positions": torch.tensor(self._positions, dtype=torch.long),
-            "to_recompute": torch.tensor(self._to_recompute, dtype=torch.long).reshape(-1, 2),
+            "token_ids": torch.tensor(self.token_ids, dtype=torch.long),
+            "positions": torch.tensor(self.positions, dtype=torch.long),
+            "num_to_recompute": torch.tensor([self.num_to_recompute]),
             "recalled_end": torch.tensor([self._recalled_end]),
         }
         return slots | {f"cache.{name}": tensor for name, tensor in model_cache.contents(self._cache).items()}
@@ -179,9 +162,9 @@ class CachedModel:
         """A view of the same model with these contents. Raises ValueError for another model's contents."""
         other = type(self)(self.model, self.prefill_chunk, self._num_ids, self._step)
         try:
-            other._token_ids = contents["token_ids"].tolist()
-            other._positions = contents["positions"].tolist()
-            other._to_recompute = [(token_id, position) for token_id, position in contents["to_recompute"].tolist()]
+            other.token_ids = contents["token_ids"].tolist()
+            other.positions = contents["positions"].tolist()
+            other.num_to_recompute = int(contents["num_to_recompute"])
             other._recalled_end = int(contents["recalled_end"])
             cached = {
                 name.removeprefix("cache."): tensor.to(self.model.device)
@@ -192,9 +175,9 @@ class CachedModel:
                 model_cache.fill(other._cache, cached)
         except (KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"it is not a cache of this model: {error}") from error
-        num_slots = model_cache.num_slots(other._cache)
-        if len(other._token_ids) != len(other._positions) or num_slots not in (None, len(other._positions)):
-            raise ValueError(f"it holds {len(other._positions)} positions for {num_slots} slots")
+        num_slots, expected = model_cache.num_slots(other._cache), len(other.positions) - other.num_to_recompute
+        if len(other.token_ids) != len(other.positions) or num_slots not in (None, expected):
+            raise ValueError(f"it holds {expected} positions for {num_slots} slots")
         return other
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
@@ -202,12 +185,13 @@ class CachedModel:
         uncached earlier positions, may precede them. Raises ValueError for invalid ones, before any change."""
         if num_logits < 1:
             raise ValueError(f"{num_logits} logits do not fit; `prefill` gives none")
-        self._catch_up()
+        if self.num_to_recompute > _MAX_RIDING:
+            self.prefill(*self._pop_pending())
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, num_logits)
         # Only tokens with logits are rolled back, so a state is copied right before them.
         num_before = len(token_ids) - num_logits
-        own_piece = self.is_stateful and num_logits > 1 and num_before > _MAX_RIDING
+        own_piece = num_logits > 1 and num_before > _MAX_RIDING and self.is_stateful
         if self._last_layer is not None and self.model.device.type == "cpu":
             own_piece = own_piece or num_before >= _CPU_APART
         ends = piece_ends(len(token_ids), num_logits, self._most_in_piece, own_piece)
@@ -215,7 +199,8 @@ class CachedModel:
         with torch.inference_mode():
             for first, last in earlier:
                 self._run(token_ids[first:last], positions[first:last], last_layer=self._last_layer)
-            self._states.take(len(self._positions))
+            if self._states is not None:
+                self._states.take(len(self.positions))
             logits = self._run_last(token_ids[start:end], positions[start:end], num_logits)
         self.forward_s += perf_counter() - started
         return self._widen(logits)
@@ -246,16 +231,16 @@ class CachedModel:
     ) -> list[list[float]] | None:
         """Feed tokens, and draft max_tokens of the likeliest after them without reading one before the last, which is
         not fed: `draft_statistics` of each, or None, with nothing fed, where fixed shapes are not possible."""
-        fixed = None if self._to_recompute else self._open_fixed(len(token_ids), max_tokens - 1)
+        fixed = None if self.num_to_recompute else self._open_fixed(len(token_ids), max_tokens - 1)
         if fixed is None:
             return None
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, 1)
         with torch.inference_mode():
-            drafted = fixed.run_ahead(token_ids, self._numbered(positions), len(self._positions), max_tokens)
+            drafted = fixed.run_ahead(token_ids, self._numbered(positions), len(self.positions), max_tokens)
         if drafted is not None:
-            self._token_ids += [*token_ids, *(int(token_id) for _, _, token_id in drafted[:-1])]
-            self._positions += [*positions, *range(positions[-1] + 1, positions[-1] + max_tokens)]
+            self.token_ids += [*token_ids, *(int(token_id) for _, _, token_id in drafted[:-1])]
+            self.positions += [*positions, *range(positions[-1] + 1, positions[-1] + max_tokens)]
         self.forward_s += perf_counter() - started
         return drafted
 
@@ -265,11 +250,11 @@ class CachedModel:
 
     def _open_fixed(self, num_tokens: int, num_more: int = 0) -> FixedCache | None:
         """The bucket for a fixed forward of num_tokens and num_more of one token; None where they have to be eager."""
-        if self._step is None or self._step.why_eager or num_tokens > WIDTHS[-1] or not self._positions:
+        if self._step is None or self._step.why_eager or num_tokens > WIDTHS[-1] or not self.positions:
             return None
         if self.on_piece is not None or is_capturing():
             return None
-        num_slots = len(self._positions) + padded(num_tokens) + num_more
+        num_slots = len(self.positions) + padded(num_tokens) + num_more
         if self._fixed is None or not self._is_ahead or num_slots > self._fixed.num_slots:
             with torch.inference_mode():
                 keys, values = model_cache.reserve(self._cache, num_slots)
@@ -278,12 +263,13 @@ class CachedModel:
         self._is_ahead = True
         return self._fixed
 
-    def _catch_up(self) -> None:
-        """Recompute pending tokens that are too many for the next forward."""
-        if len(self._to_recompute) > _MAX_RIDING:
-            token_ids, positions = zip(*self._to_recompute, strict=True)
-            self._to_recompute = []
-            self.prefill(token_ids, positions)
+    def _pop_pending(self) -> tuple[list[int], list[int]]:
+        """Remove the tokens that have no slot: ids and positions."""
+        num_slots = len(self.positions) - self.num_to_recompute
+        pending = self.token_ids[num_slots:], self.positions[num_slots:]
+        del self.token_ids[num_slots:], self.positions[num_slots:]
+        self.num_to_recompute = 0
+        return pending
 
     def _take(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> tuple[list[int], list[int]]:
         """Prepend the tokens to be recomputed."""
@@ -291,29 +277,26 @@ class CachedModel:
             raise ValueError(f"{len(token_ids)} tokens, {len(positions)} positions, {num_logits} logits do not fit")
         if positions[0] < self.next_position:
             self._mark_recalled(positions)
-        if self._num_ids > self._num_rows:
-            token_ids = [min(token_id, self._num_rows - 1) for token_id in token_ids]
-        taken = (
-            [*(token_id for token_id, _ in self._to_recompute), *token_ids],
-            [*(position for _, position in self._to_recompute), *positions],
-        )
-        self._to_recompute = []
-        return taken
+        if self._num_ids is not None:
+            last_id = text_config(self.model.config).vocab_size - 1
+            token_ids = [min(token_id, last_id) for token_id in token_ids]
+        pending_ids, pending_positions = self._pop_pending()
+        return [*pending_ids, *token_ids], [*pending_positions, *positions]
 
     def _mark_recalled(self, positions: Sequence[int]) -> None:
         """Check recalled tokens, before next_position, and store where they end."""
         num_recalled = bisect_left(positions, self.next_position)
         if num_recalled == len(positions) or not self.can_recall:
             raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
-        if not set(self._positions).isdisjoint(positions[:num_recalled]):
+        if not set(self.positions).isdisjoint(positions[:num_recalled]):
             raise ValueError("some of the positions to recall are cached already")
-        self._recalled_end = len(self._positions) + num_recalled
+        self._recalled_end = len(self.positions) + num_recalled
 
     def _open_slots(
         self, window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
     ) -> SlotPositions:
         kind = RecalledSlots if self._recalled_end else SlotPositions
-        return kind(self._positions, window, num_sinks, last_layer)
+        return kind(self.positions, window, num_sinks, last_layer)
 
     def _run(
         self,
@@ -324,11 +307,10 @@ class CachedModel:
         num_sinks: int = 0,
         last_layer: int | None = None,
     ) -> torch.Tensor:
-        """One eager forward; logits (num_logits, rows), none where it ends at an attention layer's keys. If it aborts,
-        partially cached slots are dropped."""
-        num_whole, cache = len(self._positions), self._cache
-        self._token_ids += token_ids
-        self._positions += positions
+        """One eager forward; logits (num_logits, rows), none where it ends at an attention layer's keys."""
+        num_whole, cache = len(self.positions), self._cache
+        self.token_ids += token_ids
+        self.positions += positions
         slots = self._open_slots(window, num_sinks, last_layer)
         logits = torch.empty(0)
         try:
@@ -337,7 +319,7 @@ class CachedModel:
         except BaseException:
             if not self.is_stateful:
                 model_cache.crop(cache, num_whole)
-                del self._positions[num_whole:], self._token_ids[num_whole:]
+                del self.positions[num_whole:], self.token_ids[num_whole:]
             raise
         if self.on_piece is not None:
             self.on_piece(len(token_ids), 1.0)
@@ -346,21 +328,19 @@ class CachedModel:
     def _run_last(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """A forward with logits (num_logits, rows), in fixed shapes where possible."""
         fixed = self._open_fixed(len(token_ids))
-        logits = None if fixed is None else fixed.forward(token_ids, self._numbered(positions), len(self._positions))
+        logits = None if fixed is None else fixed.forward(token_ids, self._numbered(positions), len(self.positions))
         if logits is None:
             return self._run(token_ids, positions, num_logits)
-        self._token_ids += token_ids
-        self._positions += positions
+        self.token_ids += token_ids
+        self.positions += positions
         return logits[-num_logits:]
 
     def _call(
         self, token_ids: Sequence[int], positions: Sequence[int], slots: SlotPositions, num_logits: int
     ) -> torch.Tensor:
         device = self.model.device
-        on_piece = self.on_piece
-        if on_piece is not None:
-            num_layers = len(self._cache.layers) if slots.last_layer is None else slots.last_layer + 1
-            slots.on_layer = lambda index: on_piece(len(token_ids), index / num_layers)
+        slots.on_piece = self.on_piece
+        slots.num_layers = self.num_layers if slots.last_layer is None else slots.last_layer + 1
         with attend_by_position(slots):
             output = self.model(
                 input_ids=to_device(torch.tensor([token_ids]), device),
@@ -373,41 +353,37 @@ class CachedModel:
 
     def _widen(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits (…, rows) cut or padded to (…, num_ids)."""
-        if self._num_ids == self._num_rows:
+        if self._num_ids is None:
             return logits
         # A negative pad crops.
-        return F.pad(logits, (0, self._num_ids - self._num_rows), value=-torch.inf)
+        return F.pad(logits, (0, self._num_ids - logits.shape[-1]), value=-torch.inf)
 
     def checkpoint(self) -> None:
         """Snapshot a recurrent state, so that a rollback to here recomputes nothing; a no-op otherwise."""
-        self._catch_up()
-        self._states.take(len(self._positions))
+        if self.num_to_recompute > _MAX_RIDING:
+            self.prefill(*self._pop_pending())
+        if self._states is not None:
+            self._states.take(self.num_cached - self.num_to_recompute)
 
     def rollback(self, num_tokens: int) -> None:
         """Drop the last num_tokens cached tokens. Called after every step, also with 0."""
         if not 0 <= num_tokens <= self.num_cached:
             raise ValueError(f"cannot roll back {num_tokens} of {self.num_cached} cached tokens")
+        num_slots = self.num_cached - self.num_to_recompute
         num_left = self.num_cached - num_tokens
-        if num_left >= len(self._positions):
-            del self._to_recompute[num_left - len(self._positions) :]
-        elif self.is_stateful:
-            self._restore(num_left)
-        else:
-            if not self._is_ahead:
-                with torch.inference_mode():
-                    model_cache.crop(self._cache, num_left)
-            del self._positions[num_left:], self._token_ids[num_left:]
-        self._states.keep_latest()
-
-    def _restore(self, num_left: int) -> None:
-        """Restore the latest snapshot of at most num_left tokens and queue the rest for recomputation."""
-        with torch.inference_mode():
-            num_slots = self._states.restore(num_left)
-        if not num_slots:
-            self._cache = model_cache.new_cache(self.model.config)
-        forgotten = self._token_ids[num_slots:num_left], self._positions[num_slots:num_left]
-        self._to_recompute = list(zip(*forgotten, strict=True))
-        del self._positions[num_slots:], self._token_ids[num_slots:]
+        if num_left < num_slots and self._states is not None:
+            # The latest snapshot of at most num_left tokens; the rest is recomputed.
+            with torch.inference_mode():
+                num_slots = self._states.restore(num_left)
+            if not num_slots:
+                self._cache = model_cache.new_cache(self.model.config)
+        elif num_left < num_slots and not self._is_ahead:
+            with torch.inference_mode():
+                model_cache.crop(self._cache, num_left)
+        del self.positions[num_left:], self.token_ids[num_left:]
+        self.num_to_recompute = max(0, num_left - num_slots)
+        if self._states is not None:
+            self._states.keep_latest()
 
     def keep_slots(self, slots: Sequence[int]) -> None:
         """Keep only these cache slots, with their positions. A model with a recurrent state keeps its whole context."""
@@ -416,15 +392,14 @@ class CachedModel:
         with torch.inference_mode():
             model_cache.keep_slots(self._cache, slots, self.model.device)
         self._recalled_end = len(slots) if self._recalled_end else 0
-        self._positions = [self._positions[slot] for slot in slots]
-        self._token_ids = [self._token_ids[slot] for slot in slots]
+        self.positions = [self.positions[slot] for slot in slots]
+        self.token_ids = [self.token_ids[slot] for slot in slots]
 
     def reset_to(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
         """Reset the cache to the prompt's tokens at these increasing positions; the next forward computes them."""
         self._cache = model_cache.new_cache(self.model.config)
-        self._token_ids, self._positions = [], []
-        self._recalled_end = 0
-        self._to_recompute = [(prompt_ids[position], position) for position in positions]
+        self.token_ids, self.positions = [prompt_ids[position] for position in positions], list(positions)
+        self.num_to_recompute, self._recalled_end = len(positions), 0
 
     def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
         """Capture queries and keys of every forward inside the block, by layer."""

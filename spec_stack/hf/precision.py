@@ -215,15 +215,6 @@ def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
             yield value
 
 
-def precision_named(dtype: str | torch.dtype) -> str:
-    """The precision for transformers' `dtype=`. Raises ValueError for an unsupported dtype."""
-    names = {of: name for name, of in DTYPES.items()} | {str(of): name for name, of in DTYPES.items()}
-    named = names.get(dtype) or names.get(f"torch.{dtype}")
-    if named is None and dtype not in ("auto", *PRECISIONS):
-        raise ValueError(f"unknown dtype {dtype!r}; use one of {[str(of) for of in DTYPES.values()]}, or precision=")
-    return named or str(dtype)
-
-
 def precision_of(model: PreTrainedModel) -> str:
     """A loaded model's precision name; "other" without a name here."""
     names = {dtype: name for name, dtype in DTYPES.items()}

@@ -62,14 +62,11 @@ class PrepackedLinear(nn.Module):
         num_rows = inputs.numel() // self.in_features
         if self.plain is not None and num_rows == 1:
             return F.linear(inputs, self.plain, self.bias)
-        if num_rows >= self.least_rows:
-            return self._product(inputs)
-        filled = F.pad(inputs.reshape(num_rows, -1), (0, 0, 0, self.least_rows - num_rows))
-        return self._product(filled)[:num_rows].view(*inputs.shape[:-1], -1)
-
-    def _product(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
-        return output
+        rows = inputs
+        if num_rows < self.least_rows:
+            rows = F.pad(inputs.reshape(num_rows, -1), (0, 0, 0, self.least_rows - num_rows))
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        return output if rows is inputs else output[:num_rows].view(*inputs.shape[:-1], -1)
 
 
 @cache

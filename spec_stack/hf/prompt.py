@@ -86,7 +86,7 @@ def encode_prompt(
     token ids are kept where this one continues it. Raises ValueError for user errors."""
     if source.encoded is not None:
         return source.encoded if known is None else splice(tokenizer, source.encoded, known)
-    if sum(each is not None for each in (source.prompt, source.messages, source.input_ids)) != 1:
+    if (source.prompt is None) + (source.messages is None) + (source.input_ids is None) != 2:
         raise ValueError("give exactly one of prompt, messages or input_ids")
     _check_chat_options(source)
     if source.input_ids is not None:
@@ -100,8 +100,8 @@ def encode_prompt(
         encoded = _encode_plain(tokenizer, source.prompt, source.protected)
     else:
         raise ValueError(
-            f"prompt must be one string, got {type(source.prompt).__name__}; see messages= and input_ids=, and "
-            "generate_all() for several prompts"
+            f"prompt must be one string, got {type(source.prompt).__name__}; see messages= and input_ids=, and call "
+            "generate() once for each of several prompts"
         )
     if not encoded.token_ids:
         raise ValueError("the prompt is empty; give at least one token")
@@ -144,7 +144,7 @@ def _check_ids(input_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> list
     if ids.dim() != 1 or (ids.numel() and (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex())):
         raise ValueError(
             f"input_ids must be one sequence of ints, got {ids.dtype} of shape {tuple(ids.shape)}; "
-            "generate_all() takes several"
+            "call generate() once for each of several"
         )
     token_ids: list[int] = ids.tolist()
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
@@ -153,18 +153,16 @@ def _check_ids(input_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> list
 
 
 def unpadded(
-    input_ids: Sequence[int] | torch.Tensor | None, attention_mask: Sequence[int] | torch.Tensor | None
-) -> Sequence[int] | torch.Tensor | None:
+    input_ids: Sequence[int] | torch.Tensor | None, attention_mask: Sequence[int] | torch.Tensor
+) -> torch.Tensor:
     """Token ids without padding at either end. Raises ValueError for a mask of another shape or with inner zeros."""
-    if attention_mask is None:
-        return input_ids
     if input_ids is None:
         raise ValueError("attention_mask= goes with input_ids=")
     ids, mask = torch.as_tensor(input_ids), torch.as_tensor(attention_mask)
     if ids.shape != mask.shape or ids.dim() == 0 or ids.numel() != ids.shape[-1]:
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)} for input_ids of shape {tuple(ids.shape)}; give one row, and "
-            "generate_all() several"
+            "call generate() once for each of several"
         )
     seen = mask.reshape(-1).bool().nonzero().reshape(-1).tolist()
     if not seen or len(seen) != seen[-1] - seen[0] + 1:
@@ -215,10 +213,10 @@ def _runs(positions: Iterable[int]) -> list[Span]:
 
 
 def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> EncodedPrompt:
-    spans = _check_spans(protected, len(text))
     token_ids = encode_text(tokenizer, text) if text else []
-    if not spans:
+    if not protected:
         return EncodedPrompt(token_ids, [])
+    spans = _check_spans(protected, len(text))
     if not tokenizer.is_fast:
         return EncodedPrompt(token_ids, [(0, len(token_ids))], "the tokenizer gives no offsets, so all is protected")
     offsets = tokenizer(text, return_offsets_mapping=True, verbose=False).offset_mapping[: len(token_ids)]

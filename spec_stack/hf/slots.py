@@ -28,14 +28,15 @@ class Seen:
 
 class SlotPositions:
     """Original positions of all cache slots during a forward, its own tokens last. window, num_sinks: of full-attention
-    layers. last_layer: where the forward ends. on_layer: called with each attention layer's index."""
+    layers. last_layer: where the forward ends. on_piece: as in `CachedModel`. num_layers: that run."""
 
     def __init__(
         self, positions: Sequence[int], window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
     ) -> None:
         self.positions = positions
         self.last_layer = last_layer
-        self.on_layer: Callable[[int], None] | None = None
+        self.on_piece: Callable[[int, float], None] | None = None
+        self.num_layers = 1
         self._window = window
         self._num_sinks = bisect_left(positions, num_sinks)
         self._masks: dict[tuple[int, int, Seen, torch.device], torch.Tensor] = {}

@@ -46,15 +46,6 @@ def missing_packages(names: Sequence[str]) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
-def name_file(source: str | Path | None, gguf_file: str | None) -> str | Path | None:
-    """A source and transformers' `gguf_file` as one name. Raises ValueError for a missing file."""
-    if gguf_file is None:
-        return source
-    if source is None or not isinstance(gguf_file, str) or not is_gguf(gguf_file):
-        raise ValueError(f"gguf_file names a .gguf file in the folder or hub id beside it, got {gguf_file!r}")
-    return f"{source}/{gguf_file}"
-
-
 def resolve_source(role: str, source: str | Path) -> str:
     """A model's loadable name. Raises ValueError with a fix if it cannot be loaded."""
     path = Path(source).expanduser()

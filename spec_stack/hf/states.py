@@ -23,17 +23,16 @@ class _State:
 
 
 class States:
-    """Snapshots of a cache's recurrent states; empty for a cache without any."""
+    """Snapshots of a cache's recurrent states."""
 
     def __init__(self, cache: DynamicCache) -> None:
-        self.exist = any(hasattr(layer, "recurrent_states") for layer in cache.layers)
         self._cache = cache
         self._snapshots: list[tuple[int, list[_State]]] = []
 
     def take(self, num_slots: int) -> None:
         """Copy the states after num_slots tokens."""
         latest = self._snapshots[-1][0] if self._snapshots else 0
-        if self.exist and num_slots > latest and len(self._snapshots) < _MAX_SNAPSHOTS:
+        if num_slots > latest and len(self._snapshots) < _MAX_SNAPSHOTS:
             self._snapshots.append((num_slots, list(self._copies())))
 
     def restore(self, num_left: int) -> int:

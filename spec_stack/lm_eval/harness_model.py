@@ -164,9 +164,9 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         for request in tqdm(requests, disable=disable_tqdm, desc="spec_stack"):
             context, asked = request.args
             params = sampling_of(asked, self._seed)
-            room = self.max_length - params.num_tokens
+            room = self.max_length - (params.max_tokens or 0)
             if room < 1:
-                raise ValueError(f"a task asks for {params.num_tokens} tokens, and max_length is {self.max_length}")
+                raise ValueError(f"a task asks for {params.max_tokens} tokens, and max_length is {self.max_length}")
             result = self.generator.generate(
                 input_ids=self.tok_encode(context)[-room:],
                 params=params,

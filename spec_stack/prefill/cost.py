@@ -1,17 +1,23 @@
-"""Multiply-adds of a prefill, and the expected gain of sparse prefill. Pure.
+"""Multiply-adds of a prefill, the expected gain of sparse prefill, and the shortest prompt that gains. Pure.
 
 SpecPrefill, https://arxiv.org/abs/2502.02789, appendix E, extended by a window and by fewer scoring layers.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.break_even import break_even, num_kept
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.scoring import num_layers_needed
 
+Cost = Callable[[float], float]
+"""Seconds, or multiply-adds, by number of tokens."""
+LONGEST = 1 << 20
+_SHORTEST, _LENGTHS_PER_DOUBLING = 64, 8
 TOKENS_PER_READ = 128
 """A guess for accelerators; a CPU does less arithmetic in that time, so pruning pays from shorter prompts on there."""
 
@@ -108,13 +114,25 @@ def counted_break_even(
     def prefill(num_tokens: float) -> float:
         return max(prefill_flops(target, round(num_tokens)), prefill_flops(target, 1) * tokens_per_read)
 
-    def scoring(num_tokens: float) -> float:
+    def sparse(num_tokens: float) -> float:
         length = round(num_tokens)
-        gain = expected_gain(target, draft, length, config, num_kept(config, length) / length)
+        # The forced ends count.
+        kept = min(length, max(sum(config.forced_tokens), config.rate_for(length) * length))
+        gain = expected_gain(target, draft, length, config, kept / length)
         looking = num_looking * tokens_per_read * prefill_flops(draft, 1, length)
-        return gain.r * prefill_flops(target, length) + looking
+        return gain.r * prefill_flops(target, length) + looking + prefill(kept)
 
-    return break_even(config, prefill, scoring)
+    return shortest_gain(prefill, sparse)
+
+
+def shortest_gain(dense: Cost, sparse: Cost, longest: int = LONGEST) -> int:
+    """The least number of tokens at which `sparse` costs less than `dense`; 0 for none.
+
+    Lengths rise by 9 % from 64 tokens on, so the answer is exact to that.
+    """
+    steps = range(_LENGTHS_PER_DOUBLING * int(math.log2(LONGEST / _SHORTEST)) + 1)
+    lengths = (round(_SHORTEST * 2 ** (step / _LENGTHS_PER_DOUBLING)) for step in steps)
+    return next((n for n in takewhile(lambda n: n <= longest, lengths) if sparse(n) < dense(n)), 0)
 
 
 def _without_logits(

@@ -24,11 +24,11 @@ def decide_scoring(
     """
     if config.sparse_prefill in ("off", "draft_only"):
         return False, f'off: sparse_prefill="{config.sparse_prefill}" leaves the target dense'
-    num_prunable = num_new_tokens - sum(stop - start for start, stop in protected)
     if config.rate_for(num_new_tokens) == 1:
         return False, "off: keep_rate is 1.0"
     if config.sparse_prefill == "auto" and num_new_tokens < config.min_prompt_tokens:
         return False, f"off: the {text} is shorter than min_prompt_tokens={config.min_prompt_tokens}"
+    num_prunable = num_new_tokens - sum(stop - start for start, stop in protected)
     if num_prunable <= sum(config.forced_tokens):
         return False, f"off: no more than {num_prunable} of {num_new_tokens} {text} tokens could be pruned"
     if obstacle:

@@ -196,13 +196,11 @@ def gather_inputs(
 def drop_unselected(
     draft: ScoringModel, inputs: ScoringInputs, selection: Selection, config: PrefillConfig, whole: bool = False
 ) -> None:
-    """Leave to the draft the prompt and any look-ahead: the kept slots of it under draft_context="kept", and where not
-    all layers saw the prompt. whole: as in `gather_inputs`.
-    """
+    """Leave to the draft the kept slots of the prompt, and any look-ahead. whole: as in `gather_inputs`."""
     prompt_ids = inputs.prompt_ids
     num_layers = config.num_scoring_layers if whole else num_layers_needed(config, draft.num_layers)
     if inputs.attention is None or num_layers is not None:
         # The last token is left to the first proposal.
         draft.reset_to(prompt_ids, [position for position in selection.positions if position < len(prompt_ids) - 1])
-    elif config.draft_context == "kept":
+    else:
         draft.keep_slots([*selection.positions, *range(len(prompt_ids), draft.next_position)])

@@ -117,10 +117,7 @@ class RequestProcessor:
     ) -> SerializedFormat | None:
         """The response format or forced call, compiled for the request's end tokens as in `Request.plan`."""
         choice = request.tool_choice if isinstance(request, ChatCompletionRequest) else None
-        forced = self._format.forced_call(choice, source.tools)
-        if forced is not None and request.response_format is not None:
-            raise ValueError("give response_format or a forced tool_choice, not both")
-        if (wanted := forced or request.response_format) is None:
+        if (wanted := self._format.wanted(request.response_format, choice, source.tools)) is None:
             return None
         special, stops = special_tokens(self._tokenizer), request.stop or []
         stops = [stops] if isinstance(stops, str) else stops

@@ -19,7 +19,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from spec_stack.config import OLD_SWITCHES
 from spec_stack.hf.prompt import PromptSource
 from spec_stack.serve.config import ServeConfig
 
@@ -123,9 +122,6 @@ class GenerationRequest(_Options, ABC):
     @classmethod
     def _without_nulls(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Treat null fields as absent, as OpenAI's clients do."""
-        for name in OLD_SWITCHES:
-            if values.get(name) is not None:
-                raise ValueError(f"there is no {name}: it is now sparse_prefill, {OLD_SWITCHES[name]}")
         return {name: value for name, value in values.items() if value is not None}
 
     @abstractmethod

@@ -49,18 +49,12 @@ def plain(value: object) -> object:
     return float(value) if isinstance(value, Real) else value
 
 
-def make_plain(config: object) -> None:
-    """Convert a configuration's numbers to Python numbers and its lists to immutable tuples."""
-    for entry in fields(config):  # type: ignore[arg-type]
-        object.__setattr__(config, entry.name, plain(getattr(config, entry.name)))
-
-
 def check_fields(config: object) -> None:
     """Make a configuration's values plain, and require bools, numbers, whole numbers within the bounds of their
     `options.option`, and known names. None passes where the field's type has it."""
-    make_plain(config)
     for entry in fields(config):  # type: ignore[arg-type]
-        value, kind = getattr(config, entry.name), str(entry.type)
+        value, kind = plain(getattr(config, entry.name)), str(entry.type)
+        object.__setattr__(config, entry.name, value)
         if value is None and kind.endswith("| None"):
             continue
         if "bounds" in entry.metadata:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields
 from functools import wraps
 from itertools import takewhile
@@ -57,21 +56,3 @@ def remembers_given(config: Config) -> Config:
 
     config.__init__ = remember  # type: ignore[misc]
     return config
-
-
-def renamed(names: Mapping[str, str]) -> Callable[[Config], Config]:
-    """Reject former field names with a TypeError that names the replacement."""
-
-    def decorate(config: Config) -> Config:
-        make = config.__init__  # type: ignore[misc]
-
-        @wraps(make)
-        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-            for name in names.keys() & kwargs.keys():
-                raise TypeError(f"{config.__name__} has no field {name!r}: it is now {names[name]}")
-            make(self, *args, **kwargs)
-
-        config.__init__ = checked  # type: ignore[misc]
-        return config
-
-    return decorate

@@ -1,4 +1,4 @@
-"""Open registries of policies, proposers and selection rules."""
+"""Open registries of policies and selection rules."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spec_stack.config import OLD_SWITCHES, PrefillConfig, SparsePrefill
+from spec_stack.config import PrefillConfig, SparsePrefill
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import check_batch_policy
 from spec_stack.prefill.alignment import Span
@@ -22,8 +22,10 @@ OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "positions", "protect", "
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
-_GONE = {name: f"it is now sparse_prefill, {values}" for name, values in OLD_SWITCHES.items()} | {
-    "signals": "a server does not measure its draft's; Python's return_records=True has them"
+_GONE = {
+    "specprefill": "it is now sparse_prefill",
+    "prune": "it is now sparse_prefill",
+    "signals": "a server does not measure its draft's; Python's return_records=True has them",
 }
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from spec_stack.config import MAX_GAMMA, OLD_SWITCHES, DecodeConfig, PrefillConfig, SessionConfig
+from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
 from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
 from spec_stack.settings.checks import require, require_int
-from spec_stack.settings.flags import FormerFlag
 from spec_stack.settings.options import documented, meaning, option
 
 logger = logging.getLogger(__name__)
@@ -176,8 +175,6 @@ class ServerConfig:
         if "predictor" in values:
             raise ValueError("predictor was the policy speckv's, which cannot decide for a whole batch; leave it out")
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
-        for name in OLD_SWITCHES.keys() & (values.keys() | prefill.keys()):
-            raise ValueError(f"there is no setting {name}: it is now sparse_prefill, {OLD_SWITCHES[name]}")
         prefill.update({name: values.pop(name) for name in _OF_PREFILL if name in values})
         recall = dict(_mapping("recall", values.pop("recall", {})))
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
@@ -285,8 +282,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         shown = meaning(config, name) + ("" if default is None else f" (default {default})")
         flag = f"--spec-stack-{name.replace('_', '-')}"
         group.add_argument(flag, type=read, metavar=metavar, help=shown.replace("%", "%%"), **several, **common)
-    instead = f"--spec-stack-sparse-prefill, {OLD_SWITCHES['prune']}"
-    group.add_argument("--spec-stack-prune", action=FormerFlag, instead=instead)
     settings = ", ".join([*_OF_PREFILL, *(entry.name for entry in fields(ServerConfig))])
     group.add_argument(
         "--spec-stack-config", metavar="FILE", help=f"JSON with any of: {settings}; flags override it", **common

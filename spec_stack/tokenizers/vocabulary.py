@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -26,7 +27,7 @@ class Vocabulary:
     num_tokens: int = 0
     common: Mapping[int, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def can_propose(self) -> bool:
         """Whether the draft shares a token with the target."""
         return self.relation != "other" or bool(self.common)
@@ -38,7 +39,7 @@ class Vocabulary:
         look_ahead = "" if self.can_propose else ", without look-ahead"
         return f"the draft scores the prompt in its own tokens, mapped to the target's by characters{look_ahead}"
 
-    @property
+    @cached_property
     def decode_reason(self) -> str:
         """The state of drafting and its reason; starts with on or off."""
         if self.relation == "same":

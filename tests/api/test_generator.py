@@ -422,9 +422,9 @@ def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
 ) -> None:
     pool = PolicyPool("throughput")
     heuristic, fixed = pool.choose("heuristic"), pool.choose(gamma=2)
-    with heuristic.pool.lend() as first, heuristic.pool.lend() as second:
+    with heuristic.lend() as first, heuristic.lend() as second:
         assert first is not second
-    with heuristic.pool.lend() as again, fixed.pool.lend() as other:
+    with heuristic.lend() as again, fixed.lend() as other:
         assert again is second or again is first
         assert other.name == "fixed-2"
     generator = SpecStackGenerator(target, make_model(seed=1), policy="heuristic")

@@ -63,9 +63,10 @@ def test_an_unknown_option_names_the_function_called_and_the_nearest_one(
 
 
 def test_loading_names_the_nearest_option_too() -> None:
-    unknown: dict[str, Any] = {"torch_dtype": "bf16"}
-    with pytest.raises(TypeError, match=r"from_pretrained\(\) has no option 'torch_dtype'; did you mean dtype=\?"):
-        SpecStackGenerator.from_pretrained(**unknown)
+    for name in ("torch_dtype", "dtype"):
+        unknown: dict[str, Any] = {name: "bf16"}
+        with pytest.raises(TypeError, match=rf"has no option '{name}'; did you mean precision=\?"):
+            SpecStackGenerator.from_pretrained(**unknown)
 
 
 def test_params_stand_for_the_single_options(target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -23,6 +23,6 @@ def test_prompts_come_in_every_shape_of_one_row(embedded: SpecStackGenerator) ->
 
 
 @pytest.mark.parametrize("several", [{"prompt": [PROMPT, PROMPT]}, {"input_ids": torch.ones(2, 4, dtype=torch.long)}])
-def test_several_prompts_are_referred_to_generate_all(embedded: SpecStackGenerator, several: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="generate_all"):
+def test_several_prompts_are_refused(embedded: SpecStackGenerator, several: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="once for each"):
         embedded.generate(**several)

@@ -389,7 +389,7 @@ def test_a_bound_on_the_cache_makes_the_conversation_be_selected_afresh() -> Non
     session = make_generator().session(SessionConfig(max_cached_tokens=100, recall_threshold=0.0))
     prompt = random_prompt(200)
     read: list[int] = []
-    session._engine.pair.draft.register_forward_pre_hook(
+    session.engine.pair.draft.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     afresh = 0

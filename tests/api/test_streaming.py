@@ -141,9 +141,9 @@ def test_padding_at_either_end_is_left_out(
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "zeros before or behind"),
         ({"input_ids": [1, 2, 3], "attention_mask": [0, 0, 0]}, "zeros before or behind"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 1]}, "of shape"),
-        ({"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 1]]}, "generate_all"),
-        ({"input_ids": [[1, 2], [3, 4]]}, "generate_all"),
-        ({"prompt": ["a", "b"]}, "generate_all"),
+        ({"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 1]]}, "once for each"),
+        ({"input_ids": [[1, 2], [3, 4]]}, "once for each"),
+        ({"prompt": ["a", "b"]}, "once for each"),
         ({"prompt": "a", "attention_mask": [1]}, "goes with input_ids"),
     ],
 )
@@ -152,26 +152,6 @@ def test_a_mask_or_a_batch_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         embedded.generate(**options)  # type: ignore[arg-type]
-
-
-def test_several_prompts_are_answered_in_order_each_as_if_alone(embedded: SpecStackGenerator) -> None:
-    prompts = [PROMPT, PROMPT + "    with open(path) as file:\n", "import os\n"]
-    expected = [embedded.generate(prompt, max_tokens=12).token_ids for prompt in prompts]
-    results = embedded.generate_all(prompts, max_tokens=12)
-    assert [result.token_ids for result in results] == expected
-    with pytest.raises(TypeError, match="'share': SpecStackConfig"):
-        embedded.generate_all(prompts, share=True)
-    padded = embedded.tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
-    assert (padded.attention_mask == 0).any()
-    assert [result.token_ids for result in embedded.generate_all(**padded, max_tokens=12)] == expected
-    chats = [[{"role": "user", "content": text}] for text in ("Hello", "Why?")]
-    assert [result.token_ids for result in embedded.generate_all(messages=chats, max_tokens=6)] == [
-        embedded.generate(messages=chat, max_tokens=6).token_ids for chat in chats
-    ]
-    assert embedded.generate_all([]) == []
-    for bad in ({}, {"prompts": "one"}, {"prompts": ["a"], "input_ids": [[1]]}):
-        with pytest.raises(ValueError, match="exactly one of prompts"):
-            embedded.generate_all(**bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -183,5 +163,5 @@ def test_no_answer_of_several_prompts_hangs_on_the_others(seed: int) -> None:
     prompts = [[*document[: rng.randrange(20, 90)], *random_prompt(20, seed=index)] for index in range(25)]
     expected = [generator.generate(input_ids=prompt, max_tokens=3, gamma=0).token_ids for prompt in prompts]
     order = rng.sample(range(25), 25)
-    results = generator.generate_all(input_ids=[prompts[index] for index in order], max_tokens=3, gamma=0)
+    results = [generator.generate(input_ids=prompts[index], max_tokens=3, gamma=0) for index in order]
     assert [result.token_ids for result in results] == [expected[index] for index in order]

@@ -55,17 +55,6 @@ def test_every_option_of_the_command_line_arrives() -> None:
     }
 
 
-@pytest.mark.parametrize("values", [["on"], []])
-@pytest.mark.parametrize("flag", ["--specprefill", "--prune"])
-@pytest.mark.parametrize("command", ["generate", "chat", "explain", "serve"])
-def test_a_former_switch_is_refused_by_naming_the_new_one(
-    command: str, flag: str, values: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        build_parser().parse_args([command, flag, *values])
-    assert "it is now --sparse-prefill" in capsys.readouterr().err
-
-
 def test_both_precisions_arrive(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--precision", "nf4", "--draft-precision", "bf16", "--device", "cpu"]
     assert main(["generate", "def main():", "--max-tokens", "4", "--json", *options]) == 0

@@ -216,12 +216,12 @@ def test_the_policys_own_time_counts_into_what_is_achieved() -> None:
 
 def test_lent_policies_are_apart_by_options_and_in_time() -> None:
     pool = PolicyPool("throughput")
-    with pool.choose(gamma=4).pool.lend() as four:
+    with pool.choose(gamma=4).lend() as four:
         assert four.name == "fixed-4"
     with (
-        pool.choose(gamma=2).pool.lend() as two,
-        pool.choose(gamma=4).pool.lend() as again,
-        pool.choose("fixed", gamma=4).pool.lend() as third,
+        pool.choose(gamma=2).lend() as two,
+        pool.choose(gamma=4).lend() as again,
+        pool.choose("fixed", gamma=4).lend() as third,
     ):
         assert two.name == "fixed-2"
         assert again is four
@@ -242,7 +242,7 @@ def test_a_policy_is_made_once_for_being_checked_and_lent(monkeypatch: pytest.Mo
     pool = PolicyPool("speckv", {"speckv": {"predictor": path}})
     lent = []
     for is_seeded in (False, True, False, True):
-        with pool.choose("speckv", is_seeded=is_seeded).pool.lend() as policy:
+        with pool.choose("speckv", is_seeded=is_seeded).lend() as policy:
             lent.append(policy)
     assert reads == [path]
     assert lent[2] is lent[0]

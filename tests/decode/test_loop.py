@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
-from spec_stack.config import DraftContext, ScoringQueries
+from spec_stack.config import ScoringQueries
 from spec_stack.decode.propose import entropy_and_confidence, propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
@@ -102,18 +102,14 @@ def test_a_policy_that_changes_its_mind_every_step_changes_no_token(
 
 
 @pytest.mark.parametrize(
-    ("draft", "draft_context", "queries", "look_ahead"),
+    ("draft", "queries", "look_ahead"),
     [
-        *(
-            ("similar", context, *queries)
-            for context in ("full", "kept")
-            for queries in (("look_ahead", 0), ("look_ahead", 1), ("look_ahead", 8), ("prompt", 8))
-        ),
-        *((draft, "full", *queries) for draft in ("random", "equal") for queries in (("look_ahead", 8), ("prompt", 8))),
+        *(("similar", "look_ahead", look_ahead) for look_ahead in (0, 1)),
+        *((draft, *queries) for draft in DRAFTS for queries in (("look_ahead", 8), ("prompt", 8))),
     ],
 )
 def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
-    draft: str, draft_context: DraftContext, queries: ScoringQueries, look_ahead: int, target: PreTrainedModel
+    draft: str, queries: ScoringQueries, look_ahead: int, target: PreTrainedModel
 ) -> None:
     prompt = random_prompt(120)
     prefill = PrefillConfig(
@@ -123,7 +119,6 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
         chunk_size=8,
         first_scoring_layer=0,
         head_reduction="max",
-        draft_context=draft_context,
     )
     generator = SpecStackGenerator(target, DRAFTS[draft](target), config=SpecStackConfig(prefill))
     outputs = list(generator.stream(input_ids=prompt, max_tokens=30, sparse_prefill="on", policy=RandomGamma(0)))
@@ -203,18 +198,12 @@ def test_a_policy_cannot_propose_past_max_tokens_or_sixteen(target: PreTrainedMo
     assert [record.num_tokens for record in result.records or []] == [1, 17, 12]
 
 
-@pytest.mark.parametrize("draft_context", ["full", "kept"])
-def test_scoring_leaves_the_draft_with_its_context_and_the_look_ahead(
-    draft_context: str, draft: PreTrainedModel
-) -> None:
+def test_scoring_leaves_the_draft_with_the_kept_tokens_and_the_look_ahead(draft: PreTrainedModel) -> None:
     install(draft)
     model, prompt = CachedModel(draft, 4096), random_prompt(160)
-    config = PrefillConfig(
-        keep_rate=0.3, chunk_size=8, scoring_queries="look_ahead", look_ahead=4, draft_context=draft_context
-    )
+    config = PrefillConfig(keep_rate=0.3, chunk_size=8, scoring_queries="look_ahead", look_ahead=4)
     selection, _ = score_prompt(model, prompt, config)
-    num_read = len(selection.positions) if draft_context == "kept" else 160
-    assert (model.num_cached, model.next_position) == (num_read + 4, 164)
+    assert (model.num_cached, model.next_position) == (len(selection.positions) + 4, 164)
 
 
 def test_the_draft_is_fed_only_what_it_has_not_seen(target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -15,9 +15,9 @@ from spec_stack.controller.base import DraftSignals
 from spec_stack.controller.ngram import NgramPolicy, NgramToken
 from spec_stack.controller.simple import Fixed
 from spec_stack.decode.loop import decode
+from spec_stack.decode.ngram import PROPOSERS
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
 from spec_stack.decode.proposer import ProposerInputs
-from spec_stack.decode.registry import PROPOSERS
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.hf.attention import install
@@ -88,7 +88,7 @@ def test_auto_is_both_under_the_policy_that_goes_by_the_clock_and_the_model_unde
     assert proposer() == "both"
     assert proposer(gamma=2) == proposer(policy="confidence") == proposer(temperature=1.0, seed=3) == "model"
     assert proposer(gamma=0, proposer="ngram") == "ngram"
-    with pytest.raises(ValueError, match=r"unknown proposer 'magic'.*ngram"):
+    with pytest.raises(ValueError, match=r"proposer must be one of .*ngram.*, got 'magic'"):
         proposer(proposer="magic")
     with pytest.raises(ValueError, match="proposer"):
         DecodeConfig(proposer="magic")  # type: ignore[arg-type]
@@ -173,8 +173,9 @@ def run(proposer: str, prompt: list[int], num_tokens: int, gamma: int, sampler: 
     target, draft = (CachedModel(model, 64) for model in models)
     means = ProposerInputs(draft, sampler, (), NgramPolicy())
     steps = decode(
-        target, draft, prompt, Selection.everything(prompt), Proposal(), Fixed(gamma), PROPOSERS.find(proposer)(means),
-        sampler, StopChecker(num_tokens, ()), (), "r", "fp32", "", StoppedClock(),
+        target, draft, prompt, Selection.everything(prompt), Proposal(), Fixed(gamma),
+        lambda: PROPOSERS[proposer](means), sampler,
+        StopChecker(num_tokens, ()), (), "r", "fp32", "", StoppedClock(),
     )  # fmt: skip
     return [token for output in steps for token in output.token_ids]
 
@@ -248,8 +249,7 @@ def test_longer_more_frequent_and_less_disputed_tokens_are_held_likelier() -> No
 
 def test_the_better_of_two_continuations_is_offered() -> None:
     offer = NgramPolicy().offer([found(8, length=1, num_others=5), found(8, length=20, num_seen=4)], 8)
-    assert offer.match_length == 20
-    assert offer.found[0].num_seen == 4
+    assert (offer.found[0].length, offer.found[0].num_seen) == (20, 4)
 
 
 def test_a_gate_takes_no_more_of_a_continuation_than_it_may_use() -> None:

@@ -11,9 +11,9 @@ import pytest
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.decode.loop import decode
+from spec_stack.decode.ngram import PROPOSERS
 from spec_stack.decode.propose import ModelProposer
 from spec_stack.decode.proposer import ProposerInputs, StepPolicy
-from spec_stack.decode.registry import PROPOSERS
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.hf.attention import install
@@ -65,7 +65,7 @@ def law_after_two(proposer: str) -> dict[int, float]:
         prompt = [3, 3]
         steps = decode(
             target, draft, prompt, Selection.everything(prompt), Proposal(), TwoAtMost(),
-            PROPOSERS.find(proposer)(ProposerInputs(draft, sampler, (), NgramPolicy())), sampler,
+            lambda: PROPOSERS[proposer](ProposerInputs(draft, sampler, (), NgramPolicy())), sampler,
             StopChecker(4, ()), (), "r", "fp32", "", StoppedClock(),
         )  # fmt: skip
         tokens = (token for output in steps for token in output.token_ids)

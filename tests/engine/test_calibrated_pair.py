@@ -109,7 +109,7 @@ def test_the_command_makes_one_that_the_library_takes(tmp_path: Path, capsys: py
     ("arguments", "message"),
     [
         ([], "--out"),
-        (["--out", "x.json", "--prompts", "0"], "prompts must be 1 or more"),
+        (["--out", "x.json", "--prompts", "0"], "prompts must be a whole number, 1 or more"),
         (["--out", "x.json", "--budget", "0"], "budget_s must be over 0"),
         (["--out", "x.json", "--documents", "nowhere"], "no folder"),
     ],

@@ -188,7 +188,7 @@ def test_a_file_that_is_none_is_refused(change: Any, message: str, tmp_path: Pat
         ("target.positions", lambda tensor: tensor.index_fill(0, torch.tensor(3), -1)),
         ("draft.positions", lambda tensor: tensor.float()),
         ("target.token_ids", lambda tensor: tensor[:-1].clone()),
-        ("target.to_recompute", lambda tensor: torch.tensor([[1, -5]])),
+        ("target.num_to_recompute", lambda tensor: tensor + 5),
         ("target.recalled_end", lambda tensor: torch.zeros(1, 1)),
         ("target.cache.0.keys", lambda tensor: tensor * float("nan")),
         ("token_ids", lambda tensor: tensor - 10**6),

@@ -52,7 +52,7 @@ def prompts(seed: int) -> list[list[int]]:
         PrefillConfig(keep_rate=1.0),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_window=32, draft_sinks=8),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_window=(170, 32), draft_sinks=8),
-        PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_context="full"),
+        PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, num_scoring_layers=1),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, scorer="bm25"),
     ],

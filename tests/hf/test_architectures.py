@@ -369,7 +369,7 @@ def test_sinks_are_honoured_however_few_queries_fit_at_once(monkeypatch: pytest.
 def test_attention_refuses_a_cache_that_is_not_the_positions() -> None:
     model = cached("Llama")
     model.forward([3, 4, 5], range(3), 1)
-    model._positions.append(7)
+    model.positions.append(7)
     with pytest.raises(RuntimeError, match="cached keys"):
         model.forward([6], [8], 1)
 

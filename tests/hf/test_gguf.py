@@ -12,7 +12,6 @@ from spec_stack import SpecStackGenerator
 from spec_stack.cli.doctor import diagnose
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS, resolve_pair
-from spec_stack.hf.sources import name_file
 from tests.support.gguf_files import make_qwen2, set_first_type, write_gguf
 
 pytest.importorskip("transformers.integrations.gguf", reason="this transformers reads no GGUF headers")
@@ -83,18 +82,8 @@ def test_a_file_is_named_by_its_path_or_beside_its_folder_also_on_the_hub(
 ) -> None:
     folder = files[0].parent
     assert resolve_pair(folder / "target.gguf", files[1]) == (str(files[0]), str(files[1]))
-    assert name_file(folder, "target.gguf") == str(files[0])
-    assert resolve_pair(name_file("owner/big", "q4.gguf"), "owner/small/sub/q8.gguf") == (
-        "owner/big/q4.gguf",
-        "owner/small/sub/q8.gguf",
-    )
-    named = SpecStackGenerator.from_pretrained(
-        folder, folder, gguf_file="target.gguf", draft_gguf_file="draft.gguf", device="cpu"
-    )
-    assert named.vocabulary.relation == "same"
-    for wrong in ({"gguf_file": "model.bin"}, {"draft_gguf_file": 3}):
-        with pytest.raises(ValueError, match=r"gguf_file names a \.gguf file"):
-            SpecStackGenerator.from_pretrained(folder, folder, **wrong)
+    hub = ("owner/big/q4.gguf", "owner/small/sub/q8.gguf")
+    assert resolve_pair(*hub) == hub
 
 
 def test_what_cannot_be_read_is_refused_with_the_reason(

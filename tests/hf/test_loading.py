@@ -259,15 +259,6 @@ def test_the_doctor_says_what_is_exact_approximate_and_refused(folders: tuple[Pa
     assert diagnose(*map(str, folders), "auto", "cpu")["support"]["the draft scores prompts"].startswith("refused (")
 
 
-def test_dtype_is_precision_as_transformers_calls_it() -> None:
-    for dtype in (torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"):
-        assert SpecStackGenerator.from_pretrained(device="cpu", dtype=dtype).precision == "bf16"
-    with pytest.raises(ValueError, match="precision or dtype"):
-        SpecStackGenerator.from_pretrained(precision="fp32", dtype="float32")
-    with pytest.raises(ValueError, match="unknown dtype 'float8'"):
-        SpecStackGenerator.from_pretrained(dtype="float8")
-
-
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
 def test_a_device_map_goes_to_transformers_and_nothing_is_prepacked(device_map: str | dict[str, str]) -> None:
     pytest.importorskip("accelerate")

@@ -192,8 +192,6 @@ def test_tools_are_written_into_the_prompt(embedded: SpecStackGenerator, start: 
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "--allow-request-templates"),
         ({"extra_body": {"policy": "nope"}}, "nope"),
         ({"extra_body": {"gamma": 99}}, "gamma"),
-        ({"extra_body": {"specprefill": False}}, "it is now sparse_prefill"),
-        ({"extra_body": {"prune": "draft"}}, "it is now sparse_prefill"),
         ({"extra_body": {"sparse_prefill": "maybe"}}, "sparse_prefill must be one of"),
         ({"messages": [{"role": "user", "content": "word " * 40000}]}, "tokens; this server takes"),
     ],
