@@ -205,7 +205,7 @@ class Turn:
             config,
             request.protected,
             self._lost,
-            self._pair.positions == "contiguous",
+            "in_text" if self._pair.positions == "contiguous" else "last",
         )
         self.target.rollback(len(self._slots) - selection.num_held)
         return selection
