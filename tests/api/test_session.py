@@ -292,6 +292,23 @@ def test_recalled_tokens_and_the_new_text_are_one_forward_and_nothing_is_prefill
     assert result.metrics.num_recomputed_tokens == 0
 
 
+def test_a_later_turns_draft_reads_what_is_new_and_nothing_twice() -> None:
+    prompt, question = random_prompt(200), random_prompt(5, seed=8)
+    generator = make_generator(session=EAGER)
+    session = generator.session()
+    prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3, gamma=0).token_ids, *question]
+    fed = num_fed(generator)
+    metrics = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0).metrics
+    assert metrics.num_scored_tokens == len(prompt_2)
+    # Without texts segments are 16 tokens long: here 192 up to 208.
+    assert fed["draft"] == [len(prompt_2) - 192]
+    # New text that is pruned is scored by earlier questions too.
+    long = [*prompt_2, *random_prompt(60, seed=9)]
+    fed["draft"].clear()
+    assert session.generate(input_ids=long, max_tokens=3, gamma=0).metrics.sparse_prefill
+    assert sum(fed["draft"]) >= WINDOW
+
+
 def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(tmp_path: Path) -> None:
     generator = make_generator()
     session, undisturbed = generator.session(), generator.session()
