@@ -95,9 +95,9 @@ class Conversation:
         lost = [position for position in self._lost if position < request.num_cached]
         self._forget_from(request.num_cached, min(num_shared(self.index.token_ids, request.prompt_ids), last))
         self.lookups.reopen()
-        # An edited question belongs to the turn of the earlier one.
+        # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
         is_next = request.num_cached >= self._asked[1]
-        start = request.num_cached if is_next else min(request.num_cached, self._asked[0])
+        start = request.num_cached + 1 if is_next else min(request.num_cached, self._asked[0])
         return Turn(self, self._pair, request, config, room, lost, start)
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:

@@ -92,8 +92,8 @@ class NeedsScore:
 
     @property
     def first_query(self) -> int:
-        """The first token whose segment may hold the question."""
-        return self.prefix.num_tokens if self.is_recall_only else 0
+        """The first token whose segment may hold the question: behind the reply, whose last token is not cached."""
+        return self.prefix.num_tokens + 1 if self.is_recall_only else 0
 
 
 class KnownTexts:

@@ -15,8 +15,8 @@ from tests.support import reference
 def answers_by_slots(
     model: PreTrainedModel, slot_ids: Sequence[int], positions: Sequence[int], num_answer: int
 ) -> list[int]:
-    """Greedy answer tokens by one plain forward over a session's slots in the order written, at their positions. A token
-    sees what was written no later than itself and stands no later. The slots end with the answer less its last one."""
+    """Greedy answer tokens by one plain forward over a session's slots in the order written, at their positions. They
+    end with the answer less its last token. A token sees what was written no later than itself and stands no later."""
     if list(positions) == sorted(positions):
         return reference.logits(model, slot_ids, positions)[-num_answer:].argmax(-1).tolist()
     return _greedy(model, slot_ids, positions, _mask(model, positions), num_answer)
