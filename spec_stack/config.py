@@ -429,8 +429,8 @@ class SamplingParams:
 class SessionConfig:
     """What a session keeps of a conversation, and which dropped text it recalls.
 
-    Recalled text is inserted before the text after the last dropped chunk (recent questions and answers, 256 tokens at
-    most), which is prefilled again.
+    Recalled text attends to earlier text alone. On an SGLang server the text after the last dropped chunk (recent
+    questions and answers, 256 tokens at most) is prefilled again behind it.
     """
 
     recall: bool = option(

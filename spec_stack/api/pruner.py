@@ -317,7 +317,7 @@ class PrunerConversation:
         for _ in range(_MOST_TRIES):
             if config is not None and max_tokens is not None:
                 config = replace(config, keep_rate=min(1.0, max(1, room) / num_new))
-            turn = select_turn(inputs, held, num_old, recalled, config, prompt.protected, in_place=True)
+            turn = select_turn(inputs, held, num_old, recalled, config, prompt.protected)
             kept = {*held, *recalled, *turn.positions}
             over = len(_whole_segments(prompt, kept, True)) - (max_tokens or 0)
             if max_tokens is None or over <= 0 or room <= 1:

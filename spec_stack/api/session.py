@@ -30,8 +30,7 @@ class Session(GenerationMixin):
     cached, and only the rest is prefilled. After an edit, both caches roll back to the last common token.
 
     The target's cache holds the kept tokens, the draft's cache all tokens. The draft scores dropped chunks for a later
-    turn, and recalled chunks are prefilled at their original positions and stay. The text after the last dropped chunk
-    (recent questions and answers) is rolled back first and prefilled again, so that it attends to them.
+    turn, and recalled chunks are prefilled at their original positions, with the new text, and stay.
 
     A turn that is cancelled before its answer leaves the session unchanged.
 
@@ -46,8 +45,8 @@ class Session(GenerationMixin):
 
     Notes
     -----
-    A token attends to every token written before it. Recalled text survives an edit of text written after it, and is
-    dropped by an edit before it. A session may therefore keep other text than a new one; at keep_rate 1.0 both are
+    A token attends to the earlier text that is cached when it is written. Recalled text is dropped by an edit before it
+    alone. A session may therefore keep other text than a new one; at keep_rate 1.0 both are
     equal.
 
     A session answers one call at a time. Sessions of one generator are independent.

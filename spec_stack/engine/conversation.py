@@ -38,6 +38,8 @@ class Conversation:
         self.index = pair.new_draft_cache(prefill_chunk)
         self.lookups = NgramIndex(ngram_cache)
         self.slotted: SlottedDraft | None = None
+        # The last turn's prompt behind earlier turns, half-open.
+        self._asked = (0, 0)
         # Positions that a cancelled or failed turn rolled back; the next turn prefills them again.
         self._lost: list[int] = []
 
@@ -58,7 +60,7 @@ class Conversation:
         other.target = self.target.fork()
         other.index = self.index.fork()
         other.slotted = self.slotted and self.slotted.fork()
-        other._lost = list(self._lost)
+        other._asked, other._lost = self._asked, list(self._lost)
         return other
 
     def settled(self) -> Conversation:
@@ -79,6 +81,7 @@ class Conversation:
         if self.target.next_position > len(token_ids):
             raise ValueError(f"it holds slots past its {len(token_ids)} tokens")
         self.token_ids, self.encoded = token_ids, encoded
+        self._asked = (0, len(token_ids))
 
     def begin(self, request: Request, config: SessionConfig, room: float = math.inf) -> Turn:
         """Roll back to the prefix shared with a request. room: most tokens that may be recalled.
@@ -92,7 +95,10 @@ class Conversation:
         lost = [position for position in self._lost if position < request.num_cached]
         self._forget_from(request.num_cached, min(num_shared(self.index.token_ids, request.prompt_ids), last))
         self.lookups.reopen()
-        return Turn(self, self._pair, request, config, room, lost)
+        # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
+        is_next = request.num_cached >= self._asked[1]
+        start = request.num_cached + 1 if is_next else min(request.num_cached, self._asked[0])
+        return Turn(self, self._pair, request, config, room, lost, start)
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Add a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
@@ -100,6 +106,7 @@ class Conversation:
         if self._ngram_cache is not None:
             self._ngram_cache.remember(request.prompt_ids, answer_ids)
         self.index, self.slotted = turn.index, turn.slotted
+        self._asked = (turn.start, len(request.prompt_ids))
         # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
         self._forget_from(len(self.token_ids))
@@ -135,7 +142,7 @@ class Conversation:
 class Turn:
     """A conversation's caches during one request.
 
-    lost: positions that the target held before a cancelled turn, and lacks now.
+    lost: positions that the target held before a cancelled turn, and lacks now. start: end of the earlier turns.
     """
 
     # Whether all layers of the draft go over the prompt, and whether it drops what the selection drops.
@@ -149,7 +156,9 @@ class Turn:
         config: SessionConfig,
         room: float,
         lost: Sequence[int] = (),
+        start: int = 0,
     ) -> None:
+        self.start = start
         self._pair, self._request, self._config, self._room, self._lost = pair, request, config, room, lost
         self.target, self.index = conversation.target, conversation.index
         self.lookups, self.slotted = conversation.lookups, conversation.slotted
@@ -178,6 +187,8 @@ class Turn:
             self._reads_whole,
             self._on_prefilled,
             request.observer,
+            # Earlier questions have been scored, and count again only where new text is pruned.
+            0 if request.scores else self.start,
         )
         room = max(0, self._room)
         recalled = recall_dropped(inputs, self._dropped, request.num_cached, request.prefill, self._config, room)
@@ -205,7 +216,7 @@ class Turn:
             config,
             request.protected,
             self._lost,
-            self._pair.positions == "contiguous",
+            "in_text" if self._pair.positions == "contiguous" else "last",
         )
         self.target.rollback(len(self._slots) - selection.num_held)
         return selection

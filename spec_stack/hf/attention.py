@@ -164,6 +164,8 @@ def _attend_by_position(
         return _attend_in_blocks(query, key, value, scale, slots, seen, partial(_attend_with_sinks, sinks=sinks))
     if seen.window is not None:
         return _attend_in_windows(query, key, value, scale, slots, seen)
+    if slots.hides_older(num_queries):
+        return _attend_in_blocks(query, key, value, scale, slots, seen, _attend_folded)
     if num_queries in (1, num_keys) or devices.has_flash(query.device, query.dtype):
         return None
     if num_queries > _MAX_FOLDED_QUERIES and query.device.type == "cpu":

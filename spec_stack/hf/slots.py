@@ -59,6 +59,10 @@ class SlotPositions:
         hides = behind < len(self.positions) and self.positions[-1] - self.positions[behind] >= window
         return Seen(first, window, num_sinks) if hides else Seen(first)
 
+    def hides_older(self, num_queries: int) -> bool:
+        """Whether a slot before the newest num_queries tokens is hidden from one of them in every layer."""
+        return False
+
     def shown(self, start: int, seen: Seen) -> tuple[int, int]:
         """Slots visible from slot `start` on: the number of leading slots, and the first slot of the rest."""
         if seen.window is None:
@@ -117,3 +121,29 @@ class RecalledSlots(SlotPositions):
             positions = torch.tensor(self.positions[:stop], device=device)
             visible &= (positions[start:, None] - positions[None]).abs() < seen.window
         return visible[None, None]
+
+
+class InsertedSlots(RecalledSlots):
+    """Recalled slots that attend to earlier positions alone, as in a prompt; so does every other token.
+
+    recalled_end: end of the slots with recalled positions.
+    """
+
+    def __init__(
+        self,
+        positions: Sequence[int],
+        window: int | None = None,
+        num_sinks: int = 0,
+        last_layer: int | None = None,
+        recalled_end: int = 0,
+    ) -> None:
+        super().__init__(positions, window, num_sinks, last_layer)
+        self._recalled_end = recalled_end
+
+    def hides_older(self, num_queries: int) -> bool:
+        return len(self.positions) - num_queries < self._recalled_end
+
+    def _build(self, start: int, stop: int, seen: Seen, device: torch.device) -> torch.Tensor:
+        positions = torch.tensor(self.positions[:stop], device=device)
+        is_earlier = positions[start:, None] >= positions[None]
+        return super()._build(start, stop, seen, device) & is_earlier

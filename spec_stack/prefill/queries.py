@@ -51,6 +51,17 @@ class Candidates:
     def repeated(self) -> tuple[Span, ...]:
         return self.segments[: self.num_repeated]
 
+    def reaching(self, first: int) -> Candidates:
+        """The segments that reach the text from token `first` on; all of them where none does."""
+        num_before = sum(stop <= first for _, stop in self.segments)
+        if num_before == len(self.segments):
+            return self
+        num_repeated = max(0, self.num_repeated - num_before)
+        segments = self.segments[num_before:]
+        borders = [first, *(start for start, _ in segments[num_repeated:])]
+        start = max(self.start, min(borders))
+        return Candidates(segments, self.is_question[num_before:], num_repeated, start, self.opening)
+
 
 def find_candidates(num_tokens: int, pieces: Sequence[str] | None, protected: Sequence[Span] = ()) -> Candidates:
     """Find the segments that may hold the question.

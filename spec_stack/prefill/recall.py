@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,10 @@ from spec_stack.prefill.segments import Segments, make_segments
 from spec_stack.prefill.selection import select
 from spec_stack.prefill.words import shared_words
 from spec_stack.types import Selection
+
+RecallPlace = Literal["last", "before_latest", "in_text"]
+"""Slots of recalled tokens. "last": behind all others, of which later text is hidden from them. "before_latest": behind
+everything that was dropped, or before the last MOST_REWRITTEN slots. "in_text": in text order."""
 
 
 def clip_spans(spans: Sequence[Span], start: int) -> list[Span]:
@@ -113,18 +118,16 @@ def plan_cache_writes(
     recalled: Sequence[int],
     num_cached: int,
     lost: Sequence[int] = (),
-    in_place: bool = False,
+    place: RecallPlace = "last",
 ) -> tuple[int, list[int]]:
     """How many held slots stay, and the positions written behind them, increasing.
 
-    Recalled text is written behind everything that was dropped, or before the last MOST_REWRITTEN slots; with in_place
-    (contiguous positions) in text order. held: positions in the cache, in write order. recalled: recalled positions.
-    lost: positions to be prefilled again.
+    held: positions in the cache, in write order. recalled: recalled positions. lost: positions to be prefilled again.
     """
     num_unchanged = len(held)
-    if recalled and in_place:
+    if recalled and place == "in_text":
         num_unchanged = bisect_left(held, recalled[0])
-    elif recalled:
+    elif recalled and place == "before_latest":
         last_dropped = dropped_positions([*held, *lost], num_cached)[-1]
         num_unchanged = next((slot for slot, position in enumerate(held) if position > last_dropped), num_unchanged)
         # After many turns without a drop, all of them would be behind it.
@@ -140,14 +143,14 @@ def select_turn(
     config: PrefillConfig | None = None,
     protected: Sequence[Span] = (),
     lost: Sequence[int] = (),
-    in_place: bool = False,
+    place: RecallPlace = "last",
 ) -> Selection:
     """Select the target's prefill in a turn: recalled old text, then the kept new text.
 
     config: None keeps all of the new text. The other arguments are those of `plan_cache_writes`. The selection's
     num_held says how many held slots stay; the others are rolled back, and are part of it.
     """
-    num_unchanged, back = plan_cache_writes(held, recalled, num_cached, lost, in_place)
+    num_unchanged, back = plan_cache_writes(held, recalled, num_cached, lost, place)
     prompt_ids = inputs.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:

@@ -64,6 +64,7 @@ def run_draft(
     on_prefilled: Callable[[], None] | None = None,
     pieces: Sequence[str] | None = None,
     protected: Sequence[Span] = (),
+    first_query: int = 0,
 ) -> tuple[CapturedAttention, Proposal]:
     """Prefill the draft with the unseen part of a text, and capture the scoring queries.
 
@@ -71,10 +72,12 @@ def run_draft(
     queries. The draft holds nothing or a prefix of the text, and afterwards the whole text and the look-ahead.
 
     tokenization: the text in the draft's own tokens. num_layers: layers that run; None is all, and fewer make the draft
-    useless for anything else. on_prefilled: called when the draft has seen all but the last queries.
+    useless for anything else. on_prefilled: called when the draft has seen all but the last queries. first_query: first
+    token whose segment may hold the question.
     """
-    num_tokens = len(prompt_ids)
-    found = find_candidates(num_tokens, pieces, protected) if config.queries_from_prompt else None
+    num_tokens, found = len(prompt_ids), None
+    if config.queries_from_prompt:
+        found = find_candidates(num_tokens, pieces, protected).reaching(first_query)
     start = num_tokens - 1 if found is None else found.start
     draft.rollback(max(0, draft.next_position - start))
     if draft.next_position < start:
@@ -173,6 +176,7 @@ def gather_inputs(
     whole: bool = False,
     on_prefilled: Callable[[], None] | None = None,
     observer: Observer | None = None,
+    first_query: int = 0,
 ) -> tuple[ScoringInputs, Proposal]:
     """What the rule scores a prompt by, and the look-ahead as the first proposal (SpecPrefill,
     https://arxiv.org/abs/2502.02789, alg. 1). The draft runs only where the rule needs its attention.
@@ -184,7 +188,16 @@ def gather_inputs(
     if needs_attention(config.scorer):
         num_layers = config.num_scoring_layers if whole else num_layers_needed(config, draft.num_layers)
         attention, proposal = run_draft(
-            draft, prompt_ids, look_ahead, config, tokenization, num_layers, on_prefilled, pieces, protected
+            draft,
+            prompt_ids,
+            look_ahead,
+            config,
+            tokenization,
+            num_layers,
+            on_prefilled,
+            pieces,
+            protected,
+            first_query,
         )
         importance = attention.importance(config)
     inputs = ScoringInputs(prompt_ids, attention, protected, pieces, importance, observer)

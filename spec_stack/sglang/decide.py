@@ -90,6 +90,11 @@ class NeedsScore:
     def is_recall_only(self) -> bool:
         return self.recalls and not self.prunes
 
+    @property
+    def first_query(self) -> int:
+        """The first token whose segment may hold the question: behind the reply, whose last token is not cached."""
+        return self.prefix.num_tokens + 1 if self.is_recall_only else 0
+
 
 class KnownTexts:
     """What a server knows of its prompts: the radix cache, earlier turns, recent plans, the tokenizer.

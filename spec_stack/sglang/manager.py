@@ -274,7 +274,8 @@ class SparsePrefillManager:
         try:
             with self._scorer.working():
                 if pending.work is None:
-                    pending.work = self._scorer.score(needs.prompt, self._known.token_texts(needs.prompt))
+                    texts = self._known.token_texts(needs.prompt)
+                    pending.work = self._scorer.score(needs.prompt, texts, needs.first_query)
                 next(pending.work)
         except StopIteration as end:
             score = end.value

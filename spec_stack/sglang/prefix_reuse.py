@@ -17,7 +17,7 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
+from spec_stack.prefill.recall import RecallPlace, dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.sglang.required_api import RunningRequest
 
@@ -96,10 +96,10 @@ def plan_prefill(
         dropped = dropped_positions(beginning.positions, start)
         recalled = recall_dropped(inputs, dropped, start, config, recalling)
     # At contiguous positions recalled text goes back to its place, and what is behind it is prefilled again.
-    in_place = config.positions == "contiguous"
-    held = sorted(beginning.positions) if in_place else beginning.positions
+    place: RecallPlace = "in_text" if config.positions == "contiguous" else "before_latest"
+    held = sorted(beginning.positions) if place == "in_text" else beginning.positions
     rule = config if prunes else None
-    turn = select_turn(inputs, held, start, recalled, rule, protected, in_place=in_place)
+    turn = select_turn(inputs, held, start, recalled, rule, protected, place=place)
     positions = (*held[: turn.num_held], *turn.positions)
     token_ids = tuple(prompt_ids[position] for position in positions)
     return PrefillPlan(token_ids, positions, len(prompt_ids), start, len(recalled))

@@ -82,11 +82,14 @@ class DraftScorer:
     def forget(self) -> None:
         self._draft.index.clear()
 
-    def score(self, prompt: Prompt, pieces: Sequence[str] | None = None) -> Generator[None, None, Score]:
+    def score(
+        self, prompt: Prompt, pieces: Sequence[str] | None = None, first_query: int = 0
+    ) -> Generator[None, None, Score]:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
         PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
+        first_query: first token whose segment may hold the question.
 
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
@@ -94,7 +97,9 @@ class DraftScorer:
         num_tokens, config = len(prompt.token_ids), prompt.config
         # First layers alone cannot predict the next token, so they draft no look-ahead.
         num_layers, window = config.resolved_scoring_layers, _window(prompt)
-        found = find_candidates(num_tokens, pieces, prompt.spans) if config.queries_from_prompt else None
+        found = None
+        if config.queries_from_prompt:
+            found = find_candidates(num_tokens, pieces, prompt.spans).reaching(first_query)
         num_in_place = 1 if found is None else num_tokens - found.start
         spans = () if found is None else found.repeated
         repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.api.session import Session
+from spec_stack.config import DraftStep
 from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
 from spec_stack.prefill.segments import ChunkSegments
@@ -42,6 +43,18 @@ def slots(session: Session) -> tuple[list[int], list[int]]:
     target = session._conversation.target
     positions = list(target.positions)
     return [session._conversation.token_ids[position] for position in positions], positions
+
+
+def num_fed(generator: SpecStackGenerator) -> dict[str, list[int]]:
+    """The tokens of every forward from now on, by model."""
+    fed: dict[str, list[int]] = {"target": [], "draft": []}
+    for role, model in (("target", generator.target), ("draft", generator.draft)):
+
+        def note(module: Any, args: Any, options: dict[str, Any], sizes: list[int] = fed[role]) -> None:
+            sizes.append(options["input_ids"].shape[1])
+
+        model.register_forward_pre_hook(note, with_kwargs=True)
+    return fed
 
 
 @pytest.mark.parametrize("seed", others_nightly(range(20), usual=range(8)))
@@ -207,6 +220,25 @@ def test_rare_words_of_the_question_bring_their_chunk_back_whatever_attention_sa
     assert session.num_dropped_tokens >= 180
 
 
+@pytest.mark.parametrize(("prefill_chunk", "draft_step"), [(16, "auto"), (2048, "static")])
+def test_recalled_tokens_see_earlier_text_alone_in_pieces_and_beside_fixed_shapes(
+    prefill_chunk: int, draft_step: DraftStep
+) -> None:
+    prefill = replace(SPARSE, prefill_chunk=prefill_chunk, chunk_size=4)
+    config = SpecStackConfig(prefill, session=replace(EAGER, max_recalled_chunks=3))
+    generator = SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config, draft_step=draft_step)
+    plain, session, prompt = make_model(seed=1), generator.session(), random_prompt(200)
+    recalled = []
+    for seed in range(5):
+        result = session.generate(input_ids=prompt, max_tokens=4)
+        recalled.append(result.metrics.num_recalled_tokens)
+        ids, positions = slots(session)
+        assert reference_session.answers_by_slots(plain, ids, positions, 4) == result.token_ids
+        prompt = [*prompt, *result.token_ids, *random_prompt(3, seed=seed)]
+    # With three new tokens they fit into a fixed forward of 16.
+    assert 0 < min(count for count in recalled if count) <= 12
+
+
 def test_spans_are_clipped_to_the_new_text() -> None:
     assert clip_spans([(0, 3), (5, 9), (12, 14)], 7) == [(0, 2), (5, 7)]
     assert clip_spans([(0, 7)], 7) == []
@@ -245,17 +277,36 @@ def test_a_restored_chunk_stays_when_text_behind_it_is_edited() -> None:
     assert edited.metrics.num_recalled_tokens == 0
 
 
-def test_what_comes_back_is_written_before_what_stands_behind_all_that_was_dropped() -> None:
+def test_recalled_tokens_and_the_new_text_are_one_forward_and_nothing_is_prefilled_again() -> None:
     prompt, question = random_prompt(200), random_prompt(5, seed=8)
-    session = make_generator(session=EAGER).session()
+    generator = make_generator(session=EAGER)
+    session = generator.session()
     prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3).token_ids, *question]
     held, num_cached = slots(session)[1], 202
-    result = session.generate(input_ids=prompt_2, max_tokens=3)
+    fed = num_fed(generator)
+    result = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0)
     restored = sorted({*range(num_cached)} & {*slots(session)[1]} - {*held})
     assert result.metrics.num_recalled_tokens == len(restored) > 0
-    old = reference_session.slots_with_restored(held, restored, num_cached, "position")
-    assert slots(session)[1] == [*old, *range(num_cached, 210)]
-    assert result.metrics.num_recomputed_tokens > 0
+    assert slots(session)[1] == [*held, *restored, *range(num_cached, 210)]
+    assert fed["target"] == [len(restored) + len(prompt_2) - num_cached, 1, 1]
+    assert result.metrics.num_recomputed_tokens == 0
+
+
+def test_a_later_turns_draft_reads_what_is_new_and_nothing_twice() -> None:
+    prompt, question = random_prompt(200), random_prompt(5, seed=8)
+    generator = make_generator(session=EAGER)
+    session = generator.session()
+    prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3, gamma=0).token_ids, *question]
+    fed = num_fed(generator)
+    metrics = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0).metrics
+    assert metrics.num_scored_tokens == len(prompt_2)
+    # Without texts segments are 16 tokens long: here 192 up to 208.
+    assert fed["draft"] == [len(prompt_2) - 192]
+    # New text that is pruned is scored by earlier questions too.
+    long = [*prompt_2, *random_prompt(60, seed=9)]
+    fed["draft"].clear()
+    assert session.generate(input_ids=long, max_tokens=3, gamma=0).metrics.sparse_prefill
+    assert sum(fed["draft"]) >= WINDOW
 
 
 def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(tmp_path: Path) -> None:

@@ -120,6 +120,9 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
     given = [*_positions(first), *range(len(prompt), start)]
     pieces = Pieces(reference.tokenizer).of(longer)
     found = find_candidates(len(longer), pieces, [(start, stop) for start, stop in special_spans(longer)])
+    if set(range(start, len(longer))) <= set(_positions(reply)):
+        # New text that is not pruned is scored by its own queries.
+        found = found.reaching(start + 1)
     cut = found.num_repeated
     wanted = question_importance(
         eager_draft, longer, found.segments[:cut], found.segments[cut:], found.is_question, found.opening, mean=True

@@ -15,9 +15,11 @@ from tests.support import reference
 def answers_by_slots(
     model: PreTrainedModel, slot_ids: Sequence[int], positions: Sequence[int], num_answer: int
 ) -> list[int]:
-    """Greedy answer tokens by one plain forward over a session's slots in the order written, at their positions. The
-    slots end with the answer less its last token."""
-    return reference.logits(model, slot_ids, positions)[-num_answer:].argmax(-1).tolist()
+    """Greedy answer tokens by one plain forward over a session's slots in the order written, at their positions. They
+    end with the answer less its last token. A token sees what was written no later than itself and stands no later."""
+    if list(positions) == sorted(positions):
+        return reference.logits(model, slot_ids, positions)[-num_answer:].argmax(-1).tolist()
+    return _greedy(model, slot_ids, positions, _mask(model, positions), num_answer)
 
 
 def dropped_chunks_to_restore(
@@ -103,21 +105,36 @@ def eager_greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int)
 def answers_by_slots_and_windows(
     model: PreTrainedModel, slot_ids: Sequence[int], positions: Sequence[int], num_answer: int
 ) -> list[int]:
-    """The same for a model some of whose layers slide: there a token sees what was written no later than itself and
-    stands less than the window away, by an explicit mask."""
-    num_slots, window = len(positions), model.config.sliding_window
-    masks = {}
-    for kind in ("full_attention", "sliding_attention"):
-        mask = torch.full((num_slots, num_slots), torch.finfo(model.dtype).min)
-        for query in range(num_slots):
-            for key in range(query + 1):
-                if kind == "full_attention" or abs(positions[query] - positions[key]) < window:
-                    mask[query, key] = 0
-        masks[kind] = mask[None, None]
+    """The same for a model some of whose layers slide: there what it sees stands less than the window before it."""
+    masks = {
+        "full_attention": _mask(model, positions),
+        "sliding_attention": _mask(model, positions, model.config.sliding_window),
+    }
+    return _greedy(model, slot_ids, positions, masks, num_answer)
+
+
+def _mask(model: PreTrainedModel, positions: Sequence[int], window: int | None = None) -> torch.Tensor:
+    num_slots = len(positions)
+    mask = torch.full((num_slots, num_slots), torch.finfo(model.dtype).min)
+    for query in range(num_slots):
+        for key in range(query + 1):
+            distance = positions[query] - positions[key]
+            if distance >= 0 and (window is None or distance < window):
+                mask[query, key] = 0
+    return mask[None, None]
+
+
+def _greedy(
+    model: PreTrainedModel,
+    slot_ids: Sequence[int],
+    positions: Sequence[int],
+    mask: torch.Tensor | dict[str, torch.Tensor],
+    num_answer: int,
+) -> list[int]:
     with torch.no_grad():
         output = model(
             torch.tensor([list(slot_ids)]),
-            attention_mask=masks,
+            attention_mask=mask,
             position_ids=torch.tensor([list(positions)]),
             use_cache=False,
         )
