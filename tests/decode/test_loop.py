@@ -103,14 +103,26 @@ def test_a_policy_that_changes_its_mind_every_step_changes_no_token(
 
 @pytest.mark.parametrize(
     ("draft", "draft_context", "queries", "look_ahead"),
-    [
-        *(
-            ("similar", context, *queries)
-            for context in ("full", "kept")
-            for queries in (("look_ahead", 0), ("look_ahead", 1), ("look_ahead", 8), ("prompt", 8))
-        ),
-        *((draft, "full", *queries) for draft in ("random", "equal") for queries in (("look_ahead", 8), ("prompt", 8))),
-    ],
+    others_nightly(
+        [
+            *(
+                ("similar", context, *queries)
+                for context in ("full", "kept")
+                for queries in (("look_ahead", 0), ("look_ahead", 1), ("look_ahead", 8), ("prompt", 8))
+            ),
+            *(
+                (draft, "full", *queries)
+                for draft in ("random", "equal")
+                for queries in (("look_ahead", 8), ("prompt", 8))
+            ),
+        ],
+        usual=[
+            *(("similar", "full", "look_ahead", number) for number in (0, 1, 8)),
+            ("similar", "kept", "look_ahead", 1),
+            ("similar", "kept", "prompt", 8),
+            ("random", "full", "prompt", 8),
+        ],
+    ),
 )
 def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
     draft: str, draft_context: DraftContext, queries: ScoringQueries, look_ahead: int, target: PreTrainedModel

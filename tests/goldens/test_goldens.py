@@ -268,7 +268,7 @@ def stream_of_serve() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("draft_step", ["auto", "static"])
+@pytest.mark.parametrize("draft_step", ["auto", pytest.param("static", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_the_output_is_the_golden_one(name: str, draft_step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STEP, "draft_step", draft_step)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -125,8 +124,15 @@ def test_one_graph_without_a_break_serves_200_steps_over_the_borders_of_buckets(
         thread.submit(compile_once_for_200_steps, monkeypatch).result()
 
 
+def compile_counter() -> Any:
+    # Imported here, since it takes two seconds.
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend("eager")
+
+
 def compile_once_for_200_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = CompileCounterWithBackend("eager")
+    counter = compile_counter()
     step = compiled_step(monkeypatch, counter, 2.0, 1.0)
     assert str(step) == "compiled"
     assert counter.frame_count == 1
@@ -143,8 +149,9 @@ def compile_once_for_200_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.nightly
 def test_a_verification_is_one_graph_a_width_too() -> None:
-    model, counter = SHARED["qwen2"], CompileCounterWithBackend("eager")
+    model, counter = SHARED["qwen2"], compile_counter()
     torch._dynamo.reset()
     compiled = torch.compile(fixed_step.fixed_forward, fullgraph=True, backend=counter, dynamic=False)
     shape = 1, model.config.num_key_value_heads, 256, model.config.head_dim
