@@ -25,9 +25,9 @@ def test_policies_change_gamma_and_no_token(
     gammas, num_steps, seed = set[int](), 0, 50
     while len(gammas) < 2 and num_steps <= 2 * TUNING.check_every:
         prompts = [reference.prompt(100 + 30 * index, seed=seed + index) for index in range(num_requests)]
-        replies = server.generate_all([(prompt, {"max_new_tokens": 80, "policy": policy}) for prompt in prompts])
+        replies = server.generate_all([(prompt, {"max_new_tokens": 48, "policy": policy}) for prompt in prompts])
         for prompt, reply in zip(prompts, replies, strict=True):
-            assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=80)
+            assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=48)
         traces = [reply["meta_info"]["spec_stack"]["gamma_trace"] for reply in replies]
         gammas.update(*traces)
         num_steps += max(map(len, traces))
