@@ -27,7 +27,7 @@ BY_HOOK: dict[str, tuple[str, ...]] = {
 OF_THE_WORKER = (
     *("choosing", "capping", "switching", "learning", "caps", "finding penalties", "penalties", "forgetting"),
 )
-# A round that fails does so again and again, and of a kind of failure the first tracebacks alone are logged: it is last.
+# A round fails again and again, and of a kind of failure only the first tracebacks are logged: it is last.
 FAULTS = (*(fault for faults in BY_HOOK.values() for fault in faults if fault != "round"), *OF_THE_WORKER, "round")
 # The others of a hook that has several are left to the night.
 FIRST = {*(faults[0] for faults in BY_HOOK.values() if faults), "scoring", "placing", "choosing", "penalties"}
