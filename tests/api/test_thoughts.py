@@ -36,7 +36,7 @@ def generator() -> SpecStackGenerator:
     return thinker()
 
 
-@pytest.mark.parametrize("gamma", [0, 4])
+@pytest.mark.parametrize("gamma", others_nightly([0, 4], usual=[4]))
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form["type"])
 def test_the_format_holds_behind_the_thought(form: dict[str, Any], gamma: int, generator: SpecStackGenerator) -> None:
     result = generator.generate(messages=CHAT, response_format=form, max_tokens=64, gamma=gamma)

@@ -24,8 +24,8 @@ PRINTS = {
     "streaming.py": "because of: length",
     "structured.py": "the keys: name, age, is_here",
 }
-# What the page "Quickstart" shows too, and the goldens.
-_NIGHTLY = {"quickstart.py", "compare_with_plain.py"}
+# What the page "Quickstart" shows too, the goldens, and the example of a chat.
+_NIGHTLY = {"agent.py", "quickstart.py", "compare_with_plain.py"}
 _SLOW = {"agent.py", "chat_loop.py", "lora.py", "openai_server.py", "proxy.py", "quickstart.py", "rag.py"}
 
 

@@ -29,7 +29,11 @@ def generator(target: PreTrainedModel, draft: PreTrainedModel) -> SpecStackGener
 
 
 @pytest.mark.parametrize(
-    "options", [{"gamma": 4}, {"gamma": 1}, {"policy": "throughput"}, {"gamma": 2, "proposer": "both"}]
+    "options",
+    others_nightly(
+        [{"gamma": 4}, {"gamma": 1}, {"policy": "throughput"}, {"gamma": 2, "proposer": "both"}],
+        usual=[{"policy": "throughput"}, {"gamma": 2, "proposer": "both"}],
+    ),
 )
 @pytest.mark.parametrize("seed", others_nightly([0, 1], usual=[1]))
 def test_greedy_tokens_are_the_targets_own_while_the_slots_are_chosen_anew(

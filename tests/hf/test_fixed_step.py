@@ -27,6 +27,7 @@ from spec_stack.hf.fixed_step import WIDTHS, FixedCache, FixedStep, why_eager
 from spec_stack.hf.model import CachedModel
 from tests.support.cuda import Operators, blocking_copies, read_backs
 from tests.support.models import FAMILIES, VOCAB, make_model, random_prompt
+from tests.support.nightly import others_nightly
 from tests.support.tiny_architectures import CONFIGS
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-3}
@@ -208,7 +209,7 @@ def on_meta(num_ids: int | None) -> FixedCache:
     return FixedCache(FixedStep(model, "static", num_ids), keys, values)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 16])
+@pytest.mark.parametrize("num_tokens", others_nightly([1, 3, 16], usual=[3]))
 def test_nothing_waits_for_the_device_in_a_forward_or_between_drafted_tokens(num_tokens: int) -> None:
     cache = on_meta(VOCAB)
     with blocking_copies() as copies, read_backs() as reads:
