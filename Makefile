@@ -24,20 +24,24 @@ OF_TRANSFORMERS := -e '/^tokenizers==/d' -e '/^huggingface_hub==/d'
 TORCH_CPU_INDEX ?=
 TORCH_FIRST = $(if $(TORCH_CPU_INDEX),$(1)/bin/python $(PIP_INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) $(shell grep -w '^torch' $(2)))
 
-.PHONY: demo check test core-test lint docs docs-serve serving-test clean
+.PHONY: demo check quick-test test core-test lint docs docs-serve serving-test clean
 
 demo: $(VENV)/.ready
 	$(BIN)/spec-stack demo
 
 # `make check CHECK="not nightly"` leaves nothing out that `make test` runs of the core.
-CHECK ?= not slow
-check: lint
+CHECK ?= not slow and not nightly
+check:
+	$(MAKE) --jobs=2 --output-sync=line lint quick-test
+
+quick-test: $(VENV)/.ready
 	$(PYTEST) -m "$(CHECK) and not serving and not gpu"
 
 # Left out here are the tests marked `nightly`, each one more kind of what another shows; `make test TESTS=` has them.
 TESTS ?= not nightly
 # The two suites run side by side: tests of servers wait half of the time.
-test: lint docs
+test:
+	$(MAKE) --jobs=2 --output-sync=line lint docs
 	$(MAKE) --jobs=2 --output-sync=line core-test serving-test
 
 core-test: $(VENV)/.ready

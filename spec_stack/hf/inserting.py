@@ -21,7 +21,7 @@ class InsertingModel(CachedModel):
 
     def _open_fixed(self, num_tokens: int, num_more: int = 0) -> FixedCache | None:
         # A fixed forward masks by slot.
-        return None if self._recalled_end > len(self._positions) else super()._open_fixed(num_tokens, num_more)
+        return None if self._recalled_end > len(self.positions) else super()._open_fixed(num_tokens, num_more)
 
     def _open_slots(
         self, window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
@@ -29,4 +29,4 @@ class InsertingModel(CachedModel):
         slots = super()._open_slots(window, num_sinks, last_layer)
         if not isinstance(slots, RecalledSlots):
             return slots
-        return InsertedSlots(self._positions, window, num_sinks, last_layer, self._recalled_end)
+        return InsertedSlots(self.positions, window, num_sinks, last_layer, self._recalled_end)

@@ -240,7 +240,7 @@ def open_pair(
         configs=configs,
         tokenizers=load_tokenizers(*sources, hub),
         precisions=precisions,
-        packs=_packs(precisions, on, prepack_linears, device_map),
+        packs=_packs(precisions, on, prepack_linears, device_map, load.draft_step == "compiled"),
         device=on,
         predictors=predictors_beside(sources[1]),
         hub=hub,
@@ -265,15 +265,18 @@ def _packs(
     on: torch.device,
     asked: bool | None,
     device_map: DeviceMap | None,
+    is_draft_compiled: bool,
 ) -> tuple[bool, bool]:
     """Whether each model is prepacked: by default, where possible. Raises ValueError if requested but impossible."""
+    if asked and is_draft_compiled:
+        raise ValueError('draft_step="compiled" excludes prepack_linears=True; leave one of them out')
     # A layer that accelerate may move must stay unchanged.
     first, second = (asked is not False and device_map is None and can_prepack(on, each.dtype) for each in precisions)
     if asked and not (first and second):
         refused = precisions[1 if first else 0].name
         place = f"on {on}" if device_map is None else "under a device_map"
         raise ValueError(f"linear layers cannot be prepacked {place} in {refused}; leave prepack_linears out")
-    return first, second
+    return first, second and not is_draft_compiled
 
 
 def _shell(config: Any) -> PreTrainedModel:

@@ -30,6 +30,7 @@ from spec_stack.api.custom_generate import forget
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.versions import CACHE_NAMES
 from tests.support.models import VOCAB, make_model, random_prompt
+from tests.support.nightly import others_nightly
 
 PROMPT = "def read_lines(path):\n"
 
@@ -46,7 +47,7 @@ def plain() -> PreTrainedModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gamma", [None, 0, 4])
+@pytest.mark.parametrize("gamma", others_nightly([None, 0, 4], usual=[None, 0]))
 def test_greedy_sequences_are_those_of_plain_generate(
     plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel, gamma: int | None
 ) -> None:
@@ -167,7 +168,7 @@ def test_sampling_is_reproducible_by_torchs_seed_and_stays_within_top_k(
 def test_sampled_first_tokens_have_the_models_distribution(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     inputs = ids_of(8)
     torch.manual_seed(0)
-    num = 800
+    num = 400
     rows = target.generate(
         **inputs,
         max_new_tokens=1,
@@ -189,13 +190,19 @@ def test_sampled_first_tokens_have_the_models_distribution(target: PreTrainedMod
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"repetition_penalty": 1.7},
-        {"min_new_tokens": 12, "eos_token_id": list(range(2, 40))},
-        {"no_repeat_ngram_size": 2},
-        {"bad_words_ids": [[5], [7, 9]]},
-        {"repetition_penalty": 1.3, "suppress_tokens": [3, 4, 5, 6]},
-    ],
+    others_nightly(
+        [
+            {"repetition_penalty": 1.7},
+            {"min_new_tokens": 12, "eos_token_id": list(range(2, 40))},
+            {"no_repeat_ngram_size": 2},
+            {"bad_words_ids": [[5], [7, 9]]},
+            {"repetition_penalty": 1.3, "suppress_tokens": [3, 4, 5, 6]},
+        ],
+        usual=[
+            {"repetition_penalty": 1.3, "suppress_tokens": [3, 4, 5, 6]},
+            {"min_new_tokens": 12, "eos_token_id": list(range(2, 40))},
+        ],
+    ),
     ids=str,
 )
 def test_a_generation_configs_processors_apply_as_in_plain_generate(
@@ -265,7 +272,9 @@ BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("lengths", [pytest.param((20,), marks=pytest.mark.nightly), (9, 20, 14)], ids=str)
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize(
+    "kind", others_nightly(BATCHES, usual=["prefix function", "counting", "encoder repetition penalty", "criterion"])
+)
 def test_every_row_of_a_batch_has_processors_and_criteria_of_its_own(
     plain: PreTrainedModel, target: PreTrainedModel, kind: str, lengths: tuple[int, ...]
 ) -> None:
@@ -348,7 +357,13 @@ def test_xgrammars_own_processor_holds_for_one_row(
     assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("warpers", [[TopPLogitsWarper(0.3), TemperatureLogitsWarper(5.0)], [TopPLogitsWarper(0.01)]])
+@pytest.mark.parametrize(
+    "warpers",
+    [
+        [TopPLogitsWarper(0.3), TemperatureLogitsWarper(5.0)],
+        pytest.param([TopPLogitsWarper(0.01)], marks=pytest.mark.nightly),
+    ],
+)
 def test_warpers_of_the_caller_go_in_the_order_of_plain_generate(
     target: PreTrainedModel, draft: PreTrainedModel, warpers: list[Any]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spec_stack import SpecStackGenerator
+from tests.support.nightly import others_nightly
 from tests.support.thinking import (
     ANSWER,
     MARKED,
@@ -35,7 +36,7 @@ def generator() -> SpecStackGenerator:
     return thinker()
 
 
-@pytest.mark.parametrize("gamma", [0, 4])
+@pytest.mark.parametrize("gamma", others_nightly([0, 4], usual=[4]))
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form["type"])
 def test_the_format_holds_behind_the_thought(form: dict[str, Any], gamma: int, generator: SpecStackGenerator) -> None:
     result = generator.generate(messages=CHAT, response_format=form, max_tokens=64, gamma=gamma)
@@ -77,7 +78,7 @@ def test_a_thought_that_the_template_leaves_out_has_no_part_in_it(generator: Spe
     assert (json.loads(result.content).keys(), result.reasoning) == ({"warm"}, "")
 
 
-@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("name", others_nightly(MARKED, usual=["think", "Mistral", "Command A", "GPT-OSS"]))
 def test_a_thought_between_the_marks_of_a_template_is_no_content(name: str, tmp_path: Path) -> None:
     marked = MARKED[name]
     chat = marked_generator(marked, tmp_path)

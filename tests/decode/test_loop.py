@@ -103,10 +103,17 @@ def test_a_policy_that_changes_its_mind_every_step_changes_no_token(
 
 @pytest.mark.parametrize(
     ("draft", "queries", "look_ahead"),
-    [
-        *(("similar", "look_ahead", look_ahead) for look_ahead in (0, 1)),
-        *((draft, *queries) for draft in DRAFTS for queries in (("look_ahead", 8), ("prompt", 8))),
-    ],
+    others_nightly(
+        [
+            *(("similar", "look_ahead", look_ahead) for look_ahead in (0, 1)),
+            *((draft, *queries) for draft in DRAFTS for queries in (("look_ahead", 8), ("prompt", 8))),
+        ],
+        usual=[
+            *(("similar", "look_ahead", number) for number in (0, 1, 8)),
+            ("similar", "prompt", 8),
+            ("random", "prompt", 8),
+        ],
+    ),
 )
 def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
     draft: str, queries: ScoringQueries, look_ahead: int, target: PreTrainedModel
@@ -280,7 +287,7 @@ def test_signals_are_entropy_in_bits_and_the_largest_probability() -> None:
     assert entropy_and_confidence(torch.tensor([0.0, -torch.inf, -torch.inf])) == (0.0, 1.0, 0)
 
 
-@pytest.mark.parametrize("gamma", [1, 4, 8])
+@pytest.mark.parametrize("gamma", others_nightly([1, 4, 8], usual=[4]))
 def test_the_embedded_pair_is_lossless_too(gamma: int, embedded: SpecStackGenerator) -> None:
     prompt = embedded.tokenizer("def read_lines(path):\n").input_ids
     expected = reference.greedy(embedded.target, prompt, 60)

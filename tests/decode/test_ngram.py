@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 from transformers import PreTrainedModel
@@ -27,6 +27,7 @@ from tests.support import reference
 from tests.support.controller_data import step
 from tests.support.enumeration import StoppedClock, chain_model, exact_law
 from tests.support.models import make_model, make_tokenizer, random_prompt
+from tests.support.nightly import others_nightly
 from tests.support.reference_lookup import chain_law
 
 
@@ -35,8 +36,19 @@ def repeating_prompt(seed: int = 0) -> list[int]:
     return [*part, *random_prompt(10, seed + 1), *part, *part[:10]]
 
 
-@pytest.mark.parametrize("proposer", ["ngram", "both"])
-@pytest.mark.parametrize("policy", ["throughput", "fixed", "confidence", "heuristic", "ema", "speckv"])
+@pytest.mark.parametrize(
+    ("policy", "proposer"),
+    others_nightly(
+        product(("throughput", "fixed", "confidence", "heuristic", "ema", "speckv"), ("ngram", "both")),
+        usual=[
+            ("throughput", "ngram"),
+            ("fixed", "both"),
+            ("throughput", "both"),
+            ("speckv", "both"),
+            ("ema", "ngram"),
+        ],
+    ),
+)
 @pytest.mark.parametrize("seed", [0])
 def test_greedy_tokens_are_the_targets_own_whoever_proposes(
     proposer: str, policy: str, seed: int, target: PreTrainedModel, draft: PreTrainedModel
@@ -64,7 +76,7 @@ def looping(embedded: SpecStackGenerator) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gamma", [0, 1, 4])
+@pytest.mark.parametrize("gamma", others_nightly([0, 1, 4], usual=[4]))
 def test_the_embedded_pair_copies_in_fewer_steps_and_loses_nothing(gamma: int, embedded: SpecStackGenerator) -> None:
     prompt = looping(embedded)
     options = {"input_ids": prompt, "max_tokens": 60, "ignore_eos": True, "gamma": gamma}

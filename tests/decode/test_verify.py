@@ -16,6 +16,7 @@ from spec_stack.hf.sampling import make_warp
 from spec_stack.types import Proposal
 from tests.support import reference
 from tests.support.models import make_model, make_tokenizer
+from tests.support.nightly import others_nightly
 
 
 def one_hot_logits(*choices: int) -> torch.Tensor:
@@ -122,7 +123,7 @@ def random_rows(num: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gamma", [0, 1, 2])
+@pytest.mark.parametrize("gamma", others_nightly([0, 1, 2], usual=[0, 2]))
 def test_rejection_sampling_has_the_enumerated_law(gamma: int) -> None:
     target, draft = random_rows(gamma + 1, 1), random_rows(max(gamma, 1), 2)[:gamma]
     law = reference.speculative_law(target, draft)
@@ -229,7 +230,7 @@ def test_sampled_text_of_the_real_loop_has_the_targets_distribution(pruned: bool
     assert len(positions) == (16 if pruned else 40)
     law = pair_law(generator.target, [prompt[position] for position in positions], positions, 40)
 
-    num_draws, counts = 500, np.zeros((5, 5))
+    num_draws, counts = 250, np.zeros((5, 5))
     for seed in range(num_draws):
         result = generator.generate(input_ids=prompt, seed=seed, **options)
         counts[result.token_ids[1], result.token_ids[2]] += 1

@@ -34,7 +34,9 @@ def test_a_rule_put_into_the_package_has_a_name_in_python_and_on_the_command_lin
     assert '"sparse_prefill": true' in answer
 
 
+# By day tests/serve/test_plugins.py starts a server with a module of the user.
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rule_in_a_module_of_ones_own_has_a_name_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from tests.support.tiny_architectures import CONFIGS
 
 # Pages that prefill thousands of tokens densely, for comparison, and one that records runs.
 _SLOW = {"README.md", "docs/quickstart.md", "docs/add-a-policy.md"}
+_NIGHTLY = {"docs/add-a-policy.md"}
 _RUN = [page for page in PAGES if any(block.is_run for block in python_blocks(page))]
 _PATH = re.compile(r"(?<![\w./-])(?:experiments|tests|spec_stack|examples|docs)/[\w./-]*\w")
 _MODULE = re.compile(r"-m ((?:experiments|tests)[\w.]*\w)")
@@ -49,7 +50,8 @@ def tables() -> Iterator[None]:
 
 def _marked(page: Path) -> Any:
     name = name_of(page)
-    return pytest.param(page, id=name, marks=[pytest.mark.slow] if name in _SLOW else [])
+    slow, nightly = [pytest.mark.slow] if name in _SLOW else [], [pytest.mark.nightly] if name in _NIGHTLY else []
+    return pytest.param(page, id=name, marks=[*slow, *nightly])
 
 
 @pytest.mark.parametrize("page", [_marked(page) for page in _RUN])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +24,17 @@ PRINTS = {
     "streaming.py": "because of: length",
     "structured.py": "the keys: name, age, is_here",
 }
+# What the page "Quickstart" shows too, the goldens, and the example of a chat.
+_NIGHTLY = {"agent.py", "quickstart.py", "compare_with_plain.py"}
 _SLOW = {"agent.py", "chat_loop.py", "lora.py", "openai_server.py", "proxy.py", "quickstart.py", "rag.py"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in PRINTS]
-)
+def _marked(name: str) -> Any:
+    slow, nightly = [pytest.mark.slow] if name in _SLOW else [], [pytest.mark.nightly] if name in _NIGHTLY else []
+    return pytest.param(name, marks=[*slow, *nightly])
+
+
+@pytest.mark.parametrize("name", map(_marked, PRINTS))
 def test_an_example_runs_and_prints_its_point(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert PRINTS[name] in capsys.readouterr().out

@@ -29,7 +29,11 @@ def generator(target: PreTrainedModel, draft: PreTrainedModel) -> SpecStackGener
 
 
 @pytest.mark.parametrize(
-    "options", [{"gamma": 4}, {"gamma": 1}, {"policy": "throughput"}, {"gamma": 2, "proposer": "both"}]
+    "options",
+    others_nightly(
+        [{"gamma": 4}, {"gamma": 1}, {"policy": "throughput"}, {"gamma": 2, "proposer": "both"}],
+        usual=[{"policy": "throughput"}, {"gamma": 2, "proposer": "both"}],
+    ),
 )
 @pytest.mark.parametrize("seed", others_nightly([0, 1], usual=[1]))
 def test_greedy_tokens_are_the_targets_own_while_the_slots_are_chosen_anew(
@@ -172,7 +176,10 @@ def slotted_with_noted_choices() -> tuple[SlottedDraft, list[int], list[int]]:
     return (*slotted(choose), chosen_at)
 
 
-@pytest.mark.parametrize(("num_right", "every"), [(4, 64), (3, 64), (2, 64), (1, 8), (0, 8)])
+@pytest.mark.parametrize(
+    ("num_right", "every"),
+    others_nightly([(4, 64), (3, 64), (2, 64), (1, 8), (0, 8)], usual=[(4, 64), (2, 64), (1, 8)]),
+)
 def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_or_more_is_wrong(num_right: int, every: int) -> None:
     draft, text, chosen_at = slotted_with_noted_choices()
     while len(text) < 320:

@@ -60,6 +60,7 @@ def test_selection_loses_no_more_than_recorded(calibrated: SpecStackGenerator, e
     assert more.low <= NOISE, f"{more.value:+.3f} nats/token [{more.low:+.3f}, {more.high:+.3f}] more than recorded"
 
 
+@pytest.mark.nightly
 def test_a_worse_rule_fails_the_gate(
     calibrated: SpecStackGenerator, expected: list[float], worse_rules: list[str]
 ) -> None:

@@ -52,7 +52,6 @@ SLIDING = [name for name in CONFIGS if "sliding" in reference_architectures.atte
 RECURRENT = [name for name in CONFIGS if has_states(CONFIGS[name])]
 # One of each kind: plain, sliding windows, sinks, an attention with a recurrent state before and beside it.
 KINDS = ("Llama", "Gemma3", "GPT-OSS", "Qwen3.5", "Falcon-H1")
-BY_KIND = [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in EXACT_DECODING]
 # Of a prompt and of the pooling; and of the chunks of a prefill.
 SIZES = [(NUM_PROMPT, 5), (NUM_PROMPT, 1), (WINDOW - 4, 3)]
 CHUNKS = [7, 4096, 1]
@@ -175,7 +174,7 @@ def test_only_tokens_whose_logits_are_wanted_pass_the_last_layer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BY_KIND)
+@pytest.mark.parametrize("name", others_nightly(EXACT_DECODING, usual=["Gemma3", "GPT-OSS", "Qwen3.5"]))
 def test_greedy_speculation_gives_the_targets_own_tokens_past_acceptances_and_rejections(name: str) -> None:
     runs = [matrix.decoded(name, seed) for seed in range(2)]
     assert [run.num_equal for run in runs] == [run.num_tokens for run in runs]
@@ -184,7 +183,7 @@ def test_greedy_speculation_gives_the_targets_own_tokens_past_acceptances_and_re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BY_KIND)
+@pytest.mark.parametrize("name", others_nightly(EXACT_DECODING, usual=["Llama", "Gemma3", "Falcon-H1"]))
 def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(name: str) -> None:
     # Its disturbed self may propose nothing but its own tokens, and another model hardly any of them.
     own = name if name in SCORERS else "Mistral"
@@ -194,7 +193,11 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(name: st
 
 
 @pytest.mark.parametrize(
-    ("target", "draft"), [("Qwen3.5", "Llama"), ("Qwen3", "Falcon-H1"), ("Gemma3", "GPT-OSS"), ("Bamba", "Gemma3")]
+    ("target", "draft"),
+    others_nightly(
+        [("Qwen3.5", "Llama"), ("Qwen3", "Falcon-H1"), ("Gemma3", "GPT-OSS"), ("Bamba", "Gemma3")],
+        usual=[("Qwen3", "Falcon-H1"), ("Gemma3", "GPT-OSS")],
+    ),
 )
 def test_target_and_draft_may_be_of_different_architectures(target: str, draft: str) -> None:
     run = matrix.decoded_sparsely(target, draft)
@@ -205,7 +208,7 @@ def test_target_and_draft_may_be_of_different_architectures(target: str, draft: 
     ("name", "seed"),
     others_nightly(
         [*((name, 0) for name in EXACT_DECODING), *((name, 1) for name in KINDS)],
-        usual=[(name, 0) for name in EXACT_DECODING],
+        usual=[(name, 0) for name in {*KINDS, *RECURRENT}],
     ),
 )
 def test_after_any_mix_of_forwards_and_rollbacks_cache_and_state_equal_a_fresh_prefill(name: str, seed: int) -> None:

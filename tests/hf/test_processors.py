@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.processors import CannotCopyError, copy_processor
 from tests.support import reference
 from tests.support.models import make_model, make_tokenizer, random_prompt
+from tests.support.nightly import others_nightly
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -86,31 +88,32 @@ def similar(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processors", "policy"),
-    [*((name, "fixed") for name in PROCESSORS), *(("library", name) for name in POLICIES if name != "fixed")],
+    others_nightly(
+        [*((name, "fixed") for name in PROCESSORS), *(("library", name) for name in POLICIES if name != "fixed")],
+        usual=[(name, "fixed") for name in PROCESSORS],
+    ),
 )
 def test_greedy_tokens_are_those_of_transformers_with_the_same_processors(
     processors: str, policy: str, target: PreTrainedModel
 ) -> None:
     generator, plain = SpecStackGenerator(target, similar(target)), make_model(seed=1)
-    for seed in range(2):
-        prompt = random_prompt(20, seed)
-        made = LogitsProcessorList(PROCESSORS[processors]())
-        expected = reference.greedy(plain, prompt, 40, logits_processor=made)
-        assert expected != reference.greedy(plain, prompt, 40)
-        options: dict[str, Any] = {"logits_processor": PROCESSORS[processors](), "max_tokens": 40, **POLICIES[policy]}
-        result = generator.generate(input_ids=prompt, **options)
-        assert result.token_ids == expected
-        if policy == "fixed":
-            assert result.metrics.num_proposed > result.metrics.num_accepted > 0
-        assert ("cannot be copied" in result.metrics.decode_reason) == (processors == "closure")
+    prompt = random_prompt(20)
+    made = LogitsProcessorList(PROCESSORS[processors]())
+    expected = reference.greedy(plain, prompt, 40, logits_processor=made)
+    assert expected != reference.greedy(plain, prompt, 40)
+    options: dict[str, Any] = {"logits_processor": PROCESSORS[processors](), "max_tokens": 40, **POLICIES[policy]}
+    result = generator.generate(input_ids=prompt, **options)
+    assert result.token_ids == expected
+    if policy == "fixed":
+        assert result.metrics.num_proposed > result.metrics.num_accepted > 0
+    assert ("cannot be copied" in result.metrics.decode_reason) == (processors == "closure")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "policy",
-    [name if name == "throughput" else pytest.param(name, marks=pytest.mark.nightly) for name in POLICIES],
+    ("processors", "policy"),
+    others_nightly(product(PROCESSORS, POLICIES), usual=[("library", "throughput"), ("closure", "throughput")]),
 )
-@pytest.mark.parametrize("processors", PROCESSORS)
 def test_the_embedded_pairs_tokens_are_those_of_transformers_on_prompts_of_any_length(
     processors: str, policy: str, embedded: SpecStackGenerator
 ) -> None:
@@ -136,11 +139,10 @@ def test_the_options_are_those_of_transformers(target: PreTrainedModel) -> None:
             {"repetition_penalty": 1.2, "bad_words_ids": [[3]], "sequence_bias": {(4,): 2.5}},
         ),
     ):
-        for seed in range(3):
-            prompt = random_prompt(20, seed)
-            options: dict[str, Any] = {"max_tokens": 30, "gamma": 4, **ours}
-            result = generator.generate(input_ids=prompt, **options)
-            assert result.token_ids == reference.greedy(plain, prompt, 30, **theirs)
+        prompt = random_prompt(20)
+        options: dict[str, Any] = {"max_tokens": 30, "gamma": 4, **ours}
+        result = generator.generate(input_ids=prompt, **options)
+        assert result.token_ids == reference.greedy(plain, prompt, 30, **theirs)
 
 
 def test_a_stateful_processor_is_driven_as_in_plain_generation(target: PreTrainedModel) -> None:
@@ -315,7 +317,7 @@ def test_sampled_tokens_have_the_enumerated_law_with_processors(pruned: bool, ki
     assert len(positions) == (16 if pruned else 40)
     kept = [prompt[position] for position in positions]
     law = reference.shaped_law(generator.target, prompt, kept, positions, forbid_row, 3)
-    num_draws = 400
+    num_draws = 200
     results = [generator.generate(seed=seed, **options) for seed in range(num_draws)]
     assert sum(result.metrics.num_accepted for result in results) > num_draws / 4
     counts = Counter(tuple(result.token_ids) for result in results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from spec_stack.prefill.queries import WINDOW, find_candidates
 from spec_stack.prefill.scoring import num_layers_needed, run_draft
 from tests.support import reference, reference_architectures
 from tests.support.models import make_model, random_prompt
+from tests.support.nightly import others_nightly
 from tests.support.scoring import score_prompt
 from tests.support.tiny_architectures import CONFIGS
 from tests.support.tiny_architectures import make_model as make_architecture
@@ -66,7 +68,9 @@ def candidates_of(prompt: list[int], protected: list[tuple[int, int]] | None = N
     }
 
 
-@pytest.mark.parametrize(("queries", "prefill_chunk"), [("prompt", 31), ("look_ahead", 4096)])
+@pytest.mark.parametrize(
+    ("queries", "prefill_chunk"), others_nightly([("prompt", 31), ("look_ahead", 4096)], usual=[("look_ahead", 4096)])
+)
 def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(queries: str, prefill_chunk: int) -> None:
     asked = {**BASE, "scoring_queries": queries}
     config = PrefillConfig(**asked, draft_window=16, draft_sinks=4, prefill_chunk=prefill_chunk)  # type: ignore[arg-type]
@@ -194,8 +198,19 @@ def test_a_draft_whose_layers_did_not_all_see_the_prompt_holds_the_kept_tokens_a
     torch.testing.assert_close(got, expected[-2:], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("Mistral, sliding", "Nemotron-H")])
-@pytest.mark.parametrize("way", ["windowed early exit", "windowed"])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    others_nightly(
+        product(
+            ("windowed early exit", "windowed"),
+            [name for name in CONFIGS if name not in ("Mistral, sliding", "Nemotron-H")],
+        ),
+        usual=[
+            *(("windowed early exit", name) for name in ("Llama", "Gemma3", "GPT-OSS", "Qwen3.5", "Falcon-H1")),
+            *(("windowed", name) for name in ("Qwen3-MoE", "Bamba", "Qwen3-Next")),
+        ],
+    ),
+)
 def test_every_architecture_scores_with_a_window_and_by_its_first_layers(name: str, way: str) -> None:
     config = PrefillConfig(**BASE, **WAYS[way] | ({"num_scoring_layers": 2} if "exit" in way else {}))  # type: ignore[arg-type]
     draft = make_architecture(name, disturbed=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -134,20 +135,25 @@ TOOLS = [
     chat(tools="f"),
     chat(tools=[{"type": "function", "function": {"name": "f" * 400000}}]),
 ]
-LENGTHS = [
-    chat(messages=[{"role": "user", "content": "x" * 400000}]),
-    chat(messages=[{"role": "user", "content": "a" * 7_000_000}]),
-    chat(messages=[{"role": "user", "content": "é" * 9_000_000}]),
-    chat(messages=[{"role": "user", "content": "hi"}] * 60000),
-    chat(messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}] * 60000}]),
-    chat(messages=[{"role": "r" * 400000, "content": ""}]),
-    chat(**{"k" * 400000: 1}),
-    chat(metadata={str(index): index for index in range(60000)}),
-    text(prompt="word " * 90000),
-    text(prompt=[1] * 500000),
-    text(prompt=["a"] * 90000),
-    text(prompt=[2**70]),
-]
+
+
+def _lengths() -> list[tuple[str, bytes]]:
+    return [
+        chat(messages=[{"role": "user", "content": "x" * 400000}]),
+        chat(messages=[{"role": "user", "content": "a" * 7_000_000}]),
+        chat(messages=[{"role": "user", "content": "é" * 9_000_000}]),
+        chat(messages=[{"role": "user", "content": "hi"}] * 60000),
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}] * 60000}]),
+        chat(messages=[{"role": "r" * 400000, "content": ""}]),
+        chat(**{"k" * 400000: 1}),
+        chat(metadata={str(index): index for index in range(60000)}),
+        text(prompt="word " * 90000),
+        text(prompt=[1] * 500000),
+        text(prompt=["a"] * 90000),
+        text(prompt=[2**70]),
+    ]
+
+
 NESTS = [
     (CHAT, b"[" * 500000),
     (CHAT, b'{"a":' * 100000),
@@ -167,5 +173,11 @@ VALUES = [
     chat(top_logprobs=10**6, logprobs=True),
     (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}'),
 ]
-HOSTILE = [*TEMPLATES, *SWITCHES, *PATTERNS, *SCHEMAS, *GRAMMARS, *TOOLS, *LENGTHS, *NESTS, *VALUES]
-assert len(HOSTILE) == 100, len(HOSTILE)
+
+
+@cache
+def hostile() -> list[tuple[str, bytes]]:
+    """All of them; of 100 MB, so that they are made where they are sent."""
+    bodies = [*TEMPLATES, *SWITCHES, *PATTERNS, *SCHEMAS, *GRAMMARS, *TOOLS, *_lengths(), *NESTS, *VALUES]
+    assert len(bodies) == 100
+    return bodies

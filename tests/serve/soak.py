@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from spec_stack import SpecStackGenerator
-from tests.serve.hostile import HOSTILE
+from tests.serve.hostile import hostile
 from tests.serve.load import QUESTIONS, Client, Expected, Load, Outcome, becomes_idle
 from tests.serve.test_hostile import Process
 from tests.support.tools import TOOLS
@@ -33,7 +33,7 @@ class SoakClient(Client):
         return answer.choices[0].message.content == self._expected.chat(messages, tools=TOOLS)
 
     def _hostile(self) -> bool:
-        path, body = self._rng.choice(HOSTILE)
+        path, body = self._rng.choice(hostile())
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._openai.api_key}"}
         try:
             urlopen(Request(self._url + path, body, headers), timeout=300).close()

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("xgrammar")
 
-from tests.serve.hostile import CHAT, HOSTILE, TEMPLATES, chat
+from tests.serve.hostile import CHAT, TEMPLATES, chat, hostile
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -109,7 +109,7 @@ def test_hostile_bodies_are_refused_while_others_chat(server: Process) -> None:
     other = threading.Thread(target=lambda: beside.extend(chats(server, over, 10)))
     other.start()
     taken = []
-    for index, (path, body) in enumerate(HOSTILE):
+    for index, (path, body) in enumerate(hostile()):
         status, content, seconds = server.post(body, "hostile", path)
         taken.append(seconds)
         assert status in (400, 413), (index, status, body[:200], content)

@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     # A leaked KV slot or request row ends the server: while it works, and (SGLang's default) whenever it idles.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
+    # The processes of a server begin as copies of the first, which is launched in half of the time.
+    "SPEC_STACK_TEST_FORK": "1",
     # An error while scoring ends the server instead of hiding in a dense prefill.
     # The paper's rule, whatever lies beside the draft.
     "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_failure": "raise"}, "calibration": "none"}',

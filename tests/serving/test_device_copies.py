@@ -13,6 +13,7 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from tests.support.cuda import blocking_copies
+from tests.support.nightly import others_nightly
 
 HEADS, KV_HEADS, DIM, VOCAB, LAYERS = 4, 2, 8, 50, 3
 
@@ -119,16 +120,21 @@ def test_slots_are_chosen_and_renewed_without_waiting(num_prompts: int, monkeypa
     assert found == []
 
 
+RUNS: list[tuple[list[int], list[int]]] = [
+    ([0], [3616, 8192, 8192]),
+    ([1], [1568, *[2048] * 9]),
+    ([0, 1, 1, 0], [3616, *[2048] * 2, 4096, 8192]),
+    ([1, 0, 0, 0], [1568, 2048, 8192, 8192]),
+]
+
+
 @pytest.mark.parametrize(
-    ("runs", "lengths"),
-    [
-        ([0], [3616, 8192, 8192]),
-        ([1], [1568, *[2048] * 9]),
-        ([0, 1, 1, 0], [3616, *[2048] * 2, 4096, 8192]),
-        ([1, 0, 0, 0], [1568, 2048, 8192, 8192]),
-    ],
+    ("runs", "lengths", "window"),
+    others_nightly(
+        [(*run, window) for run in RUNS for window in (None, (100, 4))],
+        usual=[(*run, window) for run, window in zip(RUNS, (None, (100, 4), None, (100, 4)), strict=True)],
+    ),
 )
-@pytest.mark.parametrize("window", [None, (100, 4)])
 def test_parts_are_short_while_requests_run(
     runs: list[int], lengths: list[int], window: tuple[int, int] | None
 ) -> None:

@@ -66,7 +66,7 @@ class Written:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([12, 40, 400]))
 def test_any_mix_of_texts_ends_and_evictions_shares_only_what_is_the_same(rng: random.Random, num_slots: int) -> None:
     written = Written(DraftRadixCache(num_slots))

@@ -270,7 +270,7 @@ def test_a_question_does_not_wait_for_a_long_prompts_scoring(server: Server, ref
     """The draft has little to read for it, so it is scored in the round whose prefill batch it goes into."""
     prompt, first = _first_turn(server, reference, 880)
     question = [*prompt, *first["output_ids"], *_text(reference, 25, 882)]
-    documents = [_document(reference, 3000, seed) for seed in range(883, 893)]
+    documents = [_document(reference, 2000, seed) for seed in range(883, 893)]
     ended: list[str] = []
 
     def ask_long(document: list[int]) -> None:

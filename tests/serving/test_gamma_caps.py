@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
+
+from spec_stack.controller.tuning import TUNING
+from tests.support.nightly import others_nightly
 
 from .conftest import Reference, Server
 
 
 @pytest.mark.parametrize(
     ("policy", "num_requests"),
-    [
-        ("throughput", 8),
-        ("ema", 1),
-        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in (("throughput", 1), ("throughput", 4))),
-        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in (("ema", 4), ("ema", 8))),
-    ],
+    # By day tests/serving/test_serving.py has one of `ema`.
+    others_nightly(product(("throughput", "ema"), (1, 4, 8)), usual=[("throughput", 8)]),
 )
 def test_policies_change_gamma_and_no_token(
     server: Server, reference: Reference, policy: str, num_requests: int
 ) -> None:
-    num_prompts = 3 if num_requests == 1 else 8
-    prompts = [reference.prompt(100 + 30 * index, seed=50 + index) for index in range(num_prompts)]
-    gammas: set[int] = set()
-    for start in range(0, len(prompts), num_requests):
-        together = prompts[start : start + num_requests]
-        replies = server.generate_all([(prompt, {"max_new_tokens": 80, "policy": policy}) for prompt in together])
-        for prompt, reply in zip(together, replies, strict=True):
-            assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=80)
-            gammas.update(reply["meta_info"]["spec_stack"]["gamma_trace"])
+    """`throughput` tries another gamma than the best once in so many steps, whatever they take on this machine."""
+    gammas, num_steps, seed = set[int](), 0, 50
+    while len(gammas) < 2 and num_steps <= 2 * TUNING.check_every:
+        prompts = [reference.prompt(100 + 30 * index, seed=seed + index) for index in range(num_requests)]
+        replies = server.generate_all([(prompt, {"max_new_tokens": 48, "policy": policy}) for prompt in prompts])
+        for prompt, reply in zip(prompts, replies, strict=True):
+            assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=48)
+        traces = [reply["meta_info"]["spec_stack"]["gamma_trace"] for reply in replies]
+        gammas.update(*traces)
+        num_steps += max(map(len, traces))
+        seed += num_requests
     assert len(gammas) > 1
 
 
@@ -46,7 +48,7 @@ def test_a_request_that_caps_its_gamma_slows_nobody_and_keeps_its_cap(server: Se
     assert max(replies[-1]["meta_info"]["spec_stack"]["accepted_trace"]) > 2
 
 
-@pytest.mark.parametrize("others", [{}, {"gamma": 4}], ids=["free", "longer"])
+@pytest.mark.parametrize("others", others_nightly([{}, {"gamma": 4}], usual=[{"gamma": 4}]), ids=["free", "longer"])
 def test_a_capped_request_beside_others_changes_no_token(
     server: Server, reference: Reference, others: dict[str, Any]
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from tests.support.nightly import others_nightly
 from tests.support.sampling_settings import asked as settings
 from tests.support.sglang_requests import request_of
 
@@ -48,7 +49,9 @@ def ask_penalised(server: Server, prompt: Sequence[int], num_new: int, asked: Ma
     return dict(reply)
 
 
-@pytest.mark.parametrize("asked", KINDS, ids=lambda asked: next(iter(asked)))
+@pytest.mark.parametrize(
+    "asked", others_nightly(KINDS, usual=[KINDS[0], KINDS[2]]), ids=lambda asked: next(iter(asked))
+)
 def test_penalties_give_the_text_of_no_speculation(
     server: Server, reference: Reference, asked: dict[str, float]
 ) -> None:

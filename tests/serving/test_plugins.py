@@ -57,7 +57,11 @@ def own(launch: Launcher, folder: Path) -> Iterator[Server]:
     server = launch(
         *("--max-total-tokens", "8000", "--spec-stack-config", str(folder / "settings.json")),
         *("--spec-stack-keep-rate", "0.3"),
-        environment={"PYTHONPATH": path, "SPEC_STACK_PLUGINS": "rare_words", "SPEC_STACK_SGLANG": "{}"},
+        environment={
+            **{"PYTHONPATH": path, "SPEC_STACK_PLUGINS": "rare_words", "SPEC_STACK_SGLANG": "{}"},
+            # Its processes are spawned, as a user's are.
+            "SPEC_STACK_TEST_FORK": "",
+        },
         command=SERVE,
         target=padded(ASSETS / "target", folder / "target", 64, factor=0),
         # Were they not cut, it would propose nothing else.

@@ -26,12 +26,12 @@ def _wait_until(reached: Callable[[], bool], seconds: float = 600) -> None:
 
 def test_running_requests_get_tokens_while_a_prompt_is_scored(server: Server, reference: Reference) -> None:
     """Between two chunks of scoring there is a decode step, so a chunk is the longest that one waits for it."""
-    prompt = reference.prompt(2800, seed=41)
+    prompt = reference.prompt(1800, seed=41)
     num_told = 0
 
     def stream() -> None:
         nonlocal num_told
-        for chunk in server.stream("/generate", generate_body(reference.prompt(60, seed=40), 400, gamma=0)):
+        for chunk in server.stream("/generate", generate_body(reference.prompt(60, seed=40), 250, gamma=0)):
             num_told = chunk["meta_info"]["completion_tokens"]
 
     running = threading.Thread(target=stream)
@@ -42,8 +42,8 @@ def test_running_requests_get_tokens_while_a_prompt_is_scored(server: Server, re
     num_beside = num_told - before
     running.join()
     assert reply["meta_info"]["spec_stack"]["num_scored_tokens"] == len(prompt)
-    # Eleven chunks of 256, then the look-ahead and the prefill. Tokens, since a slow client gets several at a time.
-    assert num_beside >= 9
+    # Seven chunks of 256, then the look-ahead and the prefill. Tokens, since a slow client gets several at a time.
+    assert num_beside >= 6
     assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on", keep_rate=0.1)[:1]
 
 
@@ -91,7 +91,7 @@ def test_an_empty_cache_and_a_pause_find_no_scoring_in_their_way(server: Server,
     num_held = 0
     # A machine may score all of them between two looks: then others are asked for.
     for attempt in range(5):
-        prompts = [reference.prompt(2500, seed=600 + 8 * attempt + number) for number in range(8)]
+        prompts = [reference.prompt(1500, seed=600 + 8 * attempt + number) for number in range(8)]
         with ThreadPoolExecutor(len(prompts)) as pool:
             with _paused(server):
                 replies = [pool.submit(server.generate, prompt, 8, sparse_prefill="on") for prompt in prompts]

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.nightly import others_nightly
+
 from .conftest import Reference, Server
 
 QUESTION = "What is the code word of the northern gate?"
 FACT = "The code word of the northern gate is heliotrope."
 Messages = list[dict[str, str]]
+# By day. The others are questions last, too.
+USUAL = {
+    "JSON",
+    "question first",
+    "question in the system message",
+    "earlier turn",
+    "tool output",
+    "Chinese",
+    "summary",
+}
 
 
 def user(text: str) -> Messages:
@@ -38,7 +50,7 @@ def shaped(document: str) -> dict[str, Messages]:
     }
 
 
-@pytest.mark.parametrize("shape", shaped(""))
+@pytest.mark.parametrize("shape", others_nightly(shaped(""), usual=USUAL))
 def test_the_server_keeps_what_the_library_keeps(server: Server, reference: Reference, shape: str) -> None:
     lines = reference.tokenizer.decode(reference.text_ids(500, seed=211)).splitlines()
     messages = shaped("\n".join([*lines[: len(lines) // 3], FACT, *lines[len(lines) // 3 :]]))[shape]

@@ -13,7 +13,7 @@ import pytest
 
 from .conftest import MIN_PROMPT_TOKENS, Reference, Server, generate_body
 
-NUM_REQUESTS = int(os.environ.get("SPEC_STACK_TEST_REQUESTS", "72"))
+NUM_REQUESTS = int(os.environ.get("SPEC_STACK_TEST_REQUESTS", "42"))
 
 
 @dataclass
@@ -46,11 +46,33 @@ class Traffic:
         self._histories: list[list[int]] = [[]]
         self._left = list(range(self.num_requests))
         self._lock = threading.Lock()
-        threads = [threading.Thread(target=self._client) for _ in range(num_clients)]
+        clients = [self._client_of_each_kind, *[self._client] * (num_clients - 1)]
+        threads = [threading.Thread(target=client) for client in clients]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+
+    def _client_of_each_kind(self) -> None:
+        """What random requests may happen not to be; then such requests."""
+        try:
+            dense = self._go_on([], self._texts[-2], sparse_prefill="off")
+            self._go_on(dense, self._texts[0])
+            for rule in ("recall", "freeze"):
+                pruned = self._go_on(self._texts[1], self._texts[-1], sparse_prefill="on", follow_up=rule)
+                # Words of the text that was dropped.
+                self._go_on(pruned, pruned[200:230], follow_up=rule)
+        except Exception as error:
+            self.failures.append(f"a request of each kind: {type(error).__name__}: {error}")
+        self._client()
+
+    def _go_on(self, history: list[int], text: list[int], **custom: Any) -> list[int]:
+        """Ask, and what was asked with the reply."""
+        prompt = [*history, *text]
+        reply = self.server.generate(prompt, 7, explain=True, **custom)
+        with self._lock:
+            self.replies.append((prompt, reply))
+        return [*prompt, *reply["output_ids"]]
 
     def _client(self) -> None:
         while True:
@@ -79,7 +101,7 @@ class Traffic:
             assert self.server.post("/generate", generate_body(prompt, num_new, **{**custom, "keep_rate": 7}))[0] == 400
             self.num_refused += 1
         elif kind < 0.2:
-            body = {**generate_body(prompt, 400, **custom), "rid": f"cancelled-{self.seed}-{job}"}
+            body = {**generate_body(prompt, 150, **custom), "rid": f"cancelled-{self.seed}-{job}"}
             threading.Timer(0.15, self.server.post, ("/abort_request", {"rid": body["rid"]})).start()
             status, reply = self.server.post("/generate", body)
             assert status == 200, reply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import compare
 from tests.support import reference
 from tests.support.models import make_model, make_tokenizer
+from tests.support.nightly import others_nightly
 from tests.support.retokenize import drop_merges
 
 TARGET_TOKENS = "a b c d e f ab abc de cd"
@@ -79,8 +81,9 @@ def retokenized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize("pruned", [False, True])
+@pytest.mark.parametrize(
+    ("pruned", "bos"), others_nightly(product((False, True), (False, True)), usual=[(False, False), (True, True)])
+)
 def test_greedy_tokens_are_the_targets_own(pruned: bool, bos: bool) -> None:
     generator = make_generator(bos=bos)
     prompt = generator.tokenizer(text_of(160, int(bos))).input_ids

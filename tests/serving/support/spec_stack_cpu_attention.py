@@ -7,6 +7,7 @@ what it is good for.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from importlib import import_module
 from pathlib import Path
@@ -60,6 +61,14 @@ def register():
         _count_written_slots()
     if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
         _break("ForwardBatch.init_new")
+    if os.environ.get("SPEC_STACK_TEST_FORK"):
+        _fork_processes()
+
+
+def _fork_processes():
+    """SGLang spawns a server's processes, each of which imports for ten seconds what the first one has imported."""
+    set_start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force)
 
 
 def _prepare_faults(chosen):
