@@ -73,8 +73,10 @@ ALLOWED = {
         "types",
         "controller",
         "prefill",
-        "tokenizers.chat_turns",
-        "tokenizers.pieces",
+        "tokenizers",
+        "hf.loading",
+        "hf.prompt",
+        "engine.prompt_scorer",
     },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "explain": {"config", "types", "controller.base", "records", "prefill", "decode", "hf", "engine", "api"},

@@ -14,7 +14,7 @@ from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
-from spec_stack.hf.loading import ASSETS, load_alone, load_tokenizer
+from spec_stack.hf.loading import ASSETS, load_tokenizer, open_alone
 from spec_stack.hf.prompt import Message, Span, num_shared
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
@@ -186,7 +186,7 @@ class Pruner:
         """
         if draft is None:
             draft, tokenizer = ASSETS / "draft", tokenizer or ASSETS / "target"
-        model = load_alone(draft, LoadConfig(draft_precision=precision), device)
+        model = open_alone(draft, precision, device).load()
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(str(draft if tokenizer is None else tokenizer))
         return cls(model, tokenizer, calibrated(config or PrefillConfig(), draft, calibration, None, model))

@@ -111,14 +111,17 @@ def has_windows(config: Any) -> bool:
 
 def is_supported(config: Any) -> bool:
     """Whether a model can be a draft, or a target at original positions."""
-    return not _refusal(text_config(config))
+    return not _refusal(text_config(config), scores_only=True)
 
 
-def check_architecture(role: str, config: Any, positions: Positions = "original") -> None:
-    """Raise ValueError for a model with wrong positions or rollback, and for a draft that cannot score."""
+def check_architecture(role: str, config: Any, positions: Positions = "original", scores_only: bool = False) -> None:
+    """Raise ValueError for a model with wrong positions or rollback, and for a draft that cannot score.
+
+    scores_only: the draft never decodes, so its state is never rolled back.
+    """
     config = text_config(config)
     hinders = _hinders_rollback(config)
-    refusal = _refusal(config) if positions == "original" else hinders
+    refusal = _refusal(config, scores_only) if positions == "original" else hinders
     if refusal:
         way = ' PrefillConfig(positions="contiguous") takes it.' if role == "target" and not hinders else ""
         raise ValueError(
@@ -130,12 +133,14 @@ def check_architecture(role: str, config: Any, positions: Positions = "original"
         )
 
 
-def _refusal(config: Any) -> str:
+def _refusal(config: Any, scores_only: bool = False) -> str:
     """The reason why a model cannot be used at all; empty if it can."""
     kind = config.model_type
     if kind not in SUPPORTED:
         return _REASONS.get(kind, _UNTRIED)
-    if SUPPORTED[kind] and (refusal := state_refusal()):
+    # Any transformers continues a state of linear attention block by block, and an older one Mamba's token by token.
+    has_state = SUPPORTED[kind] == "Mamba-2" if scores_only else SUPPORTED[kind] != ""
+    if has_state and (refusal := state_refusal()):
         return refusal
     for parameters in _rope_parameters(config):
         if parameters.get("rope_type") in ("dynamic", "longrope"):

@@ -29,6 +29,7 @@ from spec_stack.hf.sources import (
     merge,
     resolve_source,
 )
+from spec_stack.hf.versions import gguf_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,8 +134,13 @@ def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tu
     """Both tokenizers; a draft folder without one, as in the embedded pair, uses the target's."""
     of_target, of_draft = (None if hub is None else hub.options(role) for role in _ROLES)
     tokenizer = load_tokenizer(target, of_target)
+    return tokenizer, load_draft_tokenizer(draft, tokenizer, of_draft)
+
+
+def load_draft_tokenizer(draft: str, tokenizer: Any, hub: Mapping[str, Any] | None = None) -> Any:
+    """A draft's tokenizer; the target's for a folder without one."""
     shares = Path(draft).is_dir() and not is_adapter(draft) and not has_tokenizer(draft)
-    return tokenizer, tokenizer if shares else load_tokenizer(draft, of_draft)
+    return tokenizer if shares else load_tokenizer(draft, hub)
 
 
 def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions = "original") -> PreTrainedModel:
@@ -148,13 +154,26 @@ def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions
     return _load_model(path, precision, target.device, config=config)
 
 
-def load_alone(source: str | Path, load: LoadConfig, device: str | None = None) -> PreTrainedModel:
-    """A draft without a target. Raises ValueError as `open_pair` and `FoundPair.load_models`."""
+@dataclass(frozen=True)
+class FoundDraft:
+    """A loadable draft that only scores, without a target, before the weights are read."""
+
+    source: str
+    config: Any
+    precision: Precision
+    device: torch.device
+
+    def load(self) -> PreTrainedModel:
+        return _load_model(self.source, self.precision, self.device, config=self.config)
+
+
+def open_alone(source: str | Path, precision: str, device: str | None = None) -> FoundDraft:
+    """A draft without a target. Raises ValueError as `open_pair`."""
     path, on = resolve_source("draft", source), resolve_device(device)
     config = load_config(path)
-    check_architecture("draft", config)
-    _, precision = resolve_precisions(config, config, load, on)
-    return _load_model(path, precision, on, config=config)
+    check_architecture("draft", config, scores_only=True)
+    _, resolved = resolve_precisions(config, config, LoadConfig(draft_precision=precision), on)
+    return FoundDraft(path, config, resolved, on)
 
 
 def check_pair(target: Any, draft: Any, positions: Positions = "original") -> None:
@@ -302,10 +321,7 @@ def _load_model(
         folder, located = locate(base_of(source), hub)
         options = precision.load_options(device) | located
         if is_gguf(source):
-            from transformers import GgufConfig
-
-            # The config is already loaded; reading it again takes seconds.
-            options |= {"quantization_config": GgufConfig(dequantize=True), "config": config}
+            options |= gguf_options(config)
         if device_map is not None:
             options["device_map"] = device_map
         # Without attn_implementation: SDPA, or eager attention for models without it (GPT-OSS).

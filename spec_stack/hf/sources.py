@@ -127,13 +127,13 @@ def load_gguf_config(folder: str, options: Mapping[str, Any]) -> Any:
     reader = gguf_header()
     # It visits all tensors and rejects unknown types.
     try:
-        header = reader.from_file(str(Path(folder) / options["gguf_file"]))
+        header = None if reader is None else reader.from_file(str(Path(folder) / options["gguf_file"]))
+        config = AutoConfig.from_pretrained(folder, **options)
     except (struct.error, IndexError, OverflowError, MemoryError) as error:
         raise ValueError(f"the file is cut off or damaged in its header: {error}") from error
-    config = AutoConfig.from_pretrained(folder, **options)
     if config.dtype is None:
         # bf16 holds quantized blocks of at most 8 bits exactly.
-        config.dtype = header.dtype or torch.bfloat16
+        config.dtype = getattr(header, "dtype", None) or torch.bfloat16
     return config
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from spec_stack.hf.cache import STATES, crop
+from spec_stack.hf.versions import state_refusal
 
 _MAX_SNAPSHOTS = 17
 
@@ -23,16 +24,17 @@ class _State:
 
 
 class States:
-    """Snapshots of a cache's recurrent states."""
+    """Snapshots of a cache's recurrent states; none under an older transformers."""
 
     def __init__(self, cache: DynamicCache) -> None:
+        self._can_copy = not state_refusal()
         self._cache = cache
         self._snapshots: list[tuple[int, list[_State]]] = []
 
     def take(self, num_slots: int) -> None:
         """Copy the states after num_slots tokens."""
         latest = self._snapshots[-1][0] if self._snapshots else 0
-        if num_slots > latest and len(self._snapshots) < _MAX_SNAPSHOTS:
+        if self._can_copy and num_slots > latest and len(self._snapshots) < _MAX_SNAPSHOTS:
             self._snapshots.append((num_slots, list(self._copies())))
 
     def restore(self, num_left: int) -> int:

@@ -37,17 +37,23 @@ def state_refusal() -> str:
 
     if "state_idx" in signature(LinearAttentionLayer.lazy_initialization).parameters:
         return ""
-    return _refusal("keeps the state of its layers in an older way")
+    return f"transformers {version('transformers')} keeps the state of its layers in an older way; install 5.24"
 
 
 def gguf_header() -> Any:
-    """The class that reads a GGUF file's header. Raises ValueError without one."""
+    """The class that reads a GGUF file's header; None under an older transformers."""
     try:
         from transformers.integrations.gguf.reader import GgufHeader
-    except ImportError as error:
-        raise ValueError(_refusal("does not read GGUF headers")) from error
+    except ImportError:
+        return None
     return GgufHeader
 
 
-def _refusal(reason: str) -> str:
-    return f"transformers {version('transformers')} {reason}; install 5.24"
+def gguf_options(config: Any) -> dict[str, Any]:
+    """Options of `from_pretrained` that unpack a GGUF file with this config; an older transformers always unpacks."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    # The config is already loaded; reading it again takes seconds.
+    return {"quantization_config": GgufConfig(dequantize=True), "config": config}

@@ -19,6 +19,7 @@ from spec_stack.sglang.support import (
     Pruning,
     architecture_refusal,
     pruning_of,
+    require_no_state,
     require_slots,
     scoring_refusal,
 )
@@ -62,7 +63,8 @@ class Launch:
     """A launch as SGLang resolves it.
 
     algorithm: "" for none. args: SGLang's arguments. target, small: SGLang's configurations of the models. config:
-    calibrated. unrecognised: as in `pruning_note`. sizes: batch sizes of CUDA graphs, None without.
+    calibrated. unrecognised: as in `pruning_note`. sizes: batch sizes of CUDA graphs, None without. scoring: what runs
+    a scoring model. own_bytes: of a token of its KV outside SGLang, or 0.
     """
 
     algorithm: str
@@ -74,6 +76,8 @@ class Launch:
     vocabularies: str
     unrecognised: str = ""
     sizes: Sequence[int] | None = None
+    scoring: str = ""
+    own_bytes: int = 0
 
     @property
     def is_own(self) -> bool:
@@ -102,6 +106,8 @@ def describe(launch: Launch) -> dict[str, Any]:
     """What a launch will take and do: sentences by topic, their "numbers", and "warnings"."""
     config, numbers = launch.config, _numbers(launch)
     report: dict[str, Any] = {"vocabularies": launch.vocabularies}
+    if not launch.is_own:
+        report["scoring backend"] = launch.scoring
     report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
     if launch.prunes:
         report["positions"] = launch.pruning.note or launch.pruning.default
@@ -123,12 +129,12 @@ def describe(launch: Launch) -> dict[str, Any]:
 
 def _numbers(launch: Launch) -> dict[str, Any]:
     args, config, sizes = launch.args, launch.config, launch.sizes
-    own_bytes = _num_per_token(launch.small, args.tp_size) * int(launch.small.dtype.itemsize)
+    own_bytes = launch.own_bytes or _num_per_token(launch.small, args.tp_size) * int(launch.small.dtype.itemsize)
     numbers: dict[str, Any] = {
         "prunes": launch.prunes,
         "min_prompt_tokens": config.prefill.min_prompt_tokens if launch.prunes else None,
         "target_bytes_per_token": _bytes_per_token(launch.target, args),
-        "draft_bytes_per_token": _bytes_per_token(launch.small, args),
+        "draft_bytes_per_token": launch.own_bytes or _bytes_per_token(launch.small, args),
         "drafts": launch.is_own,
         "gammas": list(config.gammas) if launch.is_own else [],
     }
@@ -198,7 +204,7 @@ def _resolve(arguments: list[str]) -> Launch:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-    from spec_stack.sglang.scoring_model import read_config, rows_differ
+    from spec_stack.sglang.scoring_backend import ScoringBackend, choose_backend, rows_differ
 
     load_plugins()
     server_args = _parse(arguments)
@@ -214,22 +220,21 @@ def _resolve(arguments: list[str]) -> Launch:
     algorithm = str(args.speculative_algorithm or "")
     source = config.scoring_model or args.speculative_draft_model_path
     target = ModelConfig.from_server_args(server_args)
-    if algorithm == NAME:
-        small = ModelConfig.from_server_args(server_args, model_path=source, is_draft_model=True)
-    else:
-        small = read_config(source, server_args)
     tokenizer = None
     if not args.skip_tokenizer_init:
         path = args.tokenizer_path or args.model_path
         tokenizer = get_tokenizer(path, trust_remote_code=args.trust_remote_code)
-    sizes = target.vocab_size, small.vocab_size
-    vocabularies = f"{sizes[0]} embedding rows in both"
-    if rows_differ(*sizes, tokenizer, source, args.trust_remote_code):
-        rows = f"{sizes[0]} and {sizes[1]} embedding rows"
-        vocabularies = f"one tokenizer, {rows}: the draft's are fitted to the target's"
-    refusal = None if algorithm == NAME else scoring_refusal(args, algorithm, target, small, config.positions)
-    if refusal is not None:
-        raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
+    if algorithm == NAME:
+        small = ModelConfig.from_server_args(server_args, model_path=source, is_draft_model=True)
+        require_no_state(small.hf_text_config)
+        must_fit = rows_differ(target.vocab_size, small.vocab_size, tokenizer, source, args.trust_remote_code)
+        backend = ScoringBackend(True, "", small, must_fit)
+    else:
+        backend = choose_backend(config, args, target, tokenizer, args.device)
+        small = backend.config
+        refusal = scoring_refusal(args, algorithm, target, small, config.positions)
+        if refusal is not None:
+            raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
     configs = target.hf_text_config, small.hf_text_config
     config = with_threshold(with_calibration(config, source, *configs), *configs)
     if algorithm == NAME and config.prefill.sparse_prefill == "draft_only":
@@ -240,8 +245,10 @@ def _resolve(arguments: list[str]) -> Launch:
         target=target,
         small=small,
         config=config,
-        pruning=pruning_of(config.positions, args, target, small, algorithm=algorithm),
-        vocabularies=vocabularies,
+        pruning=pruning_of(config.positions, args, target, small if algorithm == NAME else None, algorithm),
+        vocabularies=backend.vocabularies(target.vocab_size),
+        scoring=str(backend),
+        own_bytes=0 if backend.is_sglang else small.bytes_per_token,
         unrecognised=ChatTurns.learn(tokenizer, args.chat_template).unrecognised,
         sizes=_sizes_to_capture(args),
     )

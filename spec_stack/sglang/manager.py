@@ -29,7 +29,7 @@ from spec_stack.sglang.launch_messages import others_note, pruning_note, slots_n
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, dense_reason
 from spec_stack.sglang.required_api import RunningRequest, Scheduler
-from spec_stack.sglang.scoring import DraftScorer, Score
+from spec_stack.sglang.scoring import Score
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.scoring_schedule import ScoringSchedule
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
@@ -80,8 +80,8 @@ class SparsePrefillManager:
         self._can_prune = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
         self._prunes = self._refusal is None and self.config.prunes
         self._schedule = ScoringSchedule(scheduler, self.config.prefill_decode_interval if self._prunes else 0)
-        self._scorer = DraftScorer(scheduler, model.pool, self._schedule.most_of_a_part)
-        most_tokens = _TURNS_PER_POOL * model.pool.index.num_slots
+        self._scorer, self._backend = model.scorer(scheduler, self._schedule.most_of_a_part), model.backend
+        most_tokens = _TURNS_PER_POOL * model.num_pool_tokens
         template = scheduler.server_args.chat_template
         self._known = KnownTexts(self._scheduler.tokenizer, template, self._scorer.num_cached, most_tokens)
         self._pending: list[PendingScore] = []
@@ -334,6 +334,7 @@ class SparsePrefillManager:
             "settings": asdict(self.config),
             "prompts_are_pruned": self._can_prune,
             "why_not": self._refusal or "",
+            "scoring_backend": self._backend,
             "positions": self._pruning.default,
             "unrecognised": self._known.template.unrecognised,
             "num_requests": dict(self._known.num_by_outcome),

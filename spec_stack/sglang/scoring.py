@@ -5,9 +5,10 @@ A scoring runs in parts between the scheduler's batches, in the draft's own KV p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,15 +47,12 @@ class Score:
     num_draft_tokens: int
 
 
-class DraftScorer:
-    """Scores a scheduler's prompts, one at a time. Engine errors propagate."""
+class Scorer(ABC):
+    """Scores a scheduler's prompts. Engine errors propagate."""
 
-    def __init__(
-        self, scheduler: Scheduler, pool: DraftScoringRunner, most_of_a_part: Callable[[int], int] = lambda chunk: chunk
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, most_of_a_part: Callable[[int], int] = lambda chunk: chunk) -> None:
         """most_of_a_part: most tokens of the next part, given a chunk's; called before every part."""
         self._scheduler: Any = scheduler
-        self._draft, self._device = pool, pool.device
         self._most_of_a_part = most_of_a_part
 
     def num_cached(self, prompt: Prompt) -> int:
@@ -67,21 +65,29 @@ class DraftScorer:
         # A number since SGLang 0.5.22, slots before.
         return int(found.device_prefix_len) if hasattr(found, "device_prefix_len") else len(found.device_indices)
 
-    def pool_state(self) -> dict[str, int]:
-        return {**self._draft.index.state(), "num_bytes": self._draft.num_bytes}
+    def chunk(self, config: PrefillConfig) -> int:
+        server = self._scheduler.chunked_prefill_size
+        chunk = min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
+        return self._most_of_a_part(chunk)
 
+    @abstractmethod
+    def pool_state(self) -> dict[str, int]: ...
+
+    @abstractmethod
     def num_to_prefill(self, prompt: Prompt) -> int:
         """Tokens that the draft's pool lacks; the last one always runs."""
-        known = self._draft.index.num_shared(_walls(prompt), prompt.token_ids[:-1])
-        return len(prompt.token_ids) - known
 
+    @abstractmethod
     def has_room(self, num_tokens: int) -> bool:
-        """Return whether the draft's pool can take so many tokens beside the current leases."""
-        return num_tokens <= self._draft.index.num_available
+        """Return whether the draft's pool can take so many tokens beside the prompts at work."""
 
-    def forget(self) -> None:
-        self._draft.index.clear()
+    @abstractmethod
+    def forget(self) -> None: ...
 
+    @abstractmethod
+    def working(self) -> AbstractContextManager[None]: ...
+
+    @abstractmethod
     def score(
         self, prompt: Prompt, pieces: Sequence[str] | None = None, first_query: int = 0
     ) -> Generator[None, None, Score]:
@@ -90,6 +96,35 @@ class DraftScorer:
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
         PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
         first_query: first token whose segment may hold the question.
+        """
+
+
+class DraftScorer(Scorer):
+    """Scores by SGLang's model of the draft, in the draft's own KV pool."""
+
+    def __init__(
+        self, scheduler: Scheduler, pool: DraftScoringRunner, most_of_a_part: Callable[[int], int] = lambda chunk: chunk
+    ) -> None:
+        super().__init__(scheduler, most_of_a_part)
+        self._draft, self._device = pool, pool.device
+
+    def pool_state(self) -> dict[str, int]:
+        return {**self._draft.index.state(), "num_bytes": self._draft.num_bytes}
+
+    def num_to_prefill(self, prompt: Prompt) -> int:
+        known = self._draft.index.num_shared(_walls(prompt), prompt.token_ids[:-1])
+        return len(prompt.token_ids) - known
+
+    def has_room(self, num_tokens: int) -> bool:
+        return num_tokens <= self._draft.index.num_available
+
+    def forget(self) -> None:
+        self._draft.index.clear()
+
+    def score(
+        self, prompt: Prompt, pieces: Sequence[str] | None = None, first_query: int = 0
+    ) -> Generator[None, None, Score]:
+        """As `Scorer.score`.
 
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
@@ -163,11 +198,6 @@ class DraftScorer:
             return range(num_tokens - (num_tokens - start - 1) // chunk * chunk, num_tokens, chunk)
         end = num_tokens - num_in_place
         return range(end - (end - start - 1) // chunk * chunk, end + 1, chunk) if end > start else range(0)
-
-    def chunk(self, config: PrefillConfig) -> int:
-        server = self._scheduler.chunked_prefill_size
-        chunk = min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
-        return self._most_of_a_part(chunk)
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,33 +15,30 @@ import torch
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.moe.utils import draft_model_build_scope
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader import get_model
-from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner, bytes_per_token
 from spec_stack.sglang.ranks import least_free_bytes
 from spec_stack.sglang.required_api import Scheduler
+from spec_stack.sglang.scoring import DraftScorer, Scorer
+from spec_stack.sglang.scoring_backend import ScoringBackend, choose_backend
 from spec_stack.sglang.server_args import NAME, ServerConfig
 from spec_stack.sglang.support import pruning_of, scoring_refusal
+from spec_stack.sglang.transformers_scoring import TransformersScorer
 
 logger = logging.getLogger(__name__)
 _PLACE = "spec_stack_scoring_model"
-_OTHER_TOKENIZER = (
-    "the small model has another tokenizer than the target; on a server the two must have one tokenizer: name a model "
-    "of the target's family"
-)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 class ScoringModel:
     """A scoring model with its KV pool, made before SGLang divides the memory that the weights leave.
 
     source: folder or hub id. runner: SGLang's ModelRunner of it, or its model and configuration alone. algorithm: the
-    name of what decodes. pruning: how its scores may prune prompts; refusal: why they prune none by default, or None.
+    name of what decodes. backend: what runs the model, and why. pruning: how its scores may prune prompts; refusal: why
+    they prune none by default, or None. num_pool_tokens: capacity of its KV.
     """
 
     def __init__(
@@ -52,16 +49,25 @@ class ScoringModel:
         server_args: Any,
         config: ServerConfig,
         algorithm: str = NAME,
+        backend: str = "sglang, since SPEC_STACK's draft scores",
     ) -> None:
-        self.source, self.runner, self.algorithm = source, runner, algorithm
-        self.pruning = pruning_of(
-            config.positions, server_args, target_config, runner.model_config, algorithm=algorithm
-        )
+        self.source, self.runner, self.algorithm, self.backend = source, runner, algorithm, backend
+        # Of another model the choice of its backend has seen to it.
+        draft = runner.model_config if algorithm == NAME else None
+        self.pruning = pruning_of(config.positions, server_args, target_config, draft, algorithm)
         self.refusal = self.pruning.refusal(self.pruning.default)
         self.prunes = self.refusal is None and config.prunes
-        self.pool = sized_pool(runner, config)
+        self._reserve(config)
+
+    def _reserve(self, config: ServerConfig) -> None:
+        self._pool = sized_pool(self.runner, config)
+        self.num_pool_tokens = self._pool.index.num_slots
         if self.prunes:
-            _allocate(self.pool)
+            _allocate(self._pool.allocate, self.num_pool_tokens)
+
+    def scorer(self, scheduler: Scheduler, most_of_a_part: Callable[[int], int]) -> Scorer:
+        """The scorer of a scheduler whose pools SGLang has made."""
+        return DraftScorer(scheduler, self._pool, most_of_a_part)
 
     @staticmethod
     def of(scheduler: Scheduler) -> ScoringModel | None:
@@ -70,25 +76,48 @@ class ScoringModel:
         return found if found is not None else getattr(scheduler.draft_worker, "scoring_model", None)
 
 
+class TransformersModel(ScoringModel):
+    """One that the Transformers backend runs, on every rank."""
+
+    _room: torch.Tensor | None = None
+
+    def _reserve(self, config: ServerConfig) -> None:
+        num_bytes = self.runner.model_config.bytes_per_token
+        self.num_pool_tokens = _pool_tokens(self.runner, num_bytes, config)
+        if self.prunes:
+            # SGLang's pools leave this room to the model's KV, which is allocated by request.
+            room = partial(torch.empty, self.num_pool_tokens, num_bytes, dtype=torch.uint8, device=self.runner.device)
+            self._room = _allocate(room, self.num_pool_tokens)
+
+    def scorer(self, scheduler: Scheduler, most_of_a_part: Callable[[int], int]) -> Scorer:
+        self._room = None
+        found, model = self.runner.model_config, self.runner.model
+        return TransformersScorer(scheduler, found, model, self.num_pool_tokens, most_of_a_part)
+
+
 def sized_pool(runner: Any, config: ServerConfig) -> DraftScoringRunner:
     """A draft with a pool, not yet allocated, of the configured size or what its device has room for. Collective."""
-    num_bytes = bytes_per_token(runner)
+    return DraftScoringRunner(runner, _pool_tokens(runner, bytes_per_token(runner), config))
+
+
+def _pool_tokens(runner: Any, num_bytes: int, config: ServerConfig) -> int:
+    """The size of a draft's pool with num_bytes per token. Collective."""
     num_free = least_free_bytes(runner.device, runner.gpu_id)
     num_tokens = config.pool_tokens(num_bytes, num_free)
     logger.info(
         "%s: the draft's own KV pool: %d tokens (--spec-stack-draft-pool-tokens), %.2f GB of the %.2f GB that are free",
         *(NAME, num_tokens, num_tokens * num_bytes / 1e9, num_free / 1e9),
     )
-    return DraftScoringRunner(runner, num_tokens)
+    return num_tokens
 
 
-def _allocate(pool: DraftScoringRunner) -> None:
+def _allocate(allocate: Callable[[], Any], num_tokens: int) -> Any:
     try:
-        pool.allocate()
+        return allocate()
     # On a GPU it is torch.OutOfMemoryError.
     except RuntimeError as error:
         raise ValueError(
-            f"the draft's own KV pool of {pool.index.num_slots} tokens does not fit into the free memory; set "
+            f"the draft's own KV pool of {num_tokens} tokens does not fit into the free memory; set "
             f"--spec-stack-draft-pool-tokens to fewer: {error}"
         ) from error
 
@@ -108,54 +137,34 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
         return
     check()
     target = scheduler.tp_worker.model_runner
-    model_config = read_config(config.scoring_model, args)
-    refusal = scoring_refusal(args, algorithm, target.model_config, model_config, config.positions)
+    device = target.device if target.device == "cpu" else f"{target.device}:{target.gpu_id}"
+    backend = choose_backend(config, args, target.model_config, scheduler.tp_worker.tokenizer, device)
+    refusal = scoring_refusal(args, algorithm, target.model_config, backend.config, config.positions)
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
-    sizes = target.model_config.vocab_size, model_config.vocab_size
-    must_fit = rows_differ(*sizes, scheduler.tp_worker.tokenizer, config.scoring_model, args.trust_remote_code)
+    kind = ScoringModel if backend.is_sglang else TransformersModel
+    model = _load(backend, target, args) if backend.is_sglang else backend.config.load()
+    # What `DraftScoringRunner` needs of SGLang's ModelRunner.
+    of_runner = {"model_config": backend.config, "dtype": backend.config.dtype, "gpu_id": target.gpu_id}
+    runner = SimpleNamespace(model=model, device=target.device, **of_runner)
+    found = kind(config.scoring_model, runner, target.model_config, args, config, algorithm, str(backend))
+    setattr(scheduler, _PLACE, found)
+    logger.info("%s: %s scores prompts, and %s decodes", NAME, config.scoring_model, algorithm or "plain decoding")
+    logger.info("%s: scoring backend: %s", NAME, backend)
+
+
+def _load(backend: ScoringBackend, target: Any, args: Any) -> torch.nn.Module:
+    """SGLang's model of a scoring model, fitted to the target's vocabulary."""
     load_format = "dummy" if args.load_format == "dummy" else "auto"
     with draft_model_build_scope():
-        model = get_model(
-            model_config=model_config,
+        model: torch.nn.Module = get_model(
+            model_config=backend.config,
             load_config=LoadConfig(load_format=load_format, download_dir=args.download_dir),
             device_config=DeviceConfig(target.device, target.gpu_id),
         )
-    if must_fit:
-        fit_draft(model, *sizes)
-    # What `DraftScoringRunner` needs of SGLang's ModelRunner.
-    of_runner = {"model_config": model_config, "dtype": model_config.dtype, "gpu_id": target.gpu_id}
-    runner = SimpleNamespace(model=model, device=target.device, **of_runner)
-    found = ScoringModel(config.scoring_model, runner, target.model_config, args, config, algorithm)
-    setattr(scheduler, _PLACE, found)
-    logger.info("%s: %s scores prompts, and %s decodes", NAME, config.scoring_model, algorithm or "plain decoding")
-
-
-def read_config(source: str, server_args: Any) -> Any:
-    """SGLang's configuration of a scoring model, without the overrides for the target."""
-    return ModelConfig(source, trust_remote_code=server_args.trust_remote_code, dtype=server_args.dtype)
-
-
-def rows_differ(target_size: int, size: int, target_tokenizer: Any, source: str, trust_remote_code: bool) -> bool:
-    """Return whether a small model's embedding rows are to be fitted to the target's.
-
-    Raises ValueError for another tokenizer; not looked for where the server has none and the rows are as many.
-    """
-    is_asked = target_size != size or target_tokenizer is not None
-    if is_asked and not _have_one_vocabulary(target_tokenizer, source, trust_remote_code):
-        raise ValueError(f"{source} ({size} embedding rows, the target {target_size}): {_OTHER_TOKENIZER}")
-    return target_size != size
-
-
-def _have_one_vocabulary(target_tokenizer: Any, draft: str, trust_remote_code: bool) -> bool:
-    """Return whether every token has the same id in the draft's tokenizer, which SGLang does not load."""
-    if target_tokenizer is None:
-        return False
-    if Path(draft).is_dir() and not any((Path(draft) / name).is_file() for name in _TOKENIZER_FILES):
-        logger.info("%s has no tokenizer of its own, so its target's is taken for it", draft)
-        return True
-    draft_tokenizer = get_tokenizer(draft, trust_remote_code=trust_remote_code)
-    return bool(target_tokenizer.get_vocab() == draft_tokenizer.get_vocab())
+    if backend.must_fit:
+        fit_draft(model, target.model_config.vocab_size, backend.config.vocab_size)
+    return model
 
 
 def fit_draft(model: torch.nn.Module, target_size: int, draft_size: int) -> None:

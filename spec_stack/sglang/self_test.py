@@ -20,14 +20,15 @@ from spec_stack.sglang.positions import PositionedRadixKey, PositionMap
 from spec_stack.sglang.prefix_reuse import CachedPrefix, plan_prefill
 from spec_stack.sglang.request_state import dense_reason
 from spec_stack.sglang.required_api import RunningRequest, Scheduler
-from spec_stack.sglang.scoring import DraftScorer
+from spec_stack.sglang.scoring import Scorer
 from spec_stack.sglang.server_args import NAME
 
 _NUM_CHUNKS = 6
+_TEXT = "The quick brown fox jumps over the lazy dog.\n"
 _TENANT = "spec_stack's own test"
 
 
-def run(scheduler: Scheduler, scorer: DraftScorer, config: PrefillConfig) -> float:
+def run(scheduler: Scheduler, scorer: Scorer, config: PrefillConfig) -> float:
     """Score, place and key a prompt of a few chunks with this server's own models and caches; its seconds.
 
     Raises RuntimeError, saying what is wrong with the installed SGLang. The draft's prefill is forgotten again.
@@ -45,10 +46,8 @@ def run(scheduler: Scheduler, scorer: DraftScorer, config: PrefillConfig) -> flo
     return perf_counter() - begun
 
 
-def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
-    num_ids = min(int(scheduler.model_config.vocab_size), 1000)
-    room = min(int(scheduler.model_config.context_len) // 2, _NUM_CHUNKS * config.chunk_size)
-    token_ids = [at * 7 % num_ids for at in range(room)]
+def _run(scheduler: Any, scorer: Scorer, config: PrefillConfig) -> None:
+    token_ids = _token_ids(scheduler, config)
     request = Req("self-test", "", array("q", token_ids), SamplingParams(max_new_tokens=1))
     _check_fields(scheduler, Scheduler)
     _check_fields(request, RunningRequest)
@@ -64,7 +63,15 @@ def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
         raise RuntimeError("RadixKey does not hold the tokens with their positions")
 
 
-def _importance(scorer: DraftScorer, prompt: Prompt) -> Any:
+def _token_ids(scheduler: Any, config: PrefillConfig) -> list[int]:
+    """A text's, which a scoring model with another tokenizer reads too; without a tokenizer any."""
+    room = min(int(scheduler.model_config.context_len) // 2, _NUM_CHUNKS * config.chunk_size)
+    if scheduler.tokenizer is not None:
+        return list(scheduler.tokenizer(_TEXT * room, add_special_tokens=False).input_ids)[:room]
+    return [at * 7 % min(int(scheduler.model_config.vocab_size), 1000) for at in range(room)]
+
+
+def _importance(scorer: Scorer, prompt: Prompt) -> Any:
     """By all parts of a scoring, as in the scheduler's rounds; None without a draft."""
     if not needs_attention(prompt.config.scorer):
         return None

@@ -23,6 +23,7 @@ NAME = "SPEC_STACK"
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
 MOST_POOL_TOKENS = 65_536
+BACKENDS = ("auto", "sglang", "transformers")
 POSITIONS = ("auto", "original", "contiguous")
 FOLLOW_UPS = ("recall", "freeze", "afresh")
 """Rules for the text of earlier turns. freeze: the earlier selection stays. recall: so it does, and dropped text that
@@ -45,6 +46,11 @@ class ServerConfig:
         None,
         "a small model that scores prompts and drafts nothing, while SGLang's own --speculative-algorithm, or none, "
         "decodes; under SPEC_STACK the draft scores",
+    )
+    scoring_backend: str = option(
+        BACKENDS[0],
+        "what runs the scoring_model: 'sglang' is SGLang's own runner, 'transformers' the Transformers backend, also "
+        "for hybrids, GGUF files, adapters and other tokenizers; 'auto' is sglang where that can, else transformers",
     )
     policy: str = option("throughput", f"policy that chooses gamma for the batch: {', '.join(BATCH_POLICIES)}")
     policy_options: Mapping[str, Any] = field(
@@ -115,6 +121,9 @@ class ServerConfig:
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
         check_choice("follow_up", self.follow_up, FOLLOW_UPS)
         check_choice("positions", self.positions, POSITIONS)
+        check_choice("scoring_backend", self.scoring_backend, BACKENDS)
+        if self.scoring_backend == "transformers" and self.scoring_model is None:
+            raise ValueError("scoring_backend 'transformers' runs a scoring_model alone; name one, or leave it out")
         if self.recall.max_cached_tokens is not None:
             raise ValueError(
                 "recall.max_cached_tokens is for Python: a server's caches make room by themselves; leave it out"
@@ -257,6 +266,7 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "sparse_prefill": (_switch, "MODE"),
     "draft_kv_budget": (int, "SLOTS"),
     "scoring_model": (str, "PATH"),
+    "scoring_backend": (str, "BACKEND"),
     "policy": (str, "NAME"),
     "gammas": (int, "N"),
     "calibration": (str, "FILE"),

@@ -38,6 +38,8 @@ BESIDE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
 # Draft backends that take their KV lengths from seq_lens, or are made to (see positions.protect_kv_lengths).
 BUILT_FROM_POSITIONS = ("triton", "flashinfer")
 MAPPED_DRAFT_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
+# Fields of configurations with linear attention or Mamba layers.
+_OF_STATES = ("linear_num_key_heads", "mamba_d_state", "ssm_state_size")
 # Arguments of SGLang's. attn_dp_size is there since 0.5.22.
 _GROUPS = ("pp_size", "enable_dp_attention", "attn_dp_size")
 _STORES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
@@ -115,9 +117,9 @@ class Pruning:
         return f"pruned prompts stand at contiguous positions{why}{untested}"
 
 
-def pruning_of(asked: str, args: Any, target: Any, draft: Any, role: str = "draft", algorithm: str = NAME) -> Pruning:
-    """How a server's prompts may be pruned. asked: its positions. role: the second model's name in a reason."""
-    common = _architecture_reason(draft, role)
+def pruning_of(asked: str, args: Any, target: Any, draft: Any | None, algorithm: str = NAME) -> Pruning:
+    """How a server's prompts may be pruned. asked: its positions. draft: SPEC_STACK's; None for a scoring model."""
+    common = None if draft is None else _architecture_reason(draft, "draft")
     if common is None and _is_disaggregated(args):
         common = "prefill and decode run on different servers"
     untested = _untested(args, target, algorithm)
@@ -165,8 +167,17 @@ def scoring_refusal(args: Any, algorithm: str, target: Any, scoring: Any, asked:
             f"it reads {scoring.context_len} tokens and the target {target.context_len}; "
             f"add --context-length {scoring.context_len}"
         )
-    pruning = pruning_of(asked, args, target, scoring, "scoring model", algorithm)
+    pruning = pruning_of(asked, args, target, None, algorithm)
     return pruning.refusal(pruning.default)
+
+
+def require_no_state(hf: Any) -> None:
+    """Raise ValueError for a draft with a recurrent state, by its text configuration."""
+    if any(hasattr(hf, name) for name in _OF_STATES):
+        raise ValueError(
+            f"{NAME} cannot draft with a {hf.model_type} model, which has a recurrent state; it can score alone, as "
+            "--spec-stack-scoring-model, beside another --speculative-algorithm or none"
+        )
 
 
 def require_slots(args: Any, draft: Any) -> None:

@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_context, get_exec
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
+from sglang.srt.utils.hf_transformers_utils import get_config
 
 from spec_stack.sglang import hooks
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
@@ -23,13 +24,15 @@ from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE
-from spec_stack.sglang.scoring_model import ScoringModel, fit_draft, rows_differ
+from spec_stack.sglang.scoring_backend import rows_differ
+from spec_stack.sglang.scoring_model import ScoringModel, fit_draft
 from spec_stack.sglang.server_args import NAME, ServerConfig
 from spec_stack.sglang.slotted_draft import SlottedDraft
 from spec_stack.sglang.support import (
     BUILT_FROM_POSITIONS,
     MAPPED_DRAFT_BACKENDS,
     draft_positions_are_mapped,
+    require_no_state,
     require_slots,
 )
 
@@ -92,13 +95,14 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
     slots: SlottedDraft | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
         hooks.check()
-        super().__init__(*args, **kwargs)
+        source, trust_remote_code = server_args.speculative_draft_model_path, server_args.trust_remote_code
+        require_no_state(get_config(source, trust_remote_code=trust_remote_code).get_text_config())
+        super().__init__(server_args, *args, **kwargs)
         # SGLang's worker makes its draft worker by name, and its backends only later.
         self._draft_worker.__class__ = SpecStackDraftWorker
         runner, draft = self._target_worker.model_runner, self._draft_worker.draft_runner
-        source = self.server_args.speculative_draft_model_path
         self._config = config = ServerConfig.from_environment()
         # The record holds the launch arguments; SGLang's and the algorithm's changes are an overlay.
         resolved = resolving_view(self.server_args)

@@ -159,10 +159,10 @@ def test_ends_of_a_text_that_are_no_token_ids_are_refused(folders: tuple[Path, P
     assert "eos_token_id" in diagnose(*map(str, folders), "auto", "cpu")["problem"]
 
 
-def test_a_damaged_gguf_file_is_refused_also_where_transformers_reads_none(tmp_path: Path) -> None:
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF\3\0")
-    with pytest.raises(ValueError, match=r"cut off or damaged|transformers [\d.]+ does not read GGUF headers"):
+    with pytest.raises(ValueError, match=r"cut off or damaged|cannot read the model configuration"):
         ModelPair.load(file, file, device="cpu")
 
 

@@ -179,3 +179,22 @@ def test_positions_are_a_setting_of_the_server_and_not_of_its_prefill() -> None:
         ServerConfig.from_mapping({"prefill": {"positions": "contiguous"}})
     with pytest.raises(ValueError, match="positions must be one of auto, original, contiguous"):
         ServerConfig(positions="elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"scoring_backend": "transformers"}, "runs a scoring_model alone"),
+        ({"scoring_backend": "vllm", "scoring_model": "small"}, "scoring_backend must be one of auto, sglang, transf"),
+    ],
+)
+def test_a_scoring_backend_that_cannot_be_is_refused(settings: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ServerConfig.from_mapping(settings)
+
+
+@pytest.mark.parametrize("field", ["linear_num_key_heads", "mamba_d_state"])
+def test_a_draft_with_a_recurrent_state_only_scores(field: str) -> None:
+    support.require_no_state(SimpleNamespace(model_type="llama"))
+    with pytest.raises(ValueError, match="it can score alone, as --spec-stack-scoring-model"):
+        support.require_no_state(SimpleNamespace(**{"model_type": "mixed", field: 4}))

@@ -39,7 +39,6 @@ def test_a_model_scores_beside_none_and_beside_those_that_verify_slots(algorithm
         ("", {}, {"is_generation": False}, {}, "does not generate"),
         ("", {}, {"context_len": 8192}, {}, "add --context-length 4096"),
         ("", {}, {"architecture": "DeepseekV3ForCausalLM"}, {}, "the target is a DeepseekV3ForCausalLM"),
-        ("", {}, {}, {"architecture": "GPT2LMHeadModel"}, "the scoring model is a GPT2LMHeadModel"),
         ("NGRAM", {"enable_hierarchical_cache": True}, {}, {}, "--enable-hierarchical-cache"),
     ],
 )

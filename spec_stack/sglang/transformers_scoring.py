@@ -1,0 +1,97 @@
+"""Scoring by the Transformers backend, for models that SGLang's runner does not score with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from spec_stack.engine.prompt_scorer import FoundScorer, PromptScorer
+from spec_stack.hf.prompt import num_shared
+from spec_stack.sglang.decide import Prompt
+from spec_stack.sglang.draft_radix_cache import PoolFullError
+from spec_stack.sglang.ranks import from_first_rank
+from spec_stack.sglang.required_api import Scheduler
+from spec_stack.sglang.scoring import Score, Scorer
+
+
+class TransformersScorer(Scorer):
+    """Scores one prompt at a time, on every rank of a tensor-parallel group, with all of the model.
+
+    The KV of the last prompt stays for a follow-up, unless the model has a recurrent state.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        found: FoundScorer,
+        model: PromptScorer,
+        most_tokens: int,
+        most_of_a_part: Callable[[int], int],
+    ) -> None:
+        """most_tokens: of the KV."""
+        super().__init__(scheduler, most_of_a_part)
+        self._found, self._model, self._most_tokens = found, model, most_tokens
+        # The prompt whose KV is there, or is being written.
+        self._held: Prompt | None = None
+        self._is_busy = False
+
+    def pool_state(self) -> dict[str, int]:
+        num_held = 0 if self._held is None else len(self._held.token_ids)
+        num_bytes = self._most_tokens * self._found.bytes_per_token
+        return {"num_tokens": self._most_tokens, "num_held": num_held, "num_bytes": num_bytes}
+
+    def num_to_prefill(self, prompt: Prompt) -> int:
+        return len(prompt.token_ids) - self._num_shared(prompt)
+
+    def _num_shared(self, prompt: Prompt) -> int:
+        if self._held is None or _walls(self._held) != _walls(prompt):
+            return 0
+        return num_shared(self._held.token_ids, prompt.token_ids[:-1])
+
+    def has_room(self, num_tokens: int) -> bool:
+        return not self._is_busy and num_tokens <= self._most_tokens
+
+    def forget(self) -> None:
+        self._held = None
+        self._model.forget()
+
+    def working(self) -> AbstractContextManager[None]:
+        return torch.no_grad()
+
+    def score(
+        self, prompt: Prompt, pieces: Sequence[str] | None = None, first_query: int = 0
+    ) -> Generator[None, None, Score]:
+        num_tokens, num_held = len(prompt.token_ids), self._num_shared(prompt)
+        if num_tokens > self._most_tokens:
+            raise PoolFullError(f"the prompt has {num_tokens} tokens, and the draft's KV {self._most_tokens}")
+        if not num_held:
+            self.forget()
+        self._held, self._is_busy, is_reusable = prompt, True, False
+        try:
+            importance = yield from self._model.score(
+                prompt.token_ids,
+                prompt.config,
+                lambda: self.chunk(prompt.config),
+                pieces,
+                prompt.spans,
+                prompt.end_ids,
+                int(self._scheduler.model_config.context_len) - num_tokens,
+                first_query,
+            )
+            # All ranks agree that they have come so far before any waits for another.
+            yield
+            # KV that attends within a window serves no other prompt.
+            is_reusable = not self._found.is_recurrent and prompt.config.window_for(num_tokens) is None
+            return Score(from_first_rank(importance), num_tokens - num_held)
+        finally:
+            self._is_busy = False
+            if not is_reusable:
+                self.forget()
+
+
+def _walls(prompt: Prompt) -> Hashable:
+    """What two prompts must share for one to use the other's KV."""
+    config = prompt.config
+    return prompt.tenant, config.window_for(len(prompt.token_ids)), config.resolved_scoring_layers
