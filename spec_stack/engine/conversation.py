@@ -13,6 +13,7 @@ from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
+from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
@@ -39,7 +40,7 @@ class Conversation:
         self.lookups = NgramIndex(ngram_cache)
         self.slotted: SlottedDraft | None = None
         # The last turn's prompt behind earlier turns, half-open.
-        self._asked = (0, 0)
+        self.asked = (0, 0)
         # Positions that a cancelled or failed turn rolled back; the next turn prefills them again.
         self._lost: list[int] = []
 
@@ -60,7 +61,7 @@ class Conversation:
         other.target = self.target.fork()
         other.index = self.index.fork()
         other.slotted = self.slotted and self.slotted.fork()
-        other._asked, other._lost = self._asked, list(self._lost)
+        other.asked, other._lost = self.asked, list(self._lost)
         return other
 
     def settled(self) -> Conversation:
@@ -73,6 +74,7 @@ class Conversation:
         self,
         token_ids: list[int],
         encoded: EncodedPrompt | None,
+        asked: Span,
         target: Mapping[str, torch.Tensor],
         index: Mapping[str, torch.Tensor],
     ) -> None:
@@ -80,8 +82,7 @@ class Conversation:
         self.target, self.index = self.target.filled(target), self.index.filled(index)
         if self.target.next_position > len(token_ids):
             raise ValueError(f"it holds slots past its {len(token_ids)} tokens")
-        self.token_ids, self.encoded = token_ids, encoded
-        self._asked = (0, len(token_ids))
+        self.token_ids, self.encoded, self.asked = token_ids, encoded, asked
 
     def begin(self, request: Request, config: SessionConfig, room: float = math.inf) -> Turn:
         """Roll back to the prefix shared with a request. room: most tokens that may be recalled.
@@ -96,8 +97,8 @@ class Conversation:
         self._forget_from(request.num_cached, min(num_shared(self.index.token_ids, request.prompt_ids), last))
         self.lookups.reopen()
         # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
-        is_next = request.num_cached >= self._asked[1]
-        start = request.num_cached + 1 if is_next else min(request.num_cached, self._asked[0])
+        is_next = request.num_cached >= self.asked[1]
+        start = request.num_cached + 1 if is_next else min(request.num_cached, self.asked[0])
         return Turn(self, self._pair, request, config, room, lost, start)
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
@@ -106,7 +107,7 @@ class Conversation:
         if self._ngram_cache is not None:
             self._ngram_cache.remember(request.prompt_ids, answer_ids)
         self.index, self.slotted = turn.index, turn.slotted
-        self._asked = (turn.start, len(request.prompt_ids))
+        self.asked = (turn.start, len(request.prompt_ids))
         # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
         self._forget_from(len(self.token_ids))

@@ -43,6 +43,7 @@ def save_conversation(
         "version": VERSION,
         "made_with": _made_with(pair, prefill),
         "config": asdict(config),
+        "asked": settled.asked,
         "encoded": None if settled.encoded is None else asdict(settled.encoded),
     }
     file = Path(path)
@@ -77,6 +78,7 @@ def load_conversation(
             raise ValueError("its tensors are not those that were saved")
         encoded, config = _encoded(header["encoded"]), SessionConfig(**header["config"])
         made_with, token_ids = header["made_with"], tensors["token_ids"].tolist()
+        start, stop = header["asked"]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"cannot take {path} for a session: {error}") from error
     _check_made_with(made_with, _made_with(pair, prefill))
@@ -85,7 +87,7 @@ def load_conversation(
             role = name.split(".")[1]
             raise ValueError(f"the session was made with another {role}: of the same shape, with other weights")
     try:
-        conversation.fill(token_ids, encoded, _part(tensors, "target."), _part(tensors, "draft."))
+        conversation.fill(token_ids, encoded, (start, stop), _part(tensors, "target."), _part(tensors, "draft."))
     except ValueError as error:
         raise ValueError(f"cannot take {path} for a session: {error}") from error
     return config

@@ -146,7 +146,7 @@ class ModelPair:
         models = found.load_models(target_weights)
         return cls.assemble(*models, *found.tokenizers, positions, draft_step, found.predictors, vocabulary)
 
-    @cached_property
+    @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end the target's text."""
         return end_token_ids(self.target)

@@ -214,9 +214,9 @@ def _runs(positions: Iterable[int]) -> list[Span]:
 
 def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> EncodedPrompt:
     token_ids = encode_text(tokenizer, text) if text else []
-    if not protected:
-        return EncodedPrompt(token_ids, [])
     spans = _check_spans(protected, len(text))
+    if not spans:
+        return EncodedPrompt(token_ids, [])
     if not tokenizer.is_fast:
         return EncodedPrompt(token_ids, [(0, len(token_ids))], "the tokenizer gives no offsets, so all is protected")
     offsets = tokenizer(text, return_offsets_mapping=True, verbose=False).offset_mapping[: len(token_ids)]

@@ -127,7 +127,7 @@ def test_another_pair_or_configuration_is_refused_by_name(tmp_path: Path) -> Non
         (SpecStackGenerator(make_model("qwen3", seed=1), make_model(seed=2), config=config), "qwen3"),
         (make_generator(replace(SPARSE, chunk_size=16)), "chunk_size=8, here 16"),
         (SpecStackGenerator(make_model(seed=1), make_model(seed=2), make_tokenizer("a b"), config=config), "tokenizer"),
-        (SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config, precision="bf16"), "bf16"),
+        (SpecStackGenerator(make_model(seed=1).bfloat16(), make_model(seed=2), config=config), "bf16"),
     ]
     for generator, message in others:
         with pytest.raises(ValueError, match=message):
