@@ -9,6 +9,7 @@ import pytest
 from tests.support.pages import ROOT, result
 
 RULES = ("calibrated", "default", "BM25", "paper", "random lines")
+RATES = ("0.1", "0.2", "0.3")
 
 
 def row(values: Iterable[str]) -> str:
@@ -22,6 +23,21 @@ def evidence_by_shape() -> list[str]:
         row([name, *(f"{rules[rule]['0.1'][0]:.2f} / {rules[rule]['0.2'][0]:.2f}" for rule in RULES)])
         for name, rules in shapes.items()
     ]
+
+
+def evidence_of_multi_hop_questions() -> list[str]:
+    rows = []
+    for name, file, part in (
+        ("HotpotQA, all gold sentences", "hotpotqa", "whole"),
+        ("HotpotQA, any", "hotpotqa", "any"),
+        ("2Wiki, all", "2wikimultihopqa", "whole"),
+        ("2Wiki, any", "2wikimultihopqa", "any"),
+        ("MuSiQue, every hop's answer", "musique", "hops"),
+    ):
+        found = result(f"evidence_{file}")[part]
+        rules = found.get("2hop", found)
+        rows.append(row([name, *(" / ".join(f"{rules[rule][rate][0]:.2f}" for rate in RATES) for rule in RULES)]))
+    return rows
 
 
 def decoding_by_task() -> list[str]:
@@ -81,6 +97,7 @@ def published_tables() -> list[str]:
     "figures",
     [
         evidence_by_shape,
+        evidence_of_multi_hop_questions,
         decoding_by_task,
         draft_budget_on_a_server,
         turns_on_a_server,
