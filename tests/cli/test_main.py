@@ -67,6 +67,7 @@ def test_both_precisions_arrive(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "spec_stack.cli.main", "generate", "def main():", "--raw", "--max-tokens", "120"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -20,7 +20,7 @@ def evidence_by_shape() -> list[str]:
     found = result("evidence_shapes_qwen_2k")
     shapes = {"all": found["whole"], **found["shape"]}
     return [
-        row([name, *(f"{rules[rule]['0.1'][0]:.2f} / {rules[rule]['0.2'][0]:.2f}" for rule in RULES)])
+        row([name, *(f"{rules[rule]['0.1'][0]:.2f} / {rules[rule]['0.2'][0]:.2f}" for rule in RULES[:-1])])
         for name, rules in shapes.items()
     ]
 
@@ -36,7 +36,7 @@ def evidence_of_multi_hop_questions() -> list[str]:
     ):
         found = result(f"evidence_{file}")[part]
         rules = found.get("2hop", found)
-        rows.append(row([name, *(" / ".join(f"{rules[rule][rate][0]:.2f}" for rate in RATES) for rule in RULES)]))
+        rows.append(row([name, *("/".join(f"{rules[rule][rate][0]:.2f}" for rate in RATES) for rule in RULES)]))
     return rows
 
 

@@ -165,6 +165,7 @@ def test_a_verification_is_one_graph_a_width_too() -> None:
     assert counter.frame_count == len(WIDTHS[::4])
 
 
+@pytest.mark.nightly
 def test_a_trial_without_a_gain_and_a_failed_compilation_leave_the_draft_eager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
