@@ -182,7 +182,7 @@ def test_a_gguf_file_scores_prompts(launch: Any, reference: Reference, tmp_path:
     pytest.importorskip("accelerate", reason="transformers unpacks GGUF files with it")
     from tests.support.gguf_files import make_qwen2, write_gguf
 
-    write_gguf(make_qwen2(4096), tmp_path / "draft.gguf", ASSETS / "target" / "tokenizer.json")
+    write_gguf(make_qwen2(4096, max_positions=2048), tmp_path / "draft.gguf", ASSETS / "target" / "tokenizer.json")
     sizes = (*_SIZES, "--context-length", "512", "--spec-stack-min-prompt-tokens", "200")
     server = launch(*sizes, beside=(), draft=tmp_path / "draft.gguf")
     assert "is a GGUF file" in server.state()["scoring_backend"]

@@ -24,7 +24,7 @@ _LAYER = {
 _BLOCK = 32
 
 
-def make_qwen2(vocab_size: int, seed: int = 0) -> PreTrainedModel:
+def make_qwen2(vocab_size: int, seed: int = 0, max_positions: int = 512) -> PreTrainedModel:
     """A tiny Qwen2 with random weights."""
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -34,7 +34,7 @@ def make_qwen2(vocab_size: int, seed: int = 0) -> PreTrainedModel:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=2,
