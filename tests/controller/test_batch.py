@@ -194,7 +194,7 @@ def test_the_first_step_of_a_shape_and_one_stall_move_little() -> None:
     assert policy.step_seconds((1,))[1][4] < 0.0125
 
 
-def test_a_step_that_is_quicker_without_a_draft_than_the_rest_foretell_keeps_its_seconds() -> None:
+def test_plain_steps_quicker_than_the_drafted_ones_predict_keep_their_measured_seconds() -> None:
     """A drafted token costs little beside what any drafting costs."""
     taken = {gamma: 1 + 0.6 * (gamma > 0) + 0.02 * gamma for gamma in GAMMAS}
     policy = BatchThroughput(GAMMAS)
