@@ -454,8 +454,9 @@ class SessionConfig:
     )
     recall_word_threshold: float | None = option(
         1.0,
-        "sum of shared rare words, each counted as one over its occurrences, from which a dropped chunk is recalled "
-        "whatever its attention; best first, at most max_recalled_chunks. None uses attention alone",
+        "sum of rare words in common with the new text's question, each counted as one over the segments that hold it "
+        "and short ones half, from which a dropped segment is recalled whatever its attention. None uses attention "
+        "alone",
     )
     max_cached_tokens: int | None = option(
         None,

@@ -17,7 +17,9 @@ from spec_stack.prefill.segments import Segments
 # Tokens with so much weight are the question itself, and are not searched.
 _ASKED = 0.5
 # Most segments that hold a rare word, and what the largest score by rare words adds to a factor of 1.
-_MOST_UNITS, _RARE_WORDS = 6, 2.0
+_MOST_SEGMENTS, _RARE_WORDS = 6, 2.0
+# Shorter words count half: most are function words.
+_FEWEST_LETTERS, _SHORT_WORD = 5, 0.5
 # Ends of a heading beside Markdown's "#": a function's, a key's, a block's.
 _HEADING_ENDS = (":", "\uff1a", "{")
 # Least share of rare words that names a heading, what its section gets of its score, and the section's most tokens.
@@ -25,15 +27,16 @@ _NAMED, _OF_HEADING, _SECTION = 0.5, 0.8, 64
 # Scripts without spaces count by the character.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 _WORD = re.compile(f"[{_CHARACTERS}]|[^\\W{_CHARACTERS}]+")
+_ONE_CHARACTER = re.compile(f"[{_CHARACTERS}]")
 
 
 def question_and_bodies(
-    inputs: ScoringInputs, segments: Segments
+    inputs: ScoringInputs, segments: Segments, asked: Mapping[int, float] | None = None
 ) -> tuple[dict[Hashable, float], list[list[Hashable]]]:
     """The question's words with their weights, and the words of every segment outside the question; without text,
-    tokens in place of words.
+    tokens in place of words. asked: the question's tokens with their weights.
     """
-    asked = question_words(inputs.candidates)
+    asked = question_words(inputs.candidates) if asked is None else asked
     others = ([at for at in range(*segment) if asked.get(at, 0.0) < _ASKED] for segment in segments)
     bodies = [[word for word, _ in _words_by_token(inputs, tokens)] for tokens in others]
     return _weights(inputs, asked), bodies
@@ -48,35 +51,86 @@ def raise_named(worth: torch.Tensor, inputs: ScoringInputs, segments: Segments) 
     """
     if inputs.pieces is None:
         return worth
-    shares = rare_word_shares(inputs, segments).to(worth)
-    scores = worth * (1 + _RARE_WORDS * shares)
+    shared = shared_rare_words(inputs, segments)
+    scores = worth * (1 + _RARE_WORDS * _shares(shared)).to(worth)
     raised = scores.clone()
-    for heading, section in _sections(inputs.pieces, segments):
-        if shares[heading] >= _NAMED:
-            raised[..., section] = raised[..., section].maximum(_OF_HEADING * scores[..., heading, None])
+    for heading, section in _named_sections(shared, inputs.pieces, segments):
+        raised[..., section] = raised[..., section].maximum(_OF_HEADING * scores[..., heading, None])
     return raised
 
 
-def rare_word_shares(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
-    """Rare words in common with the question (num_segments,), fp32, as a share of the segment with most of them.
+def score_for_recall(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
+    """Scores (num_segments,), fp32, of a conversation's old segments: rare words in common with the new text's
+    question, and at least 1 for a heading that the question names and the text under it.
+    """
+    asked = question_words(inputs.candidates.reaching(segments.num_tokens))
+    shared = shared_rare_words(inputs, segments, dict.fromkeys(asked, 1.0))
+    scores = shared.clone()
+    if inputs.pieces is not None:
+        for heading, section in _named_sections(shared, inputs.pieces, segments):
+            scores[heading : section.stop].clamp_(min=1)
+    return scores
+
+
+def shared_rare_words(
+    inputs: ScoringInputs, segments: Segments, asked: Mapping[int, float] | None = None
+) -> torch.Tensor:
+    """Rare words in common with the question (num_segments,), fp32. asked: of `question_and_bodies`.
 
     Each question word that at most six segments hold gives its weight divided by their number to each of them.
     """
-    asked, bodies = question_and_bodies(inputs, segments)
-    found = [asked.keys() & body for body in bodies]
+    weights, bodies = question_and_bodies(inputs, segments, asked)
+    if inputs.pieces is not None:
+        weights = {word: weight * _significance(str(word)) for word, weight in weights.items()}
+    found = [weights.keys() & body for body in bodies]
     num_with = Counter(word for words in found for word in words)
-    shared = [sum(asked[word] / num_with[word] for word in words if num_with[word] <= _MOST_UNITS) for words in found]
-    scores = torch.tensor(shared, dtype=torch.float32)
+    rare = {word: weights[word] / number for word, number in num_with.items() if number <= _MOST_SEGMENTS}
+    return torch.tensor([sum(rare.get(word, 0.0) for word in words) for words in found], dtype=torch.float32)
+
+
+def _shares(scores: torch.Tensor) -> torch.Tensor:
+    """Scores as shares of the largest."""
     return scores / scores.max().clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def _sections(pieces: Sequence[str], segments: Segments) -> Iterator[tuple[int, slice]]:
-    """Each heading with the segments below it that end within _SECTION tokens."""
+def _significance(word: str) -> float:
+    """What a word counts: half if it is short, except for numbers and words of one character."""
+    is_short = word.isalpha() and len(word) < _FEWEST_LETTERS and not _ONE_CHARACTER.match(word)
+    return _SHORT_WORD if is_short else 1.0
+
+
+def _named_sections(shared: torch.Tensor, pieces: Sequence[str], segments: Segments) -> Iterator[tuple[int, slice]]:
+    """Each heading with enough of the rare words, and the segments of its section, at most _SECTION tokens.
+
+    A section ends before the next heading of the same kind that is no deeper.
+    """
     stops = segments.borders[1:]
-    for at, (start, stop) in enumerate(segments):
-        text = "".join(pieces[start:stop]).strip()
-        if text.startswith("#") or text.endswith(_HEADING_ENDS):
-            yield at, slice(at + 1, bisect_right(stops, stop + _SECTION))
+    headings = [_heading(_line(pieces, *segment)) for segment in segments]
+    for at, is_named in enumerate((_shares(shared) >= _NAMED).tolist()):
+        if not is_named or (heading := headings[at]) is None:
+            continue
+        end = bisect_right(stops, stops[at] + _SECTION)
+        below = (other for other in range(at + 1, end) if _ends_section(headings[other], heading))
+        yield at, slice(at + 1, next(below, end))
+
+
+def _line(pieces: Sequence[str], start: int, stop: int) -> str:
+    """The text of a segment, with its indentation where a token holds the line break before it too."""
+    before = pieces[start - 1] if start else ""
+    indentation = before.rpartition("\n")[2] if "\n" in before else ""
+    return indentation + "".join(pieces[start:stop])
+
+
+def _heading(line: str) -> tuple[str, int] | None:
+    """Kind and depth of a heading: Markdown's level, or the indentation of a line that opens a block."""
+    text = line.strip()
+    if text.startswith("#"):
+        return "#", len(text) - len(text.lstrip("#"))
+    return ("block", len(line) - len(line.lstrip())) if text.endswith(_HEADING_ENDS) else None
+
+
+def _ends_section(other: tuple[str, int] | None, heading: tuple[str, int]) -> bool:
+    return other is not None and other[0] == heading[0] and other[1] <= heading[1]
 
 
 def _weights(inputs: ScoringInputs, asked: Mapping[int, float]) -> dict[Hashable, float]:

@@ -16,10 +16,10 @@ import torch
 
 from spec_stack.config import MOST_REWRITTEN, PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.question import score_for_recall
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments, make_segments
 from spec_stack.prefill.selection import select
-from spec_stack.prefill.words import shared_words
 from spec_stack.types import Selection
 
 RecallPlace = Literal["last", "before_latest", "in_text"]
@@ -56,9 +56,7 @@ def recall_dropped(
     if not (dropped and config.recall and config.max_recalled_chunks):
         return []
     segments = make_segments(num_old, inputs.pieces and inputs.pieces[:num_old], prefill)
-    words = None
-    if config.recall_word_threshold is not None:
-        words = shared_words(inputs.prompt_ids, segments, inputs.candidates)
+    words = None if config.recall_word_threshold is None else score_for_recall(inputs, segments)
     return recall(inputs.importance, dropped, segments, prefill, config, words, room)
 
 
@@ -74,7 +72,7 @@ def recall(
     """Recalled positions, increasing: dropped segments with high attention, or words in common with the new text.
 
     importance: (num_prompt_tokens,), of the whole conversation. dropped: old positions that the target lacks. segments:
-    of the old text. words: (num_segments,), of `shared_words`. room: most recalled positions.
+    of the old text. words: (num_segments,), of `score_for_recall`. room: most recalled positions.
     """
     most = config.max_recalled_chunks, prefill.chunk_size
     wanted = [] if importance is None else _by_attention(importance, segments, config.recall_threshold, *most)

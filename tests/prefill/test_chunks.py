@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
@@ -11,42 +10,8 @@ from spec_stack.prefill.registry import SCORERS, make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import ChunkSegments
 from spec_stack.prefill.selection import select
-from spec_stack.prefill.words import pair_scores, rare_words
-from tests.support import reference
 
 prompts = st.lists(st.integers(0, 12), min_size=1, max_size=120)
-
-
-@given(prompts, st.integers(0, 40), st.integers(1, 9), st.sampled_from([float("inf"), 3.0]))
-def test_rare_words_equal_counting_every_gram_by_hand(ids: list[int], tail: int, size: int, half_life: float) -> None:
-    question = max(0, len(ids) - tail), len(ids)
-    got = rare_words(ids, question, ChunkSegments(len(ids), size), half_life)
-    expected = reference.rare_words(ids, question[0], size, half_life)
-    assert got.tolist() == pytest.approx(expected)
-
-
-def test_a_rare_word_of_the_question_outweighs_a_common_one() -> None:
-    ids = [5] * 64 + [7] + [5] * 63 + [9] * 3 + [5, 7]
-    scores = rare_words(ids, (len(ids) - 2, len(ids)), ChunkSegments(len(ids), 16))
-    assert scores.argmax() == 4
-    assert torch.nonzero(scores)[:, 0].tolist() == [3, 4]
-
-
-@given(st.lists(st.integers(0, 30), max_size=200), st.lists(st.integers(0, 30), max_size=12), st.integers(1, 9))
-def test_pairs_equal_looking_at_every_two_tokens_by_hand(body: list[int], question: list[int], size: int) -> None:
-    expected = reference.pair_scores(body, question, size)
-    span = len(body), len(body) + len(question)
-    assert pair_scores([*body, *question], span, ChunkSegments(len(body), size)).tolist() == pytest.approx(expected)
-
-
-def test_a_line_with_two_common_words_of_the_question_outweighs_lines_with_one() -> None:
-    lines = [[100 + name, 50, 200 + colour, *range(20, 45)] for name in range(6) for colour in range(6)]
-    body = [token for line in lines for token in line]
-    segments = ChunkSegments(len(body), len(lines[0]))
-    scores = pair_scores([*body, 7, 203, 50, 104, 8], (len(body), len(body) + 5), segments)
-    assert torch.nonzero(scores == scores.max())[:, 0].tolist() == [4 * 6 + 3]
-    assert scores.max() == 1
-    assert scores.sum() == 1
 
 
 def test_every_rule_that_is_registered_prunes_a_prompt() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from spec_stack import PrefillConfig
 from spec_stack.prefill.queries import question_words
-from spec_stack.prefill.question import raise_named
+from spec_stack.prefill.question import raise_named, score_for_recall
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments, make_segments
@@ -78,8 +78,7 @@ def test_lines_below_the_named_heading_come_before_the_same_lines_below_others(t
     pieces = pieces_of("".join(texts) + question)
     evidence, segments = evidence_of(pieces, len(pieces))
     scores = make_rule("attention").score(evidence, segments, PrefillConfig())
-    # 64 tokens below a heading may reach the next one's lines.
-    values = {name: scores[line_of(segments, pieces, str(9 + at))] for at, name in enumerate(NAMES) if name != "clean"}
+    values = {name: scores[line_of(segments, pieces, str(9 + at))] for at, name in enumerate(NAMES)}
     assert values.pop("fetch") > 1.5 * max(values.values())
 
 
@@ -111,3 +110,35 @@ def test_the_papers_scoring_queries_count_by_attention_alone() -> None:
     paper = PrefillConfig.full_look_ahead()
     scores = make_rule("attention").score(evidence, segments, paper)
     assert torch.equal(scores, segments.worth(evidence.token_importance(paper), paper))
+
+
+def recall_scores(old: str, new: str) -> tuple[list[str], Segments, ScoringInputs]:
+    """The pieces of a conversation, the segments of its old text, and its inputs."""
+    pieces = pieces_of(old)
+    num_old, pieces = len(pieces), [*pieces, *pieces_of(new)]
+    inputs = ScoringInputs(list(range(len(pieces))), pieces=pieces, importance=torch.zeros(len(pieces)))
+    return pieces, make_segments(num_old, pieces[:num_old], PrefillConfig()), inputs
+
+
+@pytest.mark.parametrize("question", [*PROMPTS, "Tell me the total of ord-4017.", "And the order ord-4003?"])
+def test_recall_scores_are_those_by_hand(question: str) -> None:
+    pieces, segments, inputs = recall_scores("".join(PROMPTS.get(question, RECORDS)), question)
+    asked = dict.fromkeys(question_words(inputs.candidates.reaching(segments.num_tokens)), 1.0)
+    expected = reference_question.recalled(pieces, list(segments), asked)
+    assert score_for_recall(inputs, segments).tolist() == pytest.approx(expected)
+
+
+def test_a_follow_up_that_names_a_heading_recalls_its_section() -> None:
+    pieces, segments, inputs = recall_scores("".join(SECTIONS), "And fetch?")
+    wanted = {at for at, score in enumerate(score_for_recall(inputs, segments).tolist()) if score >= 1}
+    fetch = NAMES.index("fetch")
+    heading, next_heading = (line_of(segments, pieces, name) for name in NAMES[fetch : fetch + 2])
+    assert wanted == set(range(heading, next_heading))
+    assert line_of(segments, pieces, str(9 + fetch)) in wanted
+
+
+@pytest.mark.parametrize("new", ["Thanks! Can you say that more briefly?", "Why?", "Are you sure about that?"])
+def test_function_words_recall_nothing(new: str) -> None:
+    old = "He was not so sure that he can do it. Why, nobody knew about it.\n" * 2 + "They say so.\n" + "".join(RECORDS)
+    _, segments, inputs = recall_scores(old, new)
+    assert score_for_recall(inputs, segments).max() < 1
