@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -15,9 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.prefill.queries import WINDOW, Candidates, find_candidates
+from spec_stack.prefill.queries import WINDOW, find_candidates, question_words
 from spec_stack.tokenizers.pieces import Pieces
-from tests.support.reference import pair_scores, question_importance, rare_words
+from tests.support import reference_question
+from tests.support.reference import question_importance
 from tests.support.reference_session import dropped_chunks_to_restore
 
 from .conftest import (
@@ -127,7 +127,8 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
     wanted = question_importance(
         eager_draft, longer, found.segments[:cut], found.segments[cut:], found.is_question, found.opening, mean=True
     )
-    rare, side_by_side = _words(longer, start, found)
+    chunks = [(at, min(at + PrefillConfig.chunk_size, start)) for at in range(0, start, PrefillConfig.chunk_size)]
+    asked = dict.fromkeys(question_words(found.reaching(start)), 1.0)
     expected = dropped_chunks_to_restore(
         wanted.tolist(),
         given,
@@ -136,29 +137,12 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         settings["recall_threshold"],
         settings["max_recalled_chunks"],
         settings["recall_margin"],
-        [max(both) for both in zip(rare, side_by_side, strict=False)],
+        reference_question.recalled(pieces, chunks, asked),
         settings["recall_word_threshold"],
     )
     assert _positions(reply)[: len(given) + len(expected)] == _with_recalled(given, expected, start)
     assert len(expected) == _report(reply)["num_recalled_tokens"] > 0
     assert reply["output_ids"] == reference.tokens_over(longer, _report(reply)["kept_spans"], 8)
-
-
-def _words(longer: list[int], start: int, found: Candidates) -> tuple[list[float], list[float]]:
-    """What the chunks of the old text share with the new text's questions, or with its end where it has none."""
-    size = PrefillConfig.chunk_size
-    marked = [
-        (max(first, start), stop)
-        for (first, stop), mark in zip(found.segments, found.is_question, strict=True)
-        if mark and stop > start
-    ]
-    half_life = math.inf if marked or len(longer) - start <= 96 else 12
-    rare = [rare_words(longer[:stop], first, size, half_life) for first, stop in marked]
-    pairs = [pair_scores(longer[:start], longer[first:stop], size) for first, stop in marked]
-    if not marked:
-        rare = [rare_words(longer, max(start, len(longer) - 96), size, half_life)]
-        pairs = [pair_scores(longer[:start], longer[start:][-32:], size)]
-    return [max(each) for each in zip(*rare, strict=False)], [max(each) for each in zip(*pairs, strict=False)]
 
 
 @pytest.mark.parametrize("rule", ["freeze", "recall"])
