@@ -84,7 +84,7 @@ class ServerConfig:
         metadata={"help": "recall of dropped text under 'recall', with a session's options"},
     )
     positions: str = option(
-        POSITIONS[0],
+        "contiguous",
         "the target's positions of the kept tokens: 'original' is where they stand in the prompt, 'contiguous' makes "
         "them an ordinary, shorter prompt, and 'auto' is original where the target and its cache support it, else "
         "contiguous where that is tested; an explicit 'contiguous' also prunes where it is not tested",

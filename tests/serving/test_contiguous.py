@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, StableLmConfig
 
-from .conftest import ASSETS, Reference, Server, generate_body
+from .conftest import ASSETS, Reference, Server
 
 _SIZES = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _CONFIGS: dict[str, Any] = {
@@ -68,23 +68,16 @@ def test_the_tokens_are_those_over_the_kept_tokens_as_a_prompt(
     server: Server, reference: Reference, keep_rate: float
 ) -> None:
     prompt = _document(reference, 900, 1901)
-    asked = {"sparse_prefill": "on", "keep_rate": keep_rate, "explain": True, "positions": "contiguous"}
-    reply = server.generate(prompt, **asked)
+    reply = server.generate(prompt, sparse_prefill="on", keep_rate=keep_rate, explain=True)
     kept = _kept(prompt, reply)
     assert len(kept) < len(prompt)
     assert reply["output_ids"] == reference.tokens(kept)
-    assert _report(reply)["positions"] == "contiguous"
     assert reply["meta_info"]["prompt_tokens"] == _report(reply)["num_prompt_tokens"] == len(prompt)
-    # Any prompt of these tokens has this KV, and no prompt at original positions does.
-    assert server.generate(kept)["meta_info"]["cached_tokens"] >= len(kept) - 1
-    original = server.generate(prompt, **{**asked, "positions": "original"})
-    assert _report(original)["positions"] == "original"
-    assert original["output_ids"] == reference.tokens(prompt, sparse_prefill="on", keep_rate=keep_rate)
 
 
 def test_a_later_turn_reuses_the_kept_prefix_and_recalls_in_order(server: Server, reference: Reference) -> None:
     prompt = _document(reference, 1300, 1902)
-    asked = {"explain": True, "positions": "contiguous", "follow_up": "recall"}
+    asked = {"explain": True, "follow_up": "recall"}
     first = server.generate(prompt, 12, sparse_prefill="on", **asked)
     history, before = [*prompt, *first["output_ids"]], _positions(first)
     num_recalled = 0
@@ -104,12 +97,6 @@ def test_a_later_turn_reuses_the_kept_prefix_and_recalls_in_order(server: Server
         before = positions
         history += reply["output_ids"]
     assert num_recalled
-
-
-def test_a_position_that_does_not_exist_is_a_400(server: Server) -> None:
-    status, reply = server.post("/generate", generate_body([5, 6, 7], 4, positions="elsewhere"))
-    assert status == 400
-    assert "auto, original, contiguous" in reply["error"]["message"]
 
 
 def _saved(kind: str, folder: Path, vocab_size: int) -> Path:

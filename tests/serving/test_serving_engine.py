@@ -38,7 +38,7 @@ def _check(
     return replies
 
 
-def test_retracted_requests_go_on_at_their_original_positions(launch: Any, reference: Reference) -> None:
+def test_retracted_requests_go_on_with_the_same_tokens(launch: Any, reference: Reference) -> None:
     """SGLang's own switch forces a retraction every few steps; what was pruned is prefilled again, outputs and all."""
     server = launch(
         "--max-total-tokens",
