@@ -19,9 +19,8 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.positions import BatchMap, PositionedRadixKey, PositionMap
 from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, plan_prefill
-from spec_stack.sglang.request_state import RequestOptions, RequestState, attach
+from spec_stack.sglang.request_state import RequestOptions, attach
 from spec_stack.sglang.required_api import RunningRequest
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
@@ -223,23 +222,17 @@ def apply(
 
     scoring_s: of every part of its scoring.
     """
-    prompt, prefill, positions = plan.prompt, plan.prefill, None
+    prompt, prefill = plan.prompt, plan.prefill
     report = _report(options, plan, config, scoring_s)
     if not prefill.is_whole:
-        if prompt.config.positions == "original":
-            positions = _checked_positions(plan)
         known.turns.add(prompt.tenant, prompt.token_ids, tuple(prefill.positions), request)
-        _prune(request, array("q", prefill.token_ids), positions)
-    attach(request, RequestState(options, positions), report)
+        _prune(request, array("q", prefill.token_ids))
+    attach(request, options, report)
     known.remember(plan)
 
 
-def _prune(request: RunningRequest, token_ids: array[int], positions: PositionMap | None) -> None:
-    """Give the request its kept tokens; at contiguous positions they are an ordinary, shorter prompt."""
-    if positions is not None:
-        key = PositionedRadixKey.of(positions, request.extra_key)
-        key.place(token_ids)
-        request.extra_key = key
+def _prune(request: RunningRequest, token_ids: array[int]) -> None:
+    """Give the request its kept tokens, an ordinary, shorter prompt from here on."""
     # The unpadded ones stay whole: SGLang uses them for detokenization and NGRAM.
     request.origin_input_ids = token_ids
     request.full_untruncated_fill_ids = array("q")
@@ -274,19 +267,7 @@ def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
     if options.explain:
         report["kept_spans"] = _spans_of(_shown_positions(plan))
-    if not prefill.is_whole:
-        report["positions"] = prompt.config.positions
     return report
-
-
-def _checked_positions(plan: Plan) -> PositionMap:
-    """The plan's map, tried once: a batch that cannot be mapped would give wrong tokens."""
-    kept = plan.prefill.positions
-    positions, slots = PositionMap(kept, plan.prefill.num_prompt_tokens), torch.arange(len(kept))
-    mapped = BatchMap((positions,), is_draft=False, device=slots.device)(slots, [len(kept)])
-    if not torch.equal(mapped, positions.target):
-        raise RuntimeError("a pruned prompt's slots are not mapped to its original positions")
-    return positions
 
 
 def _shown_positions(plan: Plan) -> Sequence[int]:

@@ -15,10 +15,8 @@ from spec_stack.config import how_to_install
 from spec_stack.sglang import launch_messages as notes
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.sglang.support import (
-    MAPPED_DRAFT_BACKENDS,
-    Pruning,
     architecture_refusal,
-    pruning_of,
+    pruning_refusal,
     require_no_state,
     require_slots,
     scoring_refusal,
@@ -63,8 +61,8 @@ class Launch:
     """A launch as SGLang resolves it.
 
     algorithm: "" for none. args: SGLang's arguments. target, small: SGLang's configurations of the models. config:
-    calibrated. unrecognised: as in `pruning_note`. sizes: batch sizes of CUDA graphs, None without. scoring: what runs
-    a scoring model. own_bytes: of a token of its KV outside SGLang, or 0.
+    calibrated. refusal, unrecognised: as in `pruning_note`. sizes: batch sizes of CUDA graphs, None without. scoring:
+    what runs a scoring model. own_bytes: of a token of its KV outside SGLang, or 0.
     """
 
     algorithm: str
@@ -72,7 +70,7 @@ class Launch:
     target: Any
     small: Any
     config: ServerConfig
-    pruning: Pruning
+    refusal: str | None
     vocabularies: str
     unrecognised: str = ""
     sizes: Sequence[int] | None = None
@@ -83,10 +81,6 @@ class Launch:
     def is_own(self) -> bool:
         """Return whether SPEC_STACK drafts."""
         return self.algorithm == NAME
-
-    @property
-    def refusal(self) -> str | None:
-        return self.pruning.refusal(self.pruning.default)
 
     @property
     def prunes(self) -> bool:
@@ -109,8 +103,6 @@ def describe(launch: Launch) -> dict[str, Any]:
     if not launch.is_own:
         report["scoring backend"] = launch.scoring
     report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
-    if launch.prunes:
-        report["positions"] = launch.pruning.note or launch.pruning.default
     report["drafting"] = notes.drafting_note(config) if launch.is_own else notes.others_note(launch.algorithm)
     report["attention"] = launch.backend
     by_model = {"target": numbers["target_bytes_per_token"]}
@@ -155,9 +147,6 @@ def _warnings(launch: Launch) -> list[str]:
         found.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
     if launch.is_own:
         found.append(notes.penalty_advice(launch.target.get_default_sampling_params()))
-        backend = args.speculative_draft_attention_backend or launch.backend
-        if launch.refusal is None and backend not in MAPPED_DRAFT_BACKENDS:
-            found.append(notes.DRAFT_AT_SLOTS)
     return [warning for warning in found if warning]
 
 
@@ -232,7 +221,7 @@ def _resolve(arguments: list[str]) -> Launch:
     else:
         backend = choose_backend(config, args, target, tokenizer, args.device)
         small = backend.config
-        refusal = scoring_refusal(args, algorithm, target, small, config.positions)
+        refusal = scoring_refusal(args, target, small)
         if refusal is not None:
             raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
     configs = target.hf_text_config, small.hf_text_config
@@ -245,7 +234,7 @@ def _resolve(arguments: list[str]) -> Launch:
         target=target,
         small=small,
         config=config,
-        pruning=pruning_of(config.positions, args, target, small if algorithm == NAME else None, algorithm),
+        refusal=pruning_refusal(args, small if algorithm == NAME else None),
         vocabularies=backend.vocabularies(target.vocab_size),
         scoring=str(backend),
         own_bytes=0 if backend.is_sglang else small.bytes_per_token,

@@ -9,8 +9,6 @@ from spec_stack.sglang.draft_kv_rows import num_row_slots
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.threshold import NEVER
 
-DRAFT_AT_SLOTS = "on this attention backend the draft stays at its cache slots, so fewer of its tokens are accepted"
-
 
 def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:
     """What is pruned, from which length, and what is kept whole.

@@ -17,7 +17,7 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.recall import RecallPlace, dropped_positions, recall_dropped, select_turn
+from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.sglang.required_api import RunningRequest
 
@@ -28,7 +28,7 @@ _LEAST_SHARE = 4
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The first num_tokens tokens of a prompt, of which the target has those at `positions`, in write order."""
+    """The first num_tokens tokens of a prompt, of which the target has those at `positions`, in order."""
 
     num_tokens: int = 0
     positions: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class CachedPrefix:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """The target's part of a prompt: token_ids at `positions`, in write order.
+    """The target's part of a prompt: token_ids at `positions`, in order.
 
     num_cached: tokens that an earlier turn processed, kept or dropped. num_recalled: recalled tokens among these.
     """
@@ -83,7 +83,7 @@ def plan_prefill(
     protected: Sequence[Span],
     pieces: Sequence[str] | None = None,
 ) -> PrefillPlan:
-    """The target's part of a prompt, behind the unchanged beginning.
+    """The target's part of a prompt. Recalled text goes back to its place, and what is behind it is prefilled again.
 
     importance: (num_prompt_tokens,), for pruning and recall; None for a scorer without it. prunes: the text after the
     beginning is pruned. recalling: None recalls nothing. protected: half-open spans that are never dropped. pieces: the
@@ -95,11 +95,8 @@ def plan_prefill(
     if recalling is not None:
         dropped = dropped_positions(beginning.positions, start)
         recalled = recall_dropped(inputs, dropped, start, config, recalling)
-    # At contiguous positions recalled text goes back to its place, and what is behind it is prefilled again.
-    place: RecallPlace = "in_text" if config.positions == "contiguous" else "before_latest"
-    held = sorted(beginning.positions) if place == "in_text" else beginning.positions
-    rule = config if prunes else None
-    turn = select_turn(inputs, held, start, recalled, rule, protected, place=place)
+    held = beginning.positions
+    turn = select_turn(inputs, held, start, recalled, config if prunes else None, protected, place="in_text")
     positions = (*held[: turn.num_held], *turn.positions)
     token_ids = tuple(prompt_ids[position] for position in positions)
     return PrefillPlan(token_ids, positions, len(prompt_ids), start, len(recalled))

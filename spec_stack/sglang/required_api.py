@@ -46,14 +46,6 @@ class RunningRequest(Protocol):
     def finished(self) -> bool: ...
 
 
-class Runner(Protocol):
-    """`sglang.srt.model_executor.model_runner.ModelRunner`: one model on one device."""
-
-    is_draft_worker: bool
-    server_args: Any
-    decode_attention_backend_str: str
-
-
 class Scheduler(Protocol):
     """`sglang.srt.managers.scheduler.Scheduler`: one per process, with its pools and its two models.
 

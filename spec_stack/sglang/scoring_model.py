@@ -26,7 +26,7 @@ from spec_stack.sglang.required_api import Scheduler
 from spec_stack.sglang.scoring import DraftScorer, Scorer
 from spec_stack.sglang.scoring_backend import ScoringBackend, choose_backend
 from spec_stack.sglang.server_args import NAME, ServerConfig
-from spec_stack.sglang.support import pruning_of, scoring_refusal
+from spec_stack.sglang.support import pruning_refusal, scoring_refusal
 from spec_stack.sglang.transformers_scoring import TransformersScorer
 
 logger = logging.getLogger(__name__)
@@ -37,15 +37,14 @@ class ScoringModel:
     """A scoring model with its KV pool, made before SGLang divides the memory that the weights leave.
 
     source: folder or hub id. runner: SGLang's ModelRunner of it, or its model and configuration alone. algorithm: the
-    name of what decodes. backend: what runs the model, and why. pruning: how its scores may prune prompts; refusal: why
-    they prune none by default, or None. num_pool_tokens: capacity of its KV.
+    name of what decodes. backend: what runs the model, and why. refusal: why no prompt may be pruned, or None.
+    num_pool_tokens: capacity of its KV.
     """
 
     def __init__(
         self,
         source: str,
         runner: Any,
-        target_config: Any,
         server_args: Any,
         config: ServerConfig,
         algorithm: str = NAME,
@@ -53,9 +52,7 @@ class ScoringModel:
     ) -> None:
         self.source, self.runner, self.algorithm, self.backend = source, runner, algorithm, backend
         # Of another model the choice of its backend has seen to it.
-        draft = runner.model_config if algorithm == NAME else None
-        self.pruning = pruning_of(config.positions, server_args, target_config, draft, algorithm)
-        self.refusal = self.pruning.refusal(self.pruning.default)
+        self.refusal = pruning_refusal(server_args, runner.model_config if algorithm == NAME else None)
         self.prunes = self.refusal is None and config.prunes
         self._reserve(config)
 
@@ -139,7 +136,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     target = scheduler.tp_worker.model_runner
     device = target.device if target.device == "cpu" else f"{target.device}:{target.gpu_id}"
     backend = choose_backend(config, args, target.model_config, scheduler.tp_worker.tokenizer, device)
-    refusal = scoring_refusal(args, algorithm, target.model_config, backend.config, config.positions)
+    refusal = scoring_refusal(args, target.model_config, backend.config)
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
     kind = ScoringModel if backend.is_sglang else TransformersModel
@@ -147,7 +144,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     # What `DraftScoringRunner` needs of SGLang's ModelRunner.
     of_runner = {"model_config": backend.config, "dtype": backend.config.dtype, "gpu_id": target.gpu_id}
     runner = SimpleNamespace(model=model, device=target.device, **of_runner)
-    found = kind(config.scoring_model, runner, target.model_config, args, config, algorithm, str(backend))
+    found = kind(config.scoring_model, runner, args, config, algorithm, str(backend))
     setattr(scheduler, _PLACE, found)
     logger.info("%s: %s scores prompts, and %s decodes", NAME, config.scoring_model, algorithm or "plain decoding")
     logger.info("%s: scoring backend: %s", NAME, backend)

@@ -10,13 +10,11 @@ from time import perf_counter
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.positions import PositionedRadixKey, PositionMap
 from spec_stack.sglang.prefix_reuse import CachedPrefix, plan_prefill
 from spec_stack.sglang.request_state import dense_reason
 from spec_stack.sglang.required_api import RunningRequest, Scheduler
@@ -29,7 +27,7 @@ _TENANT = "spec_stack's own test"
 
 
 def run(scheduler: Scheduler, scorer: Scorer, config: PrefillConfig) -> float:
-    """Score, place and key a prompt of a few chunks with this server's own models and caches; its seconds.
+    """Score and prune a prompt of a few chunks with this server's own models and caches; its seconds.
 
     Raises RuntimeError, saying what is wrong with the installed SGLang. The draft's prefill is forgotten again.
     """
@@ -55,12 +53,7 @@ def _run(scheduler: Any, scorer: Scorer, config: PrefillConfig) -> None:
     prompt = Prompt(tuple(token_ids), _TENANT, None, config, "recall", end_ids=frozenset())
     scorer.num_cached(prompt)
     importance = _importance(scorer, prompt)
-    given = plan_prefill(token_ids, CachedPrefix(), importance, True, None, config, ())
-    key = PositionedRadixKey.of(PositionMap(given.positions, len(token_ids)), None)
-    placed = RadixKey(array("q", given.token_ids), key)
-    moved = [position - slot << 32 for slot, position in enumerate(given.positions)]
-    if list(placed.token_ids) != [token_id + by for token_id, by in zip(given.token_ids, moved, strict=True)]:
-        raise RuntimeError("RadixKey does not hold the tokens with their positions")
+    plan_prefill(token_ids, CachedPrefix(), importance, True, None, config, ())
 
 
 def _token_ids(scheduler: Any, config: PrefillConfig) -> list[int]:

@@ -24,7 +24,8 @@ ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
 MOST_POOL_TOKENS = 65_536
 BACKENDS = ("auto", "sglang", "transformers")
-POSITIONS = ("auto", "original", "contiguous")
+CONTIGUOUS = "a pruned prompt always stands at contiguous positions, as an ordinary, shorter prompt"
+"""The answer to the former settings of positions."""
 FOLLOW_UPS = ("recall", "freeze", "afresh")
 """Rules for the text of earlier turns. freeze: the earlier selection stays. recall: so it does, and dropped text that
 is relevant to the new turn is recalled. afresh: the whole prompt is selected anew."""
@@ -36,7 +37,7 @@ class ServerConfig:
     """The server's defaults. Raises ValueError, saying what to change."""
 
     prefill: PrefillConfig = field(
-        default_factory=PrefillConfig,
+        default_factory=lambda: PrefillConfig(positions="contiguous"),
         metadata={
             "help": "how prompts are scored and pruned; under on_scoring_failure='raise' an error in scoring ends "
             "the server, which is for tests"
@@ -83,12 +84,6 @@ class ServerConfig:
         default_factory=SessionConfig,
         metadata={"help": "recall of dropped text under 'recall', with a session's options"},
     )
-    positions: str = option(
-        "contiguous",
-        "the target's positions of the kept tokens: 'original' is where they stand in the prompt, 'contiguous' makes "
-        "them an ordinary, shorter prompt, and 'auto' is original where the target and its cache support it, else "
-        "contiguous where that is tested; an explicit 'contiguous' also prunes where it is not tested",
-    )
     draft_pool_tokens: int | None = option(
         None,
         "capacity, in tokens, of the draft's own KV pool; the default is as many as fit into a tenth of the memory "
@@ -120,7 +115,6 @@ class ServerConfig:
         if self.scoring_model is not None and self.prefill.sparse_prefill == "draft_only":
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
         check_choice("follow_up", self.follow_up, FOLLOW_UPS)
-        check_choice("positions", self.positions, POSITIONS)
         check_choice("scoring_backend", self.scoring_backend, BACKENDS)
         if self.scoring_backend == "transformers" and self.scoring_model is None:
             raise ValueError("scoring_backend 'transformers' runs a scoring_model alone; name one, or leave it out")
@@ -183,6 +177,8 @@ class ServerConfig:
             )
         if "predictor" in values:
             raise ValueError("predictor was the policy speckv's, which cannot decide for a whole batch; leave it out")
+        if "positions" in {*values, *_mapping("prefill", values.get("prefill", {}))}:
+            raise ValueError(f"leave positions out: {CONTIGUOUS}")
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
         prefill.update({name: values.pop(name) for name in _OF_PREFILL if name in values})
         recall = dict(_mapping("recall", values.pop("recall", {})))
@@ -231,12 +227,10 @@ def _prefill_config(values: dict[str, Any]) -> PrefillConfig:
             "draft_kv_budget are those of sparse_prefill 'draft_only'; add it, or leave draft_kv_budget out"
         )
     _refuse_unknown("prefill.", values, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
-    if values.get("positions") == "contiguous":
-        raise ValueError("positions is a server's own setting: set positions, and leave prefill.positions out")
     for name in ("keep_rate", "scoring_heads", "draft_window"):
         if isinstance(values.get(name), list):
             values[name] = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in values[name])
-    return PrefillConfig(**values)
+    return PrefillConfig(**values, positions="contiguous")
 
 
 class _Remember(argparse.Action):
@@ -271,7 +265,6 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "gammas": (int, "N"),
     "calibration": (str, "FILE"),
     "follow_up": (str, "RULE"),
-    "positions": (str, "WHERE"),
     "draft_pool_tokens": (int, "TOKENS"),
 }
 _OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "draft_kv_budget")
@@ -293,6 +286,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         flag = f"--spec-stack-{name.replace('_', '-')}"
         group.add_argument(flag, type=read, metavar=metavar, help=shown.replace("%", "%%"), **several, **common)
     settings = ", ".join([*_OF_PREFILL, *(entry.name for entry in fields(ServerConfig))])
+    # Refused with the other settings, by what is so in its place.
+    group.add_argument("--spec-stack-positions", help=argparse.SUPPRESS, **common)
     group.add_argument(
         "--spec-stack-config", metavar="FILE", help=f"JSON with any of: {settings}; flags override it", **common
     )

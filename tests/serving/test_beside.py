@@ -155,7 +155,7 @@ def _check_what_is_not_ours_to_set(server: Server) -> None:
     ("arguments", "named"),
     [
         (("--speculative-algorithm", "NGRAM", "--spec-stack-gammas", "2"), "gammas set how SPEC_STACK drafts"),
-        (("--enable-hierarchical-cache",), "--enable-hierarchical-cache hashes radix keys"),
+        (("--pp-size", "2"), "--pp-size is set; leave it out"),
     ],
 )
 def test_a_launch_that_cannot_score_ends_by_name(launch: Any, arguments: Sequence[str], named: str) -> None:
