@@ -212,7 +212,6 @@ class SparsePrefillManager:
         return {id(pending.request) for pending in self._pending}
 
     def _step(self) -> None:
-        self._known.turns.take_in_replies()
         if not self._pending:
             return
         self._drop_those_gone()

@@ -26,15 +26,13 @@ class RunningRequest(Protocol):
 
     customized_info: lists sent along with the output tokens, entry i with token i. extra_key, cache_salt: the client's
     parts of the radix key. logprob_start_len: the first prompt token with a requested logprob; -1, or the prompt's
-    length, for none. finished_len: length of the ended reply in output_ids; None is all.
+    length, for none.
     """
 
     rid: str
     origin_input_ids: Sequence[int]
-    origin_input_ids_unpadded: Sequence[int]
     full_untruncated_fill_ids: Sequence[int]
     output_ids: Sequence[int]
-    finished_len: int | None
     extra_key: str | None
     cache_salt: str | None
     return_logprob: bool

@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.prefix_reuse import CachedPrefix, plan_prefill
+from spec_stack.sglang.prefix_reuse import CachedPrefix, select_kept
 from spec_stack.sglang.request_state import dense_reason
 from spec_stack.sglang.required_api import RunningRequest, Scheduler
 from spec_stack.sglang.scoring import Scorer
@@ -53,7 +53,7 @@ def _run(scheduler: Any, scorer: Scorer, config: PrefillConfig) -> None:
     prompt = Prompt(tuple(token_ids), _TENANT, None, config, "recall", end_ids=frozenset())
     scorer.num_cached(prompt)
     importance = _importance(scorer, prompt)
-    plan_prefill(token_ids, CachedPrefix(), importance, True, None, config, ())
+    select_kept(token_ids, CachedPrefix(), importance, True, None, config, ())
 
 
 def _token_ids(scheduler: Any, config: PrefillConfig) -> list[int]:
