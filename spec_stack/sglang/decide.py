@@ -21,8 +21,7 @@ from spec_stack.prefill.decide import decide_scoring
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.prefix_reuse import CachedPrefix, TurnStore, select_kept
-from spec_stack.sglang.request_state import RequestOptions, attach
-from spec_stack.sglang.required_api import RunningRequest
+from spec_stack.sglang.request_state import RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
 from spec_stack.tokenizers.pieces import Pieces

@@ -20,8 +20,7 @@ from spec_stack.sglang.reports import (
     reported_completion,
     with_report,
 )
-from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions
-from spec_stack.sglang.required_api import RunningRequest, Scheduler
+from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions, RunningRequest
 from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: A
 # The scheduler's process
 
 
-def _show_state(get: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+def _show_state(get: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     output = get(scheduler, *args, **kwargs)
     with log_and_continue("showing the state", "/server_info has none"):
         manager = SparsePrefillManager.of(scheduler)
@@ -133,7 +132,7 @@ def _show_state(get: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwa
     return output
 
 
-def _load_before_the_pools(init: Callable[..., None], scheduler: Scheduler) -> None:
+def _load_before_the_pools(init: Callable[..., None], scheduler: Any) -> None:
     """Not guarded: a scoring model that cannot be used ends the launch."""
     init(scheduler)
     from spec_stack.sglang.scoring_model import load_beside
@@ -142,7 +141,7 @@ def _load_before_the_pools(init: Callable[..., None], scheduler: Scheduler) -> N
 
 
 def _decide_at_the_queue(
-    add: Callable[..., Any], scheduler: Scheduler, request: RunningRequest, *args: Any, **kwargs: Any
+    add: Callable[..., Any], scheduler: Any, request: RunningRequest, *args: Any, **kwargs: Any
 ) -> Any:
     manager = SparsePrefillManager.of(scheduler)
     if manager is None:
@@ -153,7 +152,7 @@ def _decide_at_the_queue(
     return result
 
 
-def _score_between_batches(next_batch: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+def _score_between_batches(next_batch: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     manager = SparsePrefillManager.of(scheduler)
     if manager is None:
         if _config().scoring_model is not None:

@@ -86,15 +86,6 @@ class Launch:
     def prunes(self) -> bool:
         return self.refusal is None and self.config.prunes
 
-    @property
-    def has_slots(self) -> bool:
-        """Return whether the draft decodes over its own slots."""
-        return self.is_own and self.config.prefill.sparse_prefill == "draft_only"
-
-    @property
-    def backend(self) -> str:
-        return str(self.args.decode_attention_backend or self.args.attention_backend)
-
 
 def describe(launch: Launch) -> dict[str, Any]:
     """What a launch will take and do: sentences by topic, their "numbers", and "warnings"."""
@@ -104,15 +95,11 @@ def describe(launch: Launch) -> dict[str, Any]:
         report["scoring backend"] = launch.scoring
     report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
     report["drafting"] = notes.drafting_note(config) if launch.is_own else notes.others_note(launch.algorithm)
-    report["attention"] = launch.backend
-    by_model = {"target": numbers["target_bytes_per_token"]}
-    if launch.is_own and not launch.has_slots:
-        # SGLang reserves a slot of the draft's beside each of the target's.
-        by_model["draft"] = numbers["draft_bytes_per_token"]
-    report["target's pool"] = _target_pool_note(by_model, launch.args)
+    report["attention"] = str(launch.args.decode_attention_backend or launch.args.attention_backend)
+    report["target's pool"] = _target_pool_note(launch, numbers)
     if launch.prunes:
         report["draft's pool"] = pool_note(config, numbers["draft_pool_bytes"] // numbers["draft_pool_tokens"])
-    if launch.has_slots:
+    if "draft_kv_budget" in numbers:
         report["draft's slots"] = notes.slots_note(**numbers["draft_kv_budget"])
     if launch.is_own:
         report["CUDA graphs"] = notes.graphs_note(config, launch.sizes)
@@ -120,7 +107,7 @@ def describe(launch: Launch) -> dict[str, Any]:
 
 
 def _numbers(launch: Launch) -> dict[str, Any]:
-    args, config, sizes = launch.args, launch.config, launch.sizes
+    args, config = launch.args, launch.config
     own_bytes = launch.own_bytes or _num_per_token(launch.small, args.tp_size) * int(launch.small.dtype.itemsize)
     numbers: dict[str, Any] = {
         "prunes": launch.prunes,
@@ -131,23 +118,23 @@ def _numbers(launch: Launch) -> dict[str, Any]:
         "gammas": list(config.gammas) if launch.is_own else [],
     }
     if launch.prunes:
-        numbers["draft_pool_tokens"] = config.most_pool_tokens
-        numbers["draft_pool_bytes"] = config.most_pool_tokens * own_bytes
-    if launch.has_slots:
+        tokens = config.most_pool_tokens
+        numbers |= {"draft_pool_tokens": tokens, "draft_pool_bytes": tokens * own_bytes}
+    if launch.is_own and config.prefill.sparse_prefill == "draft_only":
         numbers["draft_kv_budget"] = notes.slots_of(config, args.max_running_requests, own_bytes)
-    if launch.is_own and sizes is not None:
-        numbers["graph_batch_sizes"] = notes.captured(config, sizes)
-        numbers["num_graphs"] = notes.num_graphs(config, sizes)
+    if launch.is_own and launch.sizes is not None:
+        graphs = notes.captured(config, launch.sizes)
+        numbers |= {"graph_batch_sizes": graphs, "num_graphs": notes.num_graphs(graphs)}
     return numbers
 
 
 def _warnings(launch: Launch) -> list[str]:
-    args, found = launch.args, list[str | None]()
-    if args.disable_radix_cache:
+    found = []
+    if launch.args.disable_radix_cache:
         found.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
-    if launch.is_own:
-        found.append(notes.penalty_advice(launch.target.get_default_sampling_params()))
-    return [warning for warning in found if warning]
+    if launch.is_own and (advice := notes.penalty_advice(launch.target.get_default_sampling_params())):
+        found.append(advice)
+    return found
 
 
 def _bytes_per_token(model: Any, args: Any) -> int | None:
@@ -162,16 +149,13 @@ def _num_per_token(model: Any, tp_size: int) -> int:
     return int(model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim))
 
 
-def _target_pool_note(bytes_per_token: Mapping[str, int | None], args: Any) -> str:
-    """Memory of SGLang's own pool. bytes_per_token: by model; None where not estimated."""
-    if None in bytes_per_token.values():
-        return "not estimated for these layers"
-    each = " and ".join(f"{num_bytes} bytes of the {name}" for name, num_bytes in bytes_per_token.items())
-    if num_tokens := args.max_total_tokens:
-        total = sum(num_bytes or 0 for num_bytes in bytes_per_token.values())
-        return f"{num_tokens} tokens of {each}, {num_tokens * total / 1e9:.2f} GB on each rank"
-    given = "" if args.mem_fraction_static is None else f" of {args.mem_fraction_static} of the device"
-    return f"each token takes {each}; as many tokens as fit into what the weights leave{given}"
+def _target_pool_note(launch: Launch, numbers: Mapping[str, Any]) -> str:
+    """Memory of a token in SGLang's own pool."""
+    note, draft = f"{numbers['target_bytes_per_token']} bytes of the target", numbers["draft_bytes_per_token"]
+    if launch.is_own and "draft_kv_budget" not in numbers:
+        # SGLang reserves a slot of the draft's beside each of the target's.
+        note = f"{note} and {draft} bytes of the draft"
+    return "not estimated for these layers" if "None" in note else f"each token takes {note} on each rank"
 
 
 def pool_note(config: ServerConfig, bytes_per_token: int) -> str:

@@ -27,8 +27,7 @@ from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch_messages import others_note, pruning_note, slots_note
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
-from spec_stack.sglang.request_state import STATE, RequestOptions, dense_reason
-from spec_stack.sglang.required_api import RunningRequest, Scheduler
+from spec_stack.sglang.request_state import STATE, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Score
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.scoring_schedule import ScoringSchedule
@@ -66,7 +65,7 @@ class SparsePrefillManager:
     failure of one rank makes all of them prefill densely.
     """
 
-    def __init__(self, scheduler: Scheduler, model: ScoringModel) -> None:
+    def __init__(self, scheduler: Any, model: ScoringModel) -> None:
         self._scheduler: Any = scheduler
         # SPEC_STACK's own worker, or SGLang's.
         self._worker: Any = scheduler.draft_worker
@@ -94,7 +93,7 @@ class SparsePrefillManager:
         self._announce(model.algorithm)
 
     @staticmethod
-    def of(scheduler: Scheduler) -> SparsePrefillManager | None:
+    def of(scheduler: Any) -> SparsePrefillManager | None:
         manager = getattr(scheduler, STATE, None)
         if manager is None and (model := ScoringModel.of(scheduler)) is not None:
             manager = SparsePrefillManager(scheduler, model)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from spec_stack.config import PrefillConfig, SparsePrefill
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import check_batch_policy
 from spec_stack.prefill.alignment import Span
-from spec_stack.sglang.required_api import RunningRequest
-from spec_stack.sglang.server_args import CONTIGUOUS, FOLLOW_UPS, ServerConfig, check_choice
+from spec_stack.sglang.server_args import CONTIGUOUS, FOLLOW_UPS, ServerConfig
 
 META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
@@ -29,6 +28,28 @@ _GONE = {
 }
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
+
+
+class RunningRequest(Protocol):
+    """`sglang.srt.managers.schedule_batch.Req`: a request inside the scheduler.
+
+    customized_info: lists sent along with the output tokens, entry i with token i. extra_key, cache_salt: the client's
+    parts of the radix key. logprob_start_len: the first prompt token with a requested logprob; -1, or the prompt's
+    length, for none. sampling_params: SGLang's SamplingParams.
+    """
+
+    rid: str
+    origin_input_ids: Sequence[int]
+    full_untruncated_fill_ids: Sequence[int]
+    output_ids: Sequence[int]
+    extra_key: str | None
+    cache_salt: str | None
+    logprob_start_len: int
+    customized_info: dict[str, list[Any]] | None
+    is_retracted: bool
+    sampling_params: Any
+
+    def finished(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -74,8 +95,8 @@ class RequestOptions:
             )
         if is_draft_only and (idle := given("keep_rate", "follow_up")):
             raise ValueError(f"{idle} set how prompts are pruned, and this server prunes its draft alone")
-        if self.follow_up is not None:
-            check_choice("follow_up", self.follow_up, FOLLOW_UPS)
+        if self.follow_up not in (None, *FOLLOW_UPS):
+            raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
         if config.scoring_model is not None and (asked := given("gamma", "policy")):
             raise ValueError(f"{asked} set how SPEC_STACK drafts, and on this server it does not")
         if self.gamma is not None:

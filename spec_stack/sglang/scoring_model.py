@@ -22,7 +22,6 @@ from sglang.srt.model_loader import get_model
 
 from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner, bytes_per_token
 from spec_stack.sglang.ranks import least_free_bytes
-from spec_stack.sglang.required_api import Scheduler
 from spec_stack.sglang.scoring import DraftScorer, Scorer
 from spec_stack.sglang.scoring_backend import ScoringBackend, choose_backend
 from spec_stack.sglang.server_args import NAME, ServerConfig
@@ -62,12 +61,12 @@ class ScoringModel:
         if self.prunes:
             _allocate(self._pool.allocate, self.num_pool_tokens)
 
-    def scorer(self, scheduler: Scheduler, most_of_a_part: Callable[[int], int]) -> Scorer:
+    def scorer(self, scheduler: Any, most_of_a_part: Callable[[int], int]) -> Scorer:
         """The scorer of a scheduler whose pools SGLang has made."""
         return DraftScorer(scheduler, self._pool, most_of_a_part)
 
     @staticmethod
-    def of(scheduler: Scheduler) -> ScoringModel | None:
+    def of(scheduler: Any) -> ScoringModel | None:
         """The scheduler's scoring model; None where it has none, and nothing is pruned."""
         found = getattr(scheduler, _PLACE, None)
         return found if found is not None else getattr(scheduler.draft_worker, "scoring_model", None)
@@ -86,7 +85,7 @@ class TransformersModel(ScoringModel):
             room = partial(torch.empty, self.num_pool_tokens, num_bytes, dtype=torch.uint8, device=self.runner.device)
             self._room = _allocate(room, self.num_pool_tokens)
 
-    def scorer(self, scheduler: Scheduler, most_of_a_part: Callable[[int], int]) -> Scorer:
+    def scorer(self, scheduler: Any, most_of_a_part: Callable[[int], int]) -> Scorer:
         self._room = None
         found, model = self.runner.model_config, self.runner.model
         return TransformersScorer(scheduler, found, model, self.num_pool_tokens, most_of_a_part)

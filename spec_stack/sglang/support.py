@@ -62,12 +62,10 @@ def require_drafting(args: Any, config: ServerConfig) -> None:
             f"{NAME} scores with its draft; leave --spec-stack-scoring-model out, or decode with another algorithm"
         )
     largest = config.gammas[-1]
-    if args.speculative_num_steps not in (None, largest):
-        raise ValueError(f"{NAME} takes its steps from --spec-stack-gammas; leave --speculative-num-steps out")
-    if args.speculative_eagle_topk not in (None, 1):
-        raise ValueError(f"{NAME} drafts one chain; leave --speculative-eagle-topk out")
-    if args.speculative_num_draft_tokens not in (None, largest + 1):
-        raise ValueError(f"{NAME} takes its widths from --spec-stack-gammas; leave --speculative-num-draft-tokens out")
+    for name, value in (("num_steps", largest), ("eagle_topk", 1), ("num_draft_tokens", largest + 1)):
+        if getattr(args, f"speculative_{name}") not in (None, value):
+            given = f"--speculative-{name.replace('_', '-')}"
+            raise ValueError(f"{NAME} drafts one chain of --spec-stack-gammas tokens; leave {given} out")
     # Gamma 0 has no draft probabilities for rejection sampling, and SGLang's worker ends the server without them.
     flags = "speculative_adaptive", "speculative_use_rejection_sampling"
     if flag := _first_set(args, *flags, *_GROUPS):
