@@ -39,8 +39,6 @@ MAX_GAMMA = 16
 MAX_LOOKED_UP = 64
 """Most tokens of one look-up: they cost a verification, but no draft."""
 MAX_LOOK_AHEAD = 64
-MOST_REWRITTEN = 256
-"""Slots of a conversation that are prefilled again behind what comes back, at most: the last questions and answers."""
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
 OTHER_PRECISION = "other"
 """A precision that has no name here, as records say it: a checkpoint stored quantized in another way."""

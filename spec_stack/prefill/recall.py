@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from spec_stack.config import MOST_REWRITTEN, PrefillConfig, SessionConfig
+from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.question import score_for_recall
 from spec_stack.prefill.rule import ScoringInputs
@@ -22,9 +22,9 @@ from spec_stack.prefill.segments import Segments, make_segments
 from spec_stack.prefill.selection import select
 from spec_stack.types import Selection
 
-RecallPlace = Literal["last", "before_latest", "in_text"]
-"""Slots of recalled tokens. "last": behind all others, of which later text is hidden from them. "before_latest": behind
-everything that was dropped, or before the last MOST_REWRITTEN slots. "in_text": in text order."""
+RecallPlace = Literal["last", "in_text"]
+"""Slots of recalled tokens. "last": behind all others, of which later text is hidden from them. "in_text": in text
+order."""
 
 
 def clip_spans(spans: Sequence[Span], start: int) -> list[Span]:
@@ -115,7 +115,6 @@ def _best(votes: torch.Tensor, least: float, segments: Segments, num_chunks: int
 def plan_cache_writes(
     held: Sequence[int],
     recalled: Sequence[int],
-    num_cached: int,
     lost: Sequence[int] = (),
     place: RecallPlace = "last",
 ) -> tuple[int, list[int]]:
@@ -126,11 +125,6 @@ def plan_cache_writes(
     num_unchanged = len(held)
     if recalled and place == "in_text":
         num_unchanged = bisect_left(held, recalled[0])
-    elif recalled and place == "before_latest":
-        last_dropped = dropped_positions([*held, *lost], num_cached)[-1]
-        num_unchanged = next((slot for slot, position in enumerate(held) if position > last_dropped), num_unchanged)
-        # After many turns without a drop, all of them would be behind it.
-        num_unchanged = max(num_unchanged, len(held) - MOST_REWRITTEN)
     return num_unchanged, sorted([*held[num_unchanged:], *recalled, *lost])
 
 
@@ -149,7 +143,7 @@ def select_turn(
     config: None keeps all of the new text. The other arguments are those of `plan_cache_writes`. The selection's
     num_held says how many held slots stay; the others are rolled back, and are part of it.
     """
-    num_unchanged, back = plan_cache_writes(held, recalled, num_cached, lost, place)
+    num_unchanged, back = plan_cache_writes(held, recalled, lost, place)
     prompt_ids = inputs.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:

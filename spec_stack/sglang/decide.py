@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +20,8 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.positions import BatchMap, PositionedRadixKey, PositionMap
-from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, plan_prefill
-from spec_stack.sglang.request_state import RequestOptions, RequestState, attach
-from spec_stack.sglang.required_api import RunningRequest
+from spec_stack.sglang.prefix_reuse import CachedPrefix, TurnStore, select_kept
+from spec_stack.sglang.request_state import RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
 from spec_stack.tokenizers.pieces import Pieces
@@ -61,19 +60,28 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Plan:
-    """The planned tokens are prefilled. num_draft_tokens: prefilled by the draft to score num_scored_tokens."""
+    """The target prefills the prompt's tokens at `positions`, in order.
+
+    num_cached: tokens that an earlier turn processed, kept or dropped. num_recalled: recalled tokens among these.
+    num_draft_tokens: prefilled by the draft to score num_scored_tokens.
+    """
 
     prompt: Prompt
-    prefill: PrefillPlan
+    positions: Sequence[int]
     reason: str
     outcome: str
+    num_cached: int = 0
+    num_recalled: int = 0
     num_scored_tokens: int = 0
     num_draft_tokens: int = 0
 
     @classmethod
     def dense(cls, prompt: Prompt, reason: str, outcome: str) -> Plan:
-        token_ids = prompt.token_ids
-        return cls(prompt, PrefillPlan(token_ids, range(len(token_ids)), len(token_ids)), reason, outcome)
+        return cls(prompt, range(len(prompt.token_ids)), reason, outcome)
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.positions) == len(self.prompt.token_ids)
 
 
 @dataclass(frozen=True)
@@ -185,20 +193,19 @@ def plan_scored(
     """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none."""
     prompt, prefix = needs.prompt, needs.prefix
     recalling, texts = recall if needs.recalls else None, known.token_texts(prompt)
-    prefill = plan_prefill(
+    positions, num_recalled = select_kept(
         prompt.token_ids, prefix, importance, needs.prunes, recalling, prompt.config, prompt.spans, texts
     )
     num_tokens, num_scored = len(prompt.token_ids), 0
     if importance is not None:
         num_scored = prefix.num_tokens * needs.recalls + (num_tokens - prefix.num_tokens) * needs.prunes
-    if prefill.is_whole:
-        reason = "off: chunks and protected spans cover the whole prompt"
-        return Plan(prompt, prefill, reason, "nothing_to_prune", num_scored, num_draft_tokens)
-    reason = needs.reason
-    if prefix.num_tokens:
+    reason, outcome = needs.reason, "pruned"
+    if len(positions) == num_tokens:
+        reason, outcome = "off: chunks and protected spans cover the whole prompt", "nothing_to_prune"
+    elif prefix.num_tokens:
         origin = "cached and kept" if prefix.is_dense else f"of earlier turns: {prompt.follow_up}"
         reason = f"{reason}; {prefix.num_tokens} of {num_tokens} tokens are {origin}"
-    return Plan(prompt, prefill, reason, "pruned", num_scored, num_draft_tokens)
+    return Plan(prompt, positions, reason, outcome, prefix.num_tokens, num_recalled, num_scored, num_draft_tokens)
 
 
 def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Plan:
@@ -206,9 +213,9 @@ def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Plan:
     prompt, prefix = needs.prompt, needs.prefix
     if prefix.is_dense:
         return Plan.dense(prompt, f"off: {why}", outcome)
-    prefill = plan_prefill(prompt.token_ids, prefix, None, False, None, prompt.config, prompt.spans)
+    positions = (*prefix.positions, *range(prefix.num_tokens, len(prompt.token_ids)))
     reason = f"on for earlier turns, without recall; new text is kept whole: {why}"
-    return Plan(prompt, prefill, reason, outcome)
+    return Plan(prompt, positions, reason, outcome, prefix.num_tokens)
 
 
 def apply(
@@ -223,29 +230,18 @@ def apply(
 
     scoring_s: of every part of its scoring.
     """
-    prompt, prefill, positions = plan.prompt, plan.prefill, None
-    report = _report(options, plan, config, scoring_s)
-    if not prefill.is_whole:
-        if prompt.config.positions == "original":
-            positions = _checked_positions(plan)
-        known.turns.add(prompt.tenant, prompt.token_ids, tuple(prefill.positions), request)
-        _prune(request, array("q", prefill.token_ids), positions)
-    attach(request, RequestState(options, positions), report)
+    prompt, report = plan.prompt, _report(options, plan, config, scoring_s)
+    if not plan.is_whole:
+        known.turns.add(prompt.tenant, prompt.token_ids, plan.positions, request.output_ids)
+        # An ordinary, shorter prompt from here on. The unpadded ids stay whole: SGLang uses them for detokenization
+        # and NGRAM.
+        request.origin_input_ids = array("q", [prompt.token_ids[position] for position in plan.positions])
+        request.full_untruncated_fill_ids = array("q")
+        if request.logprob_start_len > 0:
+            # SGLang's value for: none of the prompt's tokens.
+            request.logprob_start_len = len(plan.positions)
+    attach(request, options, report)
     known.remember(plan)
-
-
-def _prune(request: RunningRequest, token_ids: array[int], positions: PositionMap | None) -> None:
-    """Give the request its kept tokens; at contiguous positions they are an ordinary, shorter prompt."""
-    if positions is not None:
-        key = PositionedRadixKey.of(positions, request.extra_key)
-        key.place(token_ids)
-        request.extra_key = key
-    # The unpadded ones stay whole: SGLang uses them for detokenization and NGRAM.
-    request.origin_input_ids = token_ids
-    request.full_untruncated_fill_ids = array("q")
-    if request.logprob_start_len > 0:
-        # SGLang's value for: none of the prompt's tokens.
-        request.logprob_start_len = len(token_ids)
 
 
 def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s: Sequence[float]) -> dict[str, Any]:
@@ -253,20 +249,20 @@ def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s
 
     longest_part_s: of scoring_s, which other requests wait for. num_draft_tokens: prefilled by the draft to score.
     """
-    prompt, prefill = plan.prompt, plan.prefill
+    prompt, num_kept = plan.prompt, len(plan.positions)
     report = {
         "num_prompt_tokens": len(prompt.token_ids),
-        "num_kept_tokens": len(prefill.positions),
+        "num_kept_tokens": num_kept,
         "num_scored_tokens": plan.num_scored_tokens,
         "num_draft_tokens": plan.num_draft_tokens,
         "num_protected_tokens": 0 if prompt.protected is None else prompt.protected.num_tokens,
-        "num_cached_tokens": prefill.num_cached,
-        "num_recalled_tokens": prefill.num_recalled,
+        "num_cached_tokens": plan.num_cached,
+        "num_recalled_tokens": plan.num_recalled,
         "follow_up": prompt.follow_up,
-        "sparse_prefill": not prefill.is_whole,
+        "sparse_prefill": not plan.is_whole,
         "sparse_prefill_reason": _with_note(plan),
         "outcome": plan.outcome,
-        "keep_rate": prefill.keep_rate,
+        "keep_rate": num_kept / len(prompt.token_ids) if prompt.token_ids else 1.0,
         "scoring_s": sum(scoring_s),
         "longest_part_s": max(scoring_s, default=0.0),
     }
@@ -274,29 +270,17 @@ def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
     if options.explain:
         report["kept_spans"] = _spans_of(_shown_positions(plan))
-    if not prefill.is_whole:
-        report["positions"] = prompt.config.positions
     return report
-
-
-def _checked_positions(plan: Plan) -> PositionMap:
-    """The plan's map, tried once: a batch that cannot be mapped would give wrong tokens."""
-    kept = plan.prefill.positions
-    positions, slots = PositionMap(kept, plan.prefill.num_prompt_tokens), torch.arange(len(kept))
-    mapped = BatchMap((positions,), is_draft=False, device=slots.device)(slots, [len(kept)])
-    if not torch.equal(mapped, positions.target):
-        raise RuntimeError("a pruned prompt's slots are not mapped to its original positions")
-    return positions
 
 
 def _shown_positions(plan: Plan) -> Sequence[int]:
     """The kept positions that a reply may show: earlier turns' only under a shared salt, since any client can send a
     prompt that begins as another's conversation.
     """
-    prefill = plan.prefill
-    if prefill.inherits_all or any(plan.prompt.tenant):
-        return prefill.positions
-    return [position for position in prefill.positions if position >= prefill.num_cached]
+    num_inherited = bisect_left(plan.positions, plan.num_cached)
+    if num_inherited == plan.num_cached or any(plan.prompt.tenant):
+        return plan.positions
+    return plan.positions[num_inherited:]
 
 
 def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:

@@ -13,7 +13,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from spec_stack.sglang.errors import log_and_continue, log_failure
 from spec_stack.sglang.manager import SparsePrefillManager
-from spec_stack.sglang.positions import encode_positions, positions_of
 from spec_stack.sglang.reports import (
     ReportAssembler,
     ReportStore,
@@ -21,8 +20,7 @@ from spec_stack.sglang.reports import (
     reported_completion,
     with_report,
 )
-from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions, position_maps
-from spec_stack.sglang.required_api import RunningRequest, Scheduler
+from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions, RunningRequest
 from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
 logger = logging.getLogger(__name__)
@@ -125,7 +123,7 @@ async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: A
 # The scheduler's process
 
 
-def _show_state(get: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+def _show_state(get: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     output = get(scheduler, *args, **kwargs)
     with log_and_continue("showing the state", "/server_info has none"):
         manager = SparsePrefillManager.of(scheduler)
@@ -134,7 +132,7 @@ def _show_state(get: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwa
     return output
 
 
-def _load_before_the_pools(init: Callable[..., None], scheduler: Scheduler) -> None:
+def _load_before_the_pools(init: Callable[..., None], scheduler: Any) -> None:
     """Not guarded: a scoring model that cannot be used ends the launch."""
     init(scheduler)
     from spec_stack.sglang.scoring_model import load_beside
@@ -143,7 +141,7 @@ def _load_before_the_pools(init: Callable[..., None], scheduler: Scheduler) -> N
 
 
 def _decide_at_the_queue(
-    add: Callable[..., Any], scheduler: Scheduler, request: RunningRequest, *args: Any, **kwargs: Any
+    add: Callable[..., Any], scheduler: Any, request: RunningRequest, *args: Any, **kwargs: Any
 ) -> Any:
     manager = SparsePrefillManager.of(scheduler)
     if manager is None:
@@ -154,7 +152,7 @@ def _decide_at_the_queue(
     return result
 
 
-def _score_between_batches(next_batch: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+def _score_between_batches(next_batch: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     manager = SparsePrefillManager.of(scheduler)
     if manager is None:
         if _config().scoring_model is not None:
@@ -165,12 +163,8 @@ def _score_between_batches(next_batch: Callable[..., Any], scheduler: Scheduler,
         return next_batch(scheduler, *args, **kwargs)
 
 
-def _map_positions(init_new: Callable[..., Any], cls: type, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+def _place_draft(init_new: Callable[..., Any], cls: type, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     forward_batch = init_new(cls, batch, runner, *args, **kwargs)
-    # Not guarded: at wrong positions every token would be wrong. A map was tried before its request was pruned.
-    mapped = positions_of(forward_batch, position_maps(batch.reqs or ()), runner)
-    if mapped is not None:
-        forward_batch.positions = mapped
     slots = getattr(runner, STATE, None)
     if slots is not None:
         try:
@@ -187,8 +181,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.sampling.sampling_params.SamplingParams.verify": _check_options,
     f"{_SRT}.managers.scheduler.Scheduler._add_request_to_queue": _decide_at_the_queue,
     f"{_SRT}.managers.scheduler.Scheduler.get_next_batch_to_run": _score_between_batches,
-    f"{_SRT}.mem_cache.radix_cache.RadixKey.__init__": encode_positions,
-    f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _map_positions,
+    f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _place_draft,
 }
 # Without one of these, a number is missing or SGLang's own.
 HOOKS_FOR_NUMBERS: dict[str, Callable[..., Any]] = {

@@ -15,10 +15,8 @@ from spec_stack.config import how_to_install
 from spec_stack.sglang import launch_messages as notes
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.sglang.support import (
-    MAPPED_DRAFT_BACKENDS,
-    Pruning,
     architecture_refusal,
-    pruning_of,
+    pruning_refusal,
     require_no_state,
     require_slots,
     scoring_refusal,
@@ -63,8 +61,8 @@ class Launch:
     """A launch as SGLang resolves it.
 
     algorithm: "" for none. args: SGLang's arguments. target, small: SGLang's configurations of the models. config:
-    calibrated. unrecognised: as in `pruning_note`. sizes: batch sizes of CUDA graphs, None without. scoring: what runs
-    a scoring model. own_bytes: of a token of its KV outside SGLang, or 0.
+    calibrated. refusal, unrecognised: as in `pruning_note`. sizes: batch sizes of CUDA graphs, None without. scoring:
+    what runs a scoring model. own_bytes: of a token of its KV outside SGLang, or 0.
     """
 
     algorithm: str
@@ -72,7 +70,7 @@ class Launch:
     target: Any
     small: Any
     config: ServerConfig
-    pruning: Pruning
+    refusal: str | None
     vocabularies: str
     unrecognised: str = ""
     sizes: Sequence[int] | None = None
@@ -85,21 +83,8 @@ class Launch:
         return self.algorithm == NAME
 
     @property
-    def refusal(self) -> str | None:
-        return self.pruning.refusal(self.pruning.default)
-
-    @property
     def prunes(self) -> bool:
         return self.refusal is None and self.config.prunes
-
-    @property
-    def has_slots(self) -> bool:
-        """Return whether the draft decodes over its own slots."""
-        return self.is_own and self.config.prefill.sparse_prefill == "draft_only"
-
-    @property
-    def backend(self) -> str:
-        return str(self.args.decode_attention_backend or self.args.attention_backend)
 
 
 def describe(launch: Launch) -> dict[str, Any]:
@@ -109,18 +94,12 @@ def describe(launch: Launch) -> dict[str, Any]:
     if not launch.is_own:
         report["scoring backend"] = launch.scoring
     report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
-    if launch.prunes:
-        report["positions"] = launch.pruning.note or launch.pruning.default
     report["drafting"] = notes.drafting_note(config) if launch.is_own else notes.others_note(launch.algorithm)
-    report["attention"] = launch.backend
-    by_model = {"target": numbers["target_bytes_per_token"]}
-    if launch.is_own and not launch.has_slots:
-        # SGLang reserves a slot of the draft's beside each of the target's.
-        by_model["draft"] = numbers["draft_bytes_per_token"]
-    report["target's pool"] = _target_pool_note(by_model, launch.args)
+    report["attention"] = str(launch.args.decode_attention_backend or launch.args.attention_backend)
+    report["target's pool"] = _target_pool_note(launch, numbers)
     if launch.prunes:
         report["draft's pool"] = pool_note(config, numbers["draft_pool_bytes"] // numbers["draft_pool_tokens"])
-    if launch.has_slots:
+    if "draft_kv_budget" in numbers:
         report["draft's slots"] = notes.slots_note(**numbers["draft_kv_budget"])
     if launch.is_own:
         report["CUDA graphs"] = notes.graphs_note(config, launch.sizes)
@@ -128,7 +107,7 @@ def describe(launch: Launch) -> dict[str, Any]:
 
 
 def _numbers(launch: Launch) -> dict[str, Any]:
-    args, config, sizes = launch.args, launch.config, launch.sizes
+    args, config = launch.args, launch.config
     own_bytes = launch.own_bytes or _num_per_token(launch.small, args.tp_size) * int(launch.small.dtype.itemsize)
     numbers: dict[str, Any] = {
         "prunes": launch.prunes,
@@ -139,26 +118,23 @@ def _numbers(launch: Launch) -> dict[str, Any]:
         "gammas": list(config.gammas) if launch.is_own else [],
     }
     if launch.prunes:
-        numbers["draft_pool_tokens"] = config.most_pool_tokens
-        numbers["draft_pool_bytes"] = config.most_pool_tokens * own_bytes
-    if launch.has_slots:
+        tokens = config.most_pool_tokens
+        numbers |= {"draft_pool_tokens": tokens, "draft_pool_bytes": tokens * own_bytes}
+    if launch.is_own and config.prefill.sparse_prefill == "draft_only":
         numbers["draft_kv_budget"] = notes.slots_of(config, args.max_running_requests, own_bytes)
-    if launch.is_own and sizes is not None:
-        numbers["graph_batch_sizes"] = notes.captured(config, sizes)
-        numbers["num_graphs"] = notes.num_graphs(config, sizes)
+    if launch.is_own and launch.sizes is not None:
+        graphs = notes.captured(config, launch.sizes)
+        numbers |= {"graph_batch_sizes": graphs, "num_graphs": notes.num_graphs(graphs)}
     return numbers
 
 
 def _warnings(launch: Launch) -> list[str]:
-    args, found = launch.args, list[str | None]()
-    if args.disable_radix_cache:
+    found = []
+    if launch.args.disable_radix_cache:
         found.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
-    if launch.is_own:
-        found.append(notes.penalty_advice(launch.target.get_default_sampling_params()))
-        backend = args.speculative_draft_attention_backend or launch.backend
-        if launch.refusal is None and backend not in MAPPED_DRAFT_BACKENDS:
-            found.append(notes.DRAFT_AT_SLOTS)
-    return [warning for warning in found if warning]
+    if launch.is_own and (advice := notes.penalty_advice(launch.target.get_default_sampling_params())):
+        found.append(advice)
+    return found
 
 
 def _bytes_per_token(model: Any, args: Any) -> int | None:
@@ -173,16 +149,13 @@ def _num_per_token(model: Any, tp_size: int) -> int:
     return int(model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim))
 
 
-def _target_pool_note(bytes_per_token: Mapping[str, int | None], args: Any) -> str:
-    """Memory of SGLang's own pool. bytes_per_token: by model; None where not estimated."""
-    if None in bytes_per_token.values():
-        return "not estimated for these layers"
-    each = " and ".join(f"{num_bytes} bytes of the {name}" for name, num_bytes in bytes_per_token.items())
-    if num_tokens := args.max_total_tokens:
-        total = sum(num_bytes or 0 for num_bytes in bytes_per_token.values())
-        return f"{num_tokens} tokens of {each}, {num_tokens * total / 1e9:.2f} GB on each rank"
-    given = "" if args.mem_fraction_static is None else f" of {args.mem_fraction_static} of the device"
-    return f"each token takes {each}; as many tokens as fit into what the weights leave{given}"
+def _target_pool_note(launch: Launch, numbers: Mapping[str, Any]) -> str:
+    """Memory of a token in SGLang's own pool."""
+    note, draft = f"{numbers['target_bytes_per_token']} bytes of the target", numbers["draft_bytes_per_token"]
+    if launch.is_own and "draft_kv_budget" not in numbers:
+        # SGLang reserves a slot of the draft's beside each of the target's.
+        note = f"{note} and {draft} bytes of the draft"
+    return "not estimated for these layers" if "None" in note else f"each token takes {note} on each rank"
 
 
 def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
@@ -232,7 +205,7 @@ def _resolve(arguments: list[str]) -> Launch:
     else:
         backend = choose_backend(config, args, target, tokenizer, args.device)
         small = backend.config
-        refusal = scoring_refusal(args, algorithm, target, small, config.positions)
+        refusal = scoring_refusal(args, target, small)
         if refusal is not None:
             raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
     configs = target.hf_text_config, small.hf_text_config
@@ -245,7 +218,7 @@ def _resolve(arguments: list[str]) -> Launch:
         target=target,
         small=small,
         config=config,
-        pruning=pruning_of(config.positions, args, target, small if algorithm == NAME else None, algorithm),
+        refusal=pruning_refusal(args, small if algorithm == NAME else None),
         vocabularies=backend.vocabularies(target.vocab_size),
         scoring=str(backend),
         own_bytes=0 if backend.is_sglang else small.bytes_per_token,

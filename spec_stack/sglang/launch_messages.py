@@ -9,8 +9,6 @@ from spec_stack.sglang.draft_kv_rows import num_row_slots
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.threshold import NEVER
 
-DRAFT_AT_SLOTS = "on this attention backend the draft stays at its cache slots, so fewer of its tokens are accepted"
-
 
 def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:
     """What is pruned, from which length, and what is kept whole.
@@ -67,23 +65,20 @@ def captured(config: ServerConfig, sizes: Sequence[int]) -> dict[int, list[int]]
     return {gamma: list(sizes) if gamma == last else graph_sizes(config, sizes, gamma) for gamma in config.gammas}
 
 
-def num_graphs(config: ServerConfig, sizes: Sequence[int]) -> int:
+def num_graphs(sizes_by_gamma: Mapping[int, Sequence[int]]) -> int:
     """CUDA graphs in all: to verify, to extend the draft, and over gamma 1 to draft on after that."""
-    return sum(len(found) * (3 if gamma > 1 else 2) for gamma, found in captured(config, sizes).items())
+    return sum(len(sizes) * (3 if gamma > 1 else 2) for gamma, sizes in sizes_by_gamma.items())
 
 
 def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
     """The captured batch sizes of every gamma; sizes is None where no graphs are captured."""
     if sizes is None:
         return "none"
+    graphs = captured(config, sizes)
     each = "; ".join(
-        f"gamma {gamma} for {len(found)} batch sizes up to {max(found, default=0)}"
-        for gamma, found in captured(config, sizes).items()
+        f"gamma {gamma} for {len(found)} batch sizes up to {max(found, default=0)}" for gamma, found in graphs.items()
     )
-    return (
-        f"{num_graphs(config, sizes)} in all: {each}. Gamma {config.gammas[-1]}, the first one, is captured for all "
-        "batch sizes, since SGLang captures it before it asks for which"
-    )
+    return f"{num_graphs(graphs)} in all: {each}"
 
 
 def penalty_advice(sampling: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -27,8 +27,7 @@ from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch_messages import others_note, pruning_note, slots_note
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
-from spec_stack.sglang.request_state import STATE, RequestOptions, dense_reason
-from spec_stack.sglang.required_api import RunningRequest, Scheduler
+from spec_stack.sglang.request_state import STATE, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Score
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.scoring_schedule import ScoringSchedule
@@ -66,7 +65,7 @@ class SparsePrefillManager:
     failure of one rank makes all of them prefill densely.
     """
 
-    def __init__(self, scheduler: Scheduler, model: ScoringModel) -> None:
+    def __init__(self, scheduler: Any, model: ScoringModel) -> None:
         self._scheduler: Any = scheduler
         # SPEC_STACK's own worker, or SGLang's.
         self._worker: Any = scheduler.draft_worker
@@ -75,7 +74,7 @@ class SparsePrefillManager:
         self.config = with_threshold(
             with_calibration(ServerConfig.from_environment(), model.source, *configs), *configs
         )
-        self._pruning, self._refusal = model.pruning, model.refusal
+        self._refusal = model.refusal
         # A draft with slots of its own cannot score.
         self._can_prune = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
         self._prunes = self._refusal is None and self.config.prunes
@@ -94,7 +93,7 @@ class SparsePrefillManager:
         self._announce(model.algorithm)
 
     @staticmethod
-    def of(scheduler: Scheduler) -> SparsePrefillManager | None:
+    def of(scheduler: Any) -> SparsePrefillManager | None:
         manager = getattr(scheduler, STATE, None)
         if manager is None and (model := ScoringModel.of(scheduler)) is not None:
             manager = SparsePrefillManager(scheduler, model)
@@ -107,8 +106,6 @@ class SparsePrefillManager:
             logger.info("%s: drafting: %s", NAME, others_note(algorithm))
         level = logging.WARNING if self._refusal or self._prunes else logging.INFO
         logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._known.template.unrecognised))
-        if self._pruning.note:
-            logger.info("%s: %s", NAME, self._pruning.note)
         if slots := self._draft_slots():
             logger.info("%s: %s", NAME, slots_note(**slots))
 
@@ -138,8 +135,7 @@ class SparsePrefillManager:
     def _on_request(self, request: RunningRequest) -> None:
         options = self._options(request)
         prompt = self._prompt(request, options)
-        refusal = self._pruning.refusal(prompt.config.positions) or dense_reason(request)
-        decision = self._decide(prompt, refusal)
+        decision = self._decide(prompt, self._refusal or dense_reason(request))
         if isinstance(decision, NeedsScore):
             self._pending.append(PendingScore(request, options, decision))
         else:
@@ -159,7 +155,7 @@ class SparsePrefillManager:
             tuple(request.origin_input_ids),
             request.extra_key,
             request.cache_salt,
-            replace(options.prefill(self.config), positions=self._pruning.positions(options.positions)),
+            options.prefill(self.config),
             options.follow_up or self.config.follow_up,
             None if options.protect is None else Protected(options.protect),
             frozenset(() if request.sampling_params.ignore_eos else end_ids),
@@ -215,7 +211,6 @@ class SparsePrefillManager:
         return {id(pending.request) for pending in self._pending}
 
     def _step(self) -> None:
-        self._known.turns.take_in_replies()
         if not self._pending:
             return
         self._drop_those_gone()
@@ -335,7 +330,6 @@ class SparsePrefillManager:
             "prompts_are_pruned": self._can_prune,
             "why_not": self._refusal or "",
             "scoring_backend": self._backend,
-            "positions": self._pruning.default,
             "unrecognised": self._known.template.unrecognised,
             "num_requests": dict(self._known.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),

@@ -15,7 +15,7 @@ import torch
 
 from spec_stack.devices import to_device
 from spec_stack.sglang.errors import log_and_continue
-from spec_stack.sglang.required_api import RunningRequest, SamplingSettings
+from spec_stack.sglang.request_state import RunningRequest
 
 _COUNTING = "counting penalties", "they are SGLang's own"
 
@@ -119,9 +119,9 @@ class _OutputCounts:
             scaling[rows] = torch.where(occurs, repetition, 1.0).to(scaling.dtype)
 
 
-def _counts(asked: SamplingSettings) -> bool:
+def _counts(asked: Any) -> bool:
     return bool(asked.frequency_penalty or asked.presence_penalty or asked.repetition_penalty != 1)
 
 
-def _numbers(asked: SamplingSettings) -> tuple[float, ...]:
+def _numbers(asked: Any) -> tuple[float, ...]:
     return asked.frequency_penalty, asked.presence_penalty, asked.repetition_penalty, float(asked.min_new_tokens)

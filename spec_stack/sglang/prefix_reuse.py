@@ -1,15 +1,13 @@
-"""Plans the prefill of a prompt that continues an earlier one: cached prefix and recalled text. No SGLang import.
+"""The kept tokens of a prompt that continues an earlier one: its selection, recalled text. No SGLang import.
 
 As a session's `prefill.recall`, for conversations identified by their token prefix; KV stays with the radix cache.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +15,8 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.recall import RecallPlace, dropped_positions, recall_dropped, select_turn
+from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.sglang.required_api import RunningRequest
 
 Ints = npt.NDArray[np.int64]
 # Least part of the prompt for a beginning to count: one in four tokens.
@@ -28,7 +25,7 @@ _LEAST_SHARE = 4
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The first num_tokens tokens of a prompt, of which the target has those at `positions`, in write order."""
+    """The first num_tokens tokens of a prompt, of which the target has those at `positions`, in order."""
 
     num_tokens: int = 0
     positions: tuple[int, ...] = ()
@@ -46,34 +43,7 @@ class CachedPrefix:
         return _LEAST_SHARE * self.num_tokens >= num_prompt_tokens
 
 
-@dataclass(frozen=True)
-class PrefillPlan:
-    """The target's part of a prompt: token_ids at `positions`, in write order.
-
-    num_cached: tokens that an earlier turn processed, kept or dropped. num_recalled: recalled tokens among these.
-    """
-
-    token_ids: Sequence[int]
-    positions: Sequence[int]
-    num_prompt_tokens: int
-    num_cached: int = 0
-    num_recalled: int = 0
-
-    @property
-    def keep_rate(self) -> float:
-        return len(self.positions) / self.num_prompt_tokens if self.num_prompt_tokens else 1.0
-
-    @property
-    def inherits_all(self) -> bool:
-        """Return whether the target gets all that an earlier turn processed, if anything."""
-        return sum(position < self.num_cached for position in self.positions) == self.num_cached
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.positions) == self.num_prompt_tokens
-
-
-def plan_prefill(
+def select_kept(
     prompt_ids: Sequence[int],
     beginning: CachedPrefix,
     importance: torch.Tensor | None,
@@ -82,119 +52,79 @@ def plan_prefill(
     config: PrefillConfig,
     protected: Sequence[Span],
     pieces: Sequence[str] | None = None,
-) -> PrefillPlan:
-    """The target's part of a prompt, behind the unchanged beginning.
+) -> tuple[tuple[int, ...], int]:
+    """The kept positions of a prompt, in order, and how many of them are recalled.
 
-    importance: (num_prompt_tokens,), for pruning and recall; None for a scorer without it. prunes: the text after the
-    beginning is pruned. recalling: None recalls nothing. protected: half-open spans that are never dropped. pieces: the
-    text of every token; None has chunks in place of lines.
+    What stands behind the first recalled token is prefilled again. importance: (num_prompt_tokens,), for pruning and
+    recall; None for a scorer without it. prunes: the text after the beginning is pruned. recalling: None recalls
+    nothing. protected: half-open spans that are never dropped. pieces: the text of every token; None has chunks in
+    place of lines.
     """
-    start = beginning.num_tokens
+    start, held = beginning.num_tokens, beginning.positions
     inputs = ScoringInputs(prompt_ids, None, protected, pieces, importance)
     recalled: list[int] = []
     if recalling is not None:
-        dropped = dropped_positions(beginning.positions, start)
-        recalled = recall_dropped(inputs, dropped, start, config, recalling)
-    # At contiguous positions recalled text goes back to its place, and what is behind it is prefilled again.
-    place: RecallPlace = "in_text" if config.positions == "contiguous" else "before_latest"
-    held = sorted(beginning.positions) if place == "in_text" else beginning.positions
-    rule = config if prunes else None
-    turn = select_turn(inputs, held, start, recalled, rule, protected, place=place)
-    positions = (*held[: turn.num_held], *turn.positions)
-    token_ids = tuple(prompt_ids[position] for position in positions)
-    return PrefillPlan(token_ids, positions, len(prompt_ids), start, len(recalled))
+        recalled = recall_dropped(inputs, dropped_positions(held, start), start, config, recalling)
+    turn = select_turn(inputs, held, start, recalled, config if prunes else None, protected, place="in_text")
+    return (*held[: turn.num_held], *turn.positions), len(recalled)
 
 
+@dataclass(frozen=True)
 class _Turn:
-    """One placed prompt, and its reply once that has ended."""
+    """A pruned prompt. reply: SGLang's own array of the output tokens, which grows while the request runs."""
 
-    def __init__(self, prompt_ids: Ints, positions: tuple[int, ...], request: RunningRequest) -> None:
-        self.token_ids, self.positions, self.num_prompt_tokens = prompt_ids, positions, len(prompt_ids)
-        # Weak until the reply begins: SGLang drops a request that was aborted while it waited. A started one will end,
-        # and SGLang may release it in that very round.
-        self._waiting: weakref.ref[RunningRequest] | None = weakref.ref(request)
-        self._replying: RunningRequest | None = None
+    tenant: Hashable
+    token_ids: Ints
+    positions: tuple[int, ...]
+    reply: Sequence[int]
 
-    def take_in_reply(self) -> None:
-        """Add the reply of an ended request; of a released one there is none."""
-        request = self._replying
-        if request is None and self._waiting is not None:
-            request = self._waiting()
-        if request is None:
-            self.end()
-            return
-        if not request.finished():
-            self._replying = request if request.output_ids else None
-            return
-        # A step may have gone on past the end, and the last token may have no KV.
-        start, reply = len(self.token_ids), request.output_ids[: request.finished_len][:-1]
-        self.token_ids = np.concatenate([self.token_ids, np.asarray(reply, dtype=np.int64)])
-        self.positions = (*self.positions, *range(start, start + len(reply)))
-        self.end()
+    def num_continued(self, tenant: Hashable, ids: Ints) -> int:
+        """Tokens of the prompt and its reply that a text begins with; 0 unless it has the whole prompt.
 
-    @property
-    def has_ended(self) -> bool:
-        """Return whether no reply is to come."""
-        return self._waiting is None
-
-    def end(self) -> None:
-        self._waiting = self._replying = None
+        A selection depends on its whole prompt, question included, so only a continuation inherits it. The reply's
+        last token may have no KV.
+        """
+        if tenant != self.tenant or num_common(self.token_ids, ids) < len(self.token_ids):
+            return 0
+        # A copy: an array that is looked into cannot grow.
+        reply = np.array(self.reply[: len(ids)], dtype=np.int64)
+        return len(self.token_ids) + max(0, num_common(reply, ids[len(self.token_ids) :]) - 1)
 
 
 class TurnStore:
-    """Turns with dropped or recalled text, of most_tokens in all, by tenant; the oldest are forgotten first."""
+    """Pruned turns, of most_tokens prompt tokens in all, by tenant; the oldest are forgotten first."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
-        self._turns: OrderedDict[int, tuple[Hashable, _Turn]] = OrderedDict()
-        self._answering: list[_Turn] = []
+        self._turns: OrderedDict[int, _Turn] = OrderedDict()
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    def add(
-        self, namespace: Hashable, prompt_ids: Sequence[int], positions: tuple[int, ...], request: RunningRequest
-    ) -> None:
-        """Remember a turn; its reply is added when the request has ended."""
-        turn = _Turn(np.asarray(prompt_ids, dtype=np.int64), positions, request)
-        self._turns[self._next] = namespace, turn
-        self._answering.append(turn)
+    def add(self, tenant: Hashable, prompt_ids: Sequence[int], positions: Sequence[int], reply: Sequence[int]) -> None:
+        """Remember a turn; `reply` is not copied."""
+        self._turns[self._next] = _Turn(tenant, np.asarray(prompt_ids, dtype=np.int64), tuple(positions), reply)
         self._next += 1
-        num_tokens = sum(len(kept.token_ids) for _, kept in self._turns.values())
+        num_tokens = sum(len(turn.token_ids) for turn in self._turns.values())
         while num_tokens > self._most_tokens and len(self._turns) > 1:
-            _, (_, oldest) = self._turns.popitem(last=False)
+            _, oldest = self._turns.popitem(last=False)
             num_tokens -= len(oldest.token_ids)
-            oldest.end()
-
-    def take_in_replies(self) -> None:
-        """Called once per round of the scheduler, since requests are released at their end."""
-        for turn in self._answering:
-            turn.take_in_reply()
-        self._answering = [turn for turn in self._answering if not turn.has_ended]
 
     def clear(self) -> None:
         self._turns.clear()
-        self._answering.clear()
 
-    def find(self, namespace: Hashable, prompt_ids: Sequence[int]) -> CachedPrefix:
-        """The longest common prefix with a turn whose whole prompt it covers; of equal ones the newest.
-
-        A turn's selection depends on its whole prompt, question included, so only a continuation inherits it. Slots
-        written after the first token that differs have attended to it, so they do not belong to the prefix.
-        """
+    def find(self, tenant: Hashable, prompt_ids: Sequence[int]) -> CachedPrefix:
+        """The longest prefix of a prompt that a turn had; of equal ones the newest turn's."""
         # A prompt's last token is new.
         ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
-        best: tuple[int, int, _Turn] | None = None
-        for number, (owner, turn) in self._turns.items():
-            length = num_common(turn.token_ids, ids) if owner == namespace else 0
-            if length >= turn.num_prompt_tokens and (best is None or length >= best[0]):
-                best = length, number, turn
-        if best is None:
+        lengths = {number: turn.num_continued(tenant, ids) for number, turn in self._turns.items()}
+        best = max(lengths, key=lambda number: (lengths[number], number), default=None)
+        if best is None or not lengths[best]:
             return CachedPrefix()
-        length, number, turn = best
-        self._turns.move_to_end(number)
-        return CachedPrefix(length, tuple(takewhile(lambda position: position < length, turn.positions)))
+        self._turns.move_to_end(best)
+        turn = self._turns[best]
+        return CachedPrefix(lengths[best], (*turn.positions, *range(len(turn.token_ids), lengths[best])))
 
 
 def num_common(first: Ints, second: Ints) -> int:

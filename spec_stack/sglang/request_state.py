@@ -4,31 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from spec_stack.config import PrefillConfig, SparsePrefill
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import check_batch_policy
 from spec_stack.prefill.alignment import Span
-from spec_stack.sglang.positions import PositionMap
-from spec_stack.sglang.required_api import RunningRequest
-from spec_stack.sglang.server_args import FOLLOW_UPS, POSITIONS, ServerConfig, check_choice
+from spec_stack.sglang.server_args import CONTIGUOUS, FOLLOW_UPS, ServerConfig
 
 META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
 STATE = "spec_stack"
-"""The attribute of SGLang's requests that holds their RequestState."""
-OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "positions", "protect", "explain", "gamma", "policy")
+"""The attribute of SGLang's requests that holds their RequestOptions, once they are decided."""
+OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "protect", "explain", "gamma", "policy")
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
 _GONE = {
     "specprefill": "it is now sparse_prefill",
     "prune": "it is now sparse_prefill",
+    "positions": CONTIGUOUS,
     "signals": "a server does not measure its draft's; Python's return_records=True has them",
 }
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
+
+
+class RunningRequest(Protocol):
+    """`sglang.srt.managers.schedule_batch.Req`: a request inside the scheduler.
+
+    customized_info: lists sent along with the output tokens, entry i with token i. extra_key, cache_salt: the client's
+    parts of the radix key. logprob_start_len: the first prompt token with a requested logprob; -1, or the prompt's
+    length, for none. sampling_params: SGLang's SamplingParams.
+    """
+
+    rid: str
+    origin_input_ids: Sequence[int]
+    full_untruncated_fill_ids: Sequence[int]
+    output_ids: Sequence[int]
+    extra_key: str | None
+    cache_salt: str | None
+    logprob_start_len: int
+    customized_info: dict[str, list[Any]] | None
+    is_retracted: bool
+    sampling_params: Any
+
+    def finished(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +59,6 @@ class RequestOptions:
     sparse_prefill: SparsePrefill | None = None
     keep_rate: float | None = None
     follow_up: str | None = None
-    positions: str | None = None
     protect: tuple[Span, ...] | None = None
     explain: bool | None = None
     gamma: int | None = None
@@ -73,12 +93,10 @@ class RequestOptions:
                 f"sparse_prefill={switch!r} cannot be had on this server, whose draft's slots are settled at launch: "
                 f"it was launched with --spec-stack-sparse-prefill {launched}"
             )
-        if is_draft_only and (idle := given("keep_rate", "follow_up", "positions")):
+        if is_draft_only and (idle := given("keep_rate", "follow_up")):
             raise ValueError(f"{idle} set how prompts are pruned, and this server prunes its draft alone")
-        if self.follow_up is not None:
-            check_choice("follow_up", self.follow_up, FOLLOW_UPS)
-        if self.positions is not None:
-            check_choice("positions", self.positions, POSITIONS)
+        if self.follow_up not in (None, *FOLLOW_UPS):
+            raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
         if config.scoring_model is not None and (asked := given("gamma", "policy")):
             raise ValueError(f"{asked} set how SPEC_STACK drafts, and on this server it does not")
         if self.gamma is not None:
@@ -135,28 +153,16 @@ def _is_span(span: object) -> bool:
     return type(start) is int and type(stop) is int and 0 <= start <= stop <= _MOST_TOKENS
 
 
-@dataclass(frozen=True)
-class RequestState:
-    """Attached to a request inside the scheduler. positions: of a pruned prompt at its original ones."""
-
-    options: RequestOptions
-    positions: PositionMap | None = None
-
-
 _NOTHING_ASKED = RequestOptions()
 
 
 def options_of(request: RunningRequest) -> RequestOptions:
-    state = getattr(request, STATE, None)
-    return state.options if isinstance(state, RequestState) else _NOTHING_ASKED
+    options: RequestOptions = getattr(request, STATE, _NOTHING_ASKED)
+    return options
 
 
-def position_maps(requests: Sequence[RunningRequest]) -> list[PositionMap | None]:
-    return [getattr(getattr(request, STATE, None), "positions", None) for request in requests]
-
-
-def attach(request: RunningRequest, state: RequestState, report: Mapping[str, Any]) -> None:
-    """Attach the state to SGLang's request, and the report to its reply. Mutates the request.
+def attach(request: RunningRequest, options: RequestOptions, report: Mapping[str, Any]) -> None:
+    """Attach the options to SGLang's request, and the report to its reply. Mutates the request.
 
     Notes
     -----
@@ -168,7 +174,7 @@ def attach(request: RunningRequest, state: RequestState, report: Mapping[str, An
 
     `reports.ReportAssembler` reassembles them.
     """
-    setattr(request, STATE, state)
+    setattr(request, STATE, options)
     request.customized_info = {**(request.customized_info or {}), META_INFO: [dict(report)]}
 
 

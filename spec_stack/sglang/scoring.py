@@ -33,7 +33,6 @@ from spec_stack.sglang.pool_attention import (
     over_own_heads,
 )
 from spec_stack.sglang.ranks import largest_of_all, num_ranks, own_rank, sum_of_all
-from spec_stack.sglang.required_api import Scheduler
 
 # Forwards of the look-ahead in one part of a scoring.
 _LOOK_AHEAD_PER_PART = 4
@@ -50,7 +49,7 @@ class Score:
 class Scorer(ABC):
     """Scores a scheduler's prompts. Engine errors propagate."""
 
-    def __init__(self, scheduler: Scheduler, most_of_a_part: Callable[[int], int] = lambda chunk: chunk) -> None:
+    def __init__(self, scheduler: Any, most_of_a_part: Callable[[int], int] = lambda chunk: chunk) -> None:
         """most_of_a_part: most tokens of the next part, given a chunk's; called before every part."""
         self._scheduler: Any = scheduler
         self._most_of_a_part = most_of_a_part
@@ -103,7 +102,7 @@ class DraftScorer(Scorer):
     """Scores by SGLang's model of the draft, in the draft's own KV pool."""
 
     def __init__(
-        self, scheduler: Scheduler, pool: DraftScoringRunner, most_of_a_part: Callable[[int], int] = lambda chunk: chunk
+        self, scheduler: Any, pool: DraftScoringRunner, most_of_a_part: Callable[[int], int] = lambda chunk: chunk
     ) -> None:
         super().__init__(scheduler, most_of_a_part)
         self._draft, self._device = pool, pool.device

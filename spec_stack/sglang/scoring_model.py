@@ -22,11 +22,10 @@ from sglang.srt.model_loader import get_model
 
 from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner, bytes_per_token
 from spec_stack.sglang.ranks import least_free_bytes
-from spec_stack.sglang.required_api import Scheduler
 from spec_stack.sglang.scoring import DraftScorer, Scorer
 from spec_stack.sglang.scoring_backend import ScoringBackend, choose_backend
 from spec_stack.sglang.server_args import NAME, ServerConfig
-from spec_stack.sglang.support import pruning_of, scoring_refusal
+from spec_stack.sglang.support import pruning_refusal, scoring_refusal
 from spec_stack.sglang.transformers_scoring import TransformersScorer
 
 logger = logging.getLogger(__name__)
@@ -37,15 +36,14 @@ class ScoringModel:
     """A scoring model with its KV pool, made before SGLang divides the memory that the weights leave.
 
     source: folder or hub id. runner: SGLang's ModelRunner of it, or its model and configuration alone. algorithm: the
-    name of what decodes. backend: what runs the model, and why. pruning: how its scores may prune prompts; refusal: why
-    they prune none by default, or None. num_pool_tokens: capacity of its KV.
+    name of what decodes. backend: what runs the model, and why. refusal: why no prompt may be pruned, or None.
+    num_pool_tokens: capacity of its KV.
     """
 
     def __init__(
         self,
         source: str,
         runner: Any,
-        target_config: Any,
         server_args: Any,
         config: ServerConfig,
         algorithm: str = NAME,
@@ -53,9 +51,7 @@ class ScoringModel:
     ) -> None:
         self.source, self.runner, self.algorithm, self.backend = source, runner, algorithm, backend
         # Of another model the choice of its backend has seen to it.
-        draft = runner.model_config if algorithm == NAME else None
-        self.pruning = pruning_of(config.positions, server_args, target_config, draft, algorithm)
-        self.refusal = self.pruning.refusal(self.pruning.default)
+        self.refusal = pruning_refusal(server_args, runner.model_config if algorithm == NAME else None)
         self.prunes = self.refusal is None and config.prunes
         self._reserve(config)
 
@@ -65,12 +61,12 @@ class ScoringModel:
         if self.prunes:
             _allocate(self._pool.allocate, self.num_pool_tokens)
 
-    def scorer(self, scheduler: Scheduler, most_of_a_part: Callable[[int], int]) -> Scorer:
+    def scorer(self, scheduler: Any, most_of_a_part: Callable[[int], int]) -> Scorer:
         """The scorer of a scheduler whose pools SGLang has made."""
         return DraftScorer(scheduler, self._pool, most_of_a_part)
 
     @staticmethod
-    def of(scheduler: Scheduler) -> ScoringModel | None:
+    def of(scheduler: Any) -> ScoringModel | None:
         """The scheduler's scoring model; None where it has none, and nothing is pruned."""
         found = getattr(scheduler, _PLACE, None)
         return found if found is not None else getattr(scheduler.draft_worker, "scoring_model", None)
@@ -89,7 +85,7 @@ class TransformersModel(ScoringModel):
             room = partial(torch.empty, self.num_pool_tokens, num_bytes, dtype=torch.uint8, device=self.runner.device)
             self._room = _allocate(room, self.num_pool_tokens)
 
-    def scorer(self, scheduler: Scheduler, most_of_a_part: Callable[[int], int]) -> Scorer:
+    def scorer(self, scheduler: Any, most_of_a_part: Callable[[int], int]) -> Scorer:
         self._room = None
         found, model = self.runner.model_config, self.runner.model
         return TransformersScorer(scheduler, found, model, self.num_pool_tokens, most_of_a_part)
@@ -139,7 +135,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     target = scheduler.tp_worker.model_runner
     device = target.device if target.device == "cpu" else f"{target.device}:{target.gpu_id}"
     backend = choose_backend(config, args, target.model_config, scheduler.tp_worker.tokenizer, device)
-    refusal = scoring_refusal(args, algorithm, target.model_config, backend.config, config.positions)
+    refusal = scoring_refusal(args, target.model_config, backend.config)
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
     kind = ScoringModel if backend.is_sglang else TransformersModel
@@ -147,7 +143,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     # What `DraftScoringRunner` needs of SGLang's ModelRunner.
     of_runner = {"model_config": backend.config, "dtype": backend.config.dtype, "gpu_id": target.gpu_id}
     runner = SimpleNamespace(model=model, device=target.device, **of_runner)
-    found = kind(config.scoring_model, runner, target.model_config, args, config, algorithm, str(backend))
+    found = kind(config.scoring_model, runner, args, config, algorithm, str(backend))
     setattr(scheduler, _PLACE, found)
     logger.info("%s: %s scores prompts, and %s decodes", NAME, config.scoring_model, algorithm or "plain decoding")
     logger.info("%s: scoring backend: %s", NAME, backend)

@@ -5,7 +5,9 @@ Between two prefill batches, two scoring parts, or one of each, there is a decod
 
 from __future__ import annotations
 
-from spec_stack.sglang.required_api import RunningRequest, Scheduler
+from typing import Any
+
+from spec_stack.sglang.request_state import RunningRequest
 
 # Most tokens of a part while anything runs: its forward delays the running requests' next tokens.
 _MOST_BESIDE = 2048
@@ -18,7 +20,7 @@ class ScoringSchedule:
     `--prefill-decode-interval-min-bs` (SGLang 0.5.23) every round may prefill, and every other one score.
     """
 
-    def __init__(self, scheduler: Scheduler, decode_interval: int) -> None:
+    def __init__(self, scheduler: Any, decode_interval: int) -> None:
         self._scheduler = scheduler
         self._scored_last = False
         # SGLang reads it before every prefill batch.

@@ -9,13 +9,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
 from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
-from spec_stack.settings.checks import require, require_int
+from spec_stack.settings.checks import check_fields, require, require_int
 from spec_stack.settings.options import documented, meaning, option
 
 logger = logging.getLogger(__name__)
@@ -23,11 +23,14 @@ NAME = "SPEC_STACK"
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
 MOST_POOL_TOKENS = 65_536
-BACKENDS = ("auto", "sglang", "transformers")
-POSITIONS = ("auto", "original", "contiguous")
-FOLLOW_UPS = ("recall", "freeze", "afresh")
+Backend = Literal["auto", "sglang", "transformers"]
+CONTIGUOUS = "a pruned prompt always stands at contiguous positions, as an ordinary, shorter prompt"
+"""The answer to the former settings of positions."""
+FollowUp = Literal["recall", "freeze", "afresh"]
 """Rules for the text of earlier turns. freeze: the earlier selection stays. recall: so it does, and dropped text that
 is relevant to the new turn is recalled. afresh: the whole prompt is selected anew."""
+
+FOLLOW_UPS: tuple[str, ...] = get_args(FollowUp)
 
 
 @documented
@@ -36,7 +39,7 @@ class ServerConfig:
     """The server's defaults. Raises ValueError, saying what to change."""
 
     prefill: PrefillConfig = field(
-        default_factory=PrefillConfig,
+        default_factory=lambda: PrefillConfig(positions="contiguous"),
         metadata={
             "help": "how prompts are scored and pruned; under on_scoring_failure='raise' an error in scoring ends "
             "the server, which is for tests"
@@ -47,8 +50,8 @@ class ServerConfig:
         "a small model that scores prompts and drafts nothing, while SGLang's own --speculative-algorithm, or none, "
         "decodes; under SPEC_STACK the draft scores",
     )
-    scoring_backend: str = option(
-        BACKENDS[0],
+    scoring_backend: Backend = option(
+        "auto",
         "what runs the scoring_model: 'sglang' is SGLang's own runner, 'transformers' the Transformers backend, also "
         "for hybrids, GGUF files, adapters and other tokenizers; 'auto' is sglang where that can, else transformers",
     )
@@ -72,32 +75,29 @@ class ServerConfig:
         "decode steps between two prefill batches, and between a prefill batch and a part of a scoring, while requests "
         "run on a server that prunes; `--prefill-decode-interval` overrides it. 0 prefills all chunks of a prompt "
         "in a row: the shortest time to first token, and the longest wait of running requests",
+        0,
     )
     calibration: str | None = option(
         None,
         "a file of `spec-stack calibrate` for this pair, or its folder, whose settings replace prefill's defaults, "
         "or 'none'; without it the file in the draft's folder, or the shipped one",
     )
-    follow_up: str = option(FOLLOW_UPS[0], f"rule for the text of earlier turns: {', '.join(FOLLOW_UPS)}")
+    follow_up: FollowUp = option("recall", f"rule for the text of earlier turns: {', '.join(FOLLOW_UPS)}")
     recall: SessionConfig = field(
         default_factory=SessionConfig,
         metadata={"help": "recall of dropped text under 'recall', with a session's options"},
-    )
-    positions: str = option(
-        POSITIONS[0],
-        "the target's positions of the kept tokens: 'original' is where they stand in the prompt, 'contiguous' makes "
-        "them an ordinary, shorter prompt, and 'auto' is original where the target and its cache support it, else "
-        "contiguous where that is tested; an explicit 'contiguous' also prunes where it is not tested",
     )
     draft_pool_tokens: int | None = option(
         None,
         "capacity, in tokens, of the draft's own KV pool; the default is as many as fit into a tenth of the memory "
         f"that is free after the weights are loaded, and {MOST_POOL_TOKENS:,} at most. A prompt "
         "longer than that is prefilled densely. SGLang sizes its own pools by the remaining memory",
+        1,
     )
 
     def __post_init__(self) -> None:
-        require(isinstance(self.gammas, list | tuple), f"gammas must be a list, got {self.gammas!r}")
+        check_fields(self)
+        require(isinstance(self.gammas, tuple), f"gammas must be a list, got {self.gammas!r}")
         for gamma in self.gammas:
             require_int("a gamma of gammas", gamma, 0, MAX_GAMMA)
         require(
@@ -107,21 +107,11 @@ class ServerConfig:
         for size, gamma in self.max_gamma_by_batch_size.items():
             require_int("a batch size of max_gamma_by_batch_size", size, 1)
             require_int("a gamma of max_gamma_by_batch_size", gamma, 0)
-        require_int("prefill_decode_interval", self.prefill_decode_interval, 0)
-        if self.draft_pool_tokens is not None:
-            require_int("draft_pool_tokens", self.draft_pool_tokens, 1)
-        for name, kinds in (
-            ("calibration", f"a file, a folder or {NONE!r}"),
-            ("scoring_model", "a folder or a hub id"),
-        ):
+        for name in ("calibration", "scoring_model"):
             value = getattr(self, name)
-            if not isinstance(value, str | None) or value == "":
-                raise ValueError(f"{name} must be {kinds}, got {value!r}")
+            require(value is None or (isinstance(value, str) and value != ""), f"{name} must be a path, got {value!r}")
         if self.scoring_model is not None and self.prefill.sparse_prefill == "draft_only":
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
-        check_choice("follow_up", self.follow_up, FOLLOW_UPS)
-        check_choice("positions", self.positions, POSITIONS)
-        check_choice("scoring_backend", self.scoring_backend, BACKENDS)
         if self.scoring_backend == "transformers" and self.scoring_model is None:
             raise ValueError("scoring_backend 'transformers' runs a scoring_model alone; name one, or leave it out")
         if self.recall.max_cached_tokens is not None:
@@ -183,13 +173,13 @@ class ServerConfig:
             )
         if "predictor" in values:
             raise ValueError("predictor was the policy speckv's, which cannot decide for a whole batch; leave it out")
+        if "positions" in {*values, *_mapping("prefill", values.get("prefill", {}))}:
+            raise ValueError(f"leave positions out: {CONTIGUOUS}")
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
         prefill.update({name: values.pop(name) for name in _OF_PREFILL if name in values})
         recall = dict(_mapping("recall", values.pop("recall", {})))
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
         _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
-        if isinstance(values.get("gammas"), list):
-            values["gammas"] = tuple(values["gammas"])
         for name in ("policy_options", "max_gamma_by_batch_size"):
             if name in values:
                 values[name] = {_number(key): value for key, value in _mapping(name, values[name]).items()}
@@ -219,24 +209,13 @@ def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft
     return replace(config, prefill=found.complete(config.prefill))
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
 def _prefill_config(values: dict[str, Any]) -> PrefillConfig:
-    """From a file's mapping, in which lists stand for tuples."""
     if "draft_kv_budget" in values and values.get("sparse_prefill") != "draft_only":
         raise ValueError(
             "draft_kv_budget are those of sparse_prefill 'draft_only'; add it, or leave draft_kv_budget out"
         )
     _refuse_unknown("prefill.", values, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
-    if values.get("positions") == "contiguous":
-        raise ValueError("positions is a server's own setting: set positions, and leave prefill.positions out")
-    for name in ("keep_rate", "scoring_heads", "draft_window"):
-        if isinstance(values.get(name), list):
-            values[name] = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in values[name])
-    return PrefillConfig(**values)
+    return PrefillConfig(**values, positions="contiguous")
 
 
 class _Remember(argparse.Action):
@@ -271,7 +250,6 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "gammas": (int, "N"),
     "calibration": (str, "FILE"),
     "follow_up": (str, "RULE"),
-    "positions": (str, "WHERE"),
     "draft_pool_tokens": (int, "TOKENS"),
 }
 _OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "draft_kv_budget")
@@ -293,6 +271,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         flag = f"--spec-stack-{name.replace('_', '-')}"
         group.add_argument(flag, type=read, metavar=metavar, help=shown.replace("%", "%%"), **several, **common)
     settings = ", ".join([*_OF_PREFILL, *(entry.name for entry in fields(ServerConfig))])
+    # Refused with the other settings, by what is so in its place.
+    group.add_argument("--spec-stack-positions", help=argparse.SUPPRESS, **common)
     group.add_argument(
         "--spec-stack-config", metavar="FILE", help=f"JSON with any of: {settings}; flags override it", **common
     )

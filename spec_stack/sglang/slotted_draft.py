@@ -5,7 +5,7 @@ Own KV pool and request table (see `draft_kv_rows`): backends and graphs are SGL
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +24,10 @@ from spec_stack.sglang.draft_kv_rows import DraftKVRow, Part, num_row_slots, tex
 from spec_stack.sglang.draft_scoring_runner import bytes_per_token, extend_batch
 from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.request_state import was_wrong
+
+# Draft backends that take positions for KV lengths, by `common_template`, and those that have lengths.
+_BUILT_FROM_POSITIONS = ("triton", "flashinfer")
+_BUILT_FROM_LENGTHS = ("torch_native", "fa3", "trtllm_mha")
 
 
 class SlottedDraft:
@@ -268,3 +272,34 @@ class _Parts:
         self.token_ids.append(text_ids[part.positions])
         self.at.append(at)
         self.num_tokens += len(part.positions)
+
+
+def protect_kv_lengths(backend: Any, name: str) -> None:
+    """Make a multi-step draft backend build its KV indices from lengths: the slots stand at positions of the text.
+
+    Mutates backend, which is None where no step drafts more than one token. name: the attention backend's. Raises
+    ValueError for one that has not been tried, RuntimeError for one that SGLang has changed.
+    """
+    if name not in (*_BUILT_FROM_POSITIONS, *_BUILT_FROM_LENGTHS):
+        raise ValueError(
+            "--spec-stack-sparse-prefill draft_only needs a draft whose attention takes its lengths from lengths; name "
+            f"{', '.join([*_BUILT_FROM_LENGTHS, *_BUILT_FROM_POSITIONS])} by --speculative-draft-attention-backend"
+        )
+    if backend is None or name in _BUILT_FROM_LENGTHS:
+        return
+    build: Callable[..., Any] | None = getattr(backend, "common_template", None)
+    if build is None:
+        raise RuntimeError(
+            f"SGLang's {type(backend).__name__} has no common_template, by which its KV lengths are protected; "
+            "install a tested version"
+        )
+
+    def common_template(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        positions = forward_batch.positions
+        forward_batch.positions = forward_batch.seq_lens.repeat_interleave(backend.topk).to(positions.dtype)
+        try:
+            return build(forward_batch, *args, **kwargs)
+        finally:
+            forward_batch.positions = positions
+
+    backend.common_template = common_template

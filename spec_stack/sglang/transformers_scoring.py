@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -12,7 +13,6 @@ from spec_stack.hf.prompt import num_shared
 from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.ranks import from_first_rank
-from spec_stack.sglang.required_api import Scheduler
 from spec_stack.sglang.scoring import Score, Scorer
 
 
@@ -24,7 +24,7 @@ class TransformersScorer(Scorer):
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Any,
         found: FoundScorer,
         model: PromptScorer,
         most_tokens: int,

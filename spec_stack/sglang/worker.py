@@ -19,22 +19,15 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from spec_stack.sglang import hooks
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.errors import log_and_continue, log_failure
-from spec_stack.sglang.launch_messages import DRAFT_AT_SLOTS, drafting_note, graphs_note, penalty_advice
+from spec_stack.sglang.launch_messages import drafting_note, graphs_note, penalty_advice
 from spec_stack.sglang.penalties import Penalties
-from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE
 from spec_stack.sglang.scoring_backend import rows_differ
 from spec_stack.sglang.scoring_model import ScoringModel, fit_draft
 from spec_stack.sglang.server_args import NAME, ServerConfig
-from spec_stack.sglang.slotted_draft import SlottedDraft
-from spec_stack.sglang.support import (
-    BUILT_FROM_POSITIONS,
-    MAPPED_DRAFT_BACKENDS,
-    draft_positions_are_mapped,
-    require_no_state,
-    require_slots,
-)
+from spec_stack.sglang.slotted_draft import SlottedDraft, protect_kv_lengths
+from spec_stack.sglang.support import require_no_state, require_slots
 
 logger = logging.getLogger(__name__)
 # Of SGLang's logs: the line and the entry of a change of gamma.
@@ -43,7 +36,7 @@ _CAPTURE = "spec_stack.capture"
 
 
 class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
-    """SGLang's draft worker, with attention lengths from seq_lens. slots: its own; None shares the target's."""
+    """SGLang's draft worker. slots: its own; None shares the target's."""
 
     slots: SlottedDraft | None = None
 
@@ -59,14 +52,10 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
 
     def init_attention_backend(self) -> None:
         super().init_attention_backend()
-        if self.slots is not None and not draft_positions_are_mapped(self.draft_runner):
-            raise ValueError(
-                "--spec-stack-sparse-prefill draft_only needs a draft whose attention takes its lengths from "
-                f"lengths; name {', '.join(MAPPED_DRAFT_BACKENDS)} by --speculative-draft-attention-backend"
-            )
-        args = self.draft_runner.server_args
-        name = args.speculative_draft_attention_backend or self.draft_runner.decode_attention_backend_str
-        protect_kv_lengths(self.draft_attn_backend, name in BUILT_FROM_POSITIONS)
+        if self.slots is not None:
+            args = self.draft_runner.server_args
+            name = args.speculative_draft_attention_backend or self.draft_runner.decode_attention_backend_str
+            protect_kv_lengths(self.draft_attn_backend, name)
 
     def _draft_extend_for_prefill(
         self, batch: Any, hidden_states: Any, next_token_ids: Any, *args: Any, **kwargs: Any
@@ -106,7 +95,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self._config = config = ServerConfig.from_environment()
         # The record holds the launch arguments; SGLang's and the algorithm's changes are an overlay.
         resolved = resolving_view(self.server_args)
-        self.scoring_model = ScoringModel(source, draft, runner.model_config, resolved, config)
+        self.scoring_model = ScoringModel(source, draft, resolved, config)
         if config.prefill.sparse_prefill == "draft_only":
             self._give_slots(draft, resolved)
         self.batch_policy = BatchPolicy(
@@ -126,8 +115,6 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         graphs = graphs_note(self._config, self.batch_policy.graph_sizes)
         memory = getattr(self, "graph_memory_usage", None)
         logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs, memory)
-        if self.scoring_model.prunes and not draft_positions_are_mapped(self._draft_worker.draft_runner):
-            logger.warning("%s: %s", NAME, DRAFT_AT_SLOTS)
         sampling = self._target_worker.model_runner.model_config.get_default_sampling_params()
         if advice := penalty_advice(sampling):
             logger.warning("%s: %s", NAME, advice)

@@ -155,7 +155,6 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
         "gammas": " ".join(map(str, defaults.gammas)),
         "calibration": "",
         "follow-up": defaults.follow_up,
-        "positions": defaults.positions,
         "draft-pool-tokens": "",
         "config": "",
     }

@@ -112,7 +112,8 @@ def test_other_weights_of_the_same_shape_are_not_matched(known: tuple[Path, Path
 
 def test_a_server_takes_it_too(known: tuple[Path, Path], plain: SpecStackGenerator) -> None:
     configs = [text_config(model.config) for model in (plain.pair.target, plain.pair.draft)]
-    assert with_calibration(ServerConfig(), str(known[1]), *configs).prefill == PrefillConfig(**SETTINGS)
+    on_server = with_calibration(ServerConfig(), str(known[1]), *configs).prefill
+    assert on_server == PrefillConfig(**SETTINGS, positions="contiguous")
     asked = ServerConfig(PrefillConfig(head_reduction="max"))
     assert with_calibration(asked, str(known[1]), *configs).prefill.head_reduction == "max"
     none = ServerConfig(calibration="none")

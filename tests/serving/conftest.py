@@ -264,10 +264,15 @@ class Reference:
     def __init__(self) -> None:
         import torch
 
-        from spec_stack import SpecStackGenerator
+        from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 
         torch.set_num_threads(1)
-        self.generator = SpecStackGenerator.from_pretrained(prepack_linears=False, precision="fp32", calibration=False)
+        self.generator = SpecStackGenerator.from_pretrained(
+            prepack_linears=False,
+            precision="fp32",
+            calibration=False,
+            config=SpecStackConfig(prefill=PrefillConfig(positions="contiguous")),
+        )
         self.tokenizer = self.generator.tokenizer
         self._result = lru_cache(None)(self._generate)
 
@@ -290,23 +295,17 @@ class Reference:
         return list(self.result(input_ids, **options).token_ids)
 
     def tokens_over(self, input_ids: Sequence[int], spans: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
-        """Greedy tokens by plain Transformers: one forward over the kept tokens at their positions, then one by one."""
+        """Greedy tokens by plain Transformers over the kept tokens as a prompt: one forward, then one by one."""
         import torch
         from transformers import DynamicCache
 
-        positions = [position for start, stop in spans for position in range(start, stop)]
         model, cache, found = self.generator.target, DynamicCache(), []
-        ids, at = [input_ids[position] for position in positions], positions
+        ids = [input_ids[position] for start, stop in spans for position in range(start, stop)]
         with torch.no_grad():
-            for step in range(max_new_tokens):
-                logits = model(
-                    input_ids=torch.tensor([ids]),
-                    position_ids=torch.tensor([at]),
-                    past_key_values=cache,
-                    use_cache=True,
-                ).logits[0, -1]
-                found.append(int(logits.argmax()))
-                ids, at = [found[-1]], [len(input_ids) + step]
+            for _ in range(max_new_tokens):
+                output = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
+                found.append(int(output.logits[0, -1].argmax()))
+                ids = [found[-1]]
         return found
 
     def text_ids(self, num_tokens: int, seed: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Contiguous positions: a pruned prompt is an ordinary, shorter one, against plain Transformers over its tokens."""
+"""A pruned prompt is an ordinary, shorter one, for any architecture: against plain Transformers over its tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, StableLmConfig
 
-from .conftest import ASSETS, Reference, Server, generate_body
+from tests.support.nightly import others_nightly
+
+from .conftest import ASSETS, Reference, Server
 
 _SIZES = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _CONFIGS: dict[str, Any] = {
@@ -33,7 +35,7 @@ _CONFIGS: dict[str, Any] = {
     "learned positions": lambda vocab_size: GPT2Config(
         **_SIZES, vocab_size=vocab_size, n_positions=2048, n_embd=64, n_layer=2, n_head=4
     ),
-    "not listed": lambda vocab_size: StableLmConfig(
+    "another one": lambda vocab_size: StableLmConfig(
         **_SIZES,
         vocab_size=vocab_size,
         hidden_size=64,
@@ -68,23 +70,16 @@ def test_the_tokens_are_those_over_the_kept_tokens_as_a_prompt(
     server: Server, reference: Reference, keep_rate: float
 ) -> None:
     prompt = _document(reference, 900, 1901)
-    asked = {"sparse_prefill": "on", "keep_rate": keep_rate, "explain": True, "positions": "contiguous"}
-    reply = server.generate(prompt, **asked)
+    reply = server.generate(prompt, sparse_prefill="on", keep_rate=keep_rate, explain=True)
     kept = _kept(prompt, reply)
     assert len(kept) < len(prompt)
     assert reply["output_ids"] == reference.tokens(kept)
-    assert _report(reply)["positions"] == "contiguous"
     assert reply["meta_info"]["prompt_tokens"] == _report(reply)["num_prompt_tokens"] == len(prompt)
-    # Any prompt of these tokens has this KV, and no prompt at original positions does.
-    assert server.generate(kept)["meta_info"]["cached_tokens"] >= len(kept) - 1
-    original = server.generate(prompt, **{**asked, "positions": "original"})
-    assert _report(original)["positions"] == "original"
-    assert original["output_ids"] == reference.tokens(prompt, sparse_prefill="on", keep_rate=keep_rate)
 
 
 def test_a_later_turn_reuses_the_kept_prefix_and_recalls_in_order(server: Server, reference: Reference) -> None:
     prompt = _document(reference, 1300, 1902)
-    asked = {"explain": True, "positions": "contiguous", "follow_up": "recall"}
+    asked = {"explain": True, "follow_up": "recall"}
     first = server.generate(prompt, 12, sparse_prefill="on", **asked)
     history, before = [*prompt, *first["output_ids"]], _positions(first)
     num_recalled = 0
@@ -104,12 +99,6 @@ def test_a_later_turn_reuses_the_kept_prefix_and_recalls_in_order(server: Server
         before = positions
         history += reply["output_ids"]
     assert num_recalled
-
-
-def test_a_position_that_does_not_exist_is_a_400(server: Server) -> None:
-    status, reply = server.post("/generate", generate_body([5, 6, 7], 4, positions="elsewhere"))
-    assert status == 400
-    assert "auto, original, contiguous" in reply["error"]["message"]
 
 
 def _saved(kind: str, folder: Path, vocab_size: int) -> Path:
@@ -138,28 +127,17 @@ def _greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "flags"),
-    [
-        ("sliding windows", ()),
-        pytest.param("learned positions", (), marks=pytest.mark.nightly),
-        pytest.param("not listed", ("--spec-stack-positions", "contiguous"), marks=pytest.mark.nightly),
-    ],
-)
-def test_a_target_without_original_positions_is_pruned_at_contiguous_ones(
-    launch: Any, reference: Reference, tmp_path: Path, kind: str, flags: Sequence[str]
+@pytest.mark.parametrize("kind", others_nightly(_CONFIGS, usual=["sliding windows"]))
+def test_a_target_of_another_architecture_is_pruned(
+    launch: Any, reference: Reference, tmp_path: Path, kind: str
 ) -> None:
     """A plain draft scores; plain decoding, and the turn after reuses what was kept."""
     folder = _saved(kind, tmp_path / "model", reference.generator.target.config.vocab_size)
     server = launch(
         *("--max-total-tokens", "6000", "--chunked-prefill-size", "128", "--context-length", "2048"),
-        *flags,
         beside=(),
         target=folder,
     )
-    log = server.log.read_text(errors="replace")
-    assert "pruned prompts stand at contiguous positions, since the target" in log
-    assert ("nothing tests pruning there" in log) is bool(flags)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     prompt = _document(reference, 700, 1920)
@@ -167,12 +145,9 @@ def test_a_target_without_original_positions_is_pruned_at_contiguous_ones(
     assert dense["output_ids"] == _greedy(model, prompt, 12), "SGLang's own model is not Transformers'"
     asked = {"explain": True, "keep_rate": 0.3, "follow_up": "recall"}
     reply = server.generate(prompt, 12, sparse_prefill="on", **asked)
-    assert _report(reply)["positions"] == "contiguous"
     assert reply["output_ids"] == _greedy(model, _kept(prompt, reply), 12)
     history = [*prompt, *reply["output_ids"], *reference.text_ids(30, seed=1921)]
     second = server.generate(history, 12, **asked)
     assert second["output_ids"] == _greedy(model, _kept(history, second), 12)
-    refused = server.generate(_document(reference, 700, 1922), 4, sparse_prefill="on", positions="original")
-    assert _report(refused)["outcome"] == "unsupported"
     assert not server.state()["num_failures"]
     server.stop()

@@ -15,6 +15,7 @@ import torch
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.draft_kv_budget import RENEW_EVERY, choose_slots
 from spec_stack.sglang.draft_kv_rows import num_row_slots
+from tests.support.reference import sparse_greedy
 
 from .conftest import ASSETS, CONTEXT, Reference, Server, generate_body
 
@@ -94,7 +95,8 @@ def test_the_first_proposal_is_the_drafts_over_the_chosen_positions(slotted: Ser
         reply = slotted.generate(prompt, 12, gamma=GAMMA)
         chosen = [*choose_slots(prompt, SLOTS, 32, 32), len(prompt)]
         first, *others = reply["output_ids"]
-        drafted = reference.tokens_over([*prompt, first], [(at, at + 1) for at in chosen], GAMMA)
+        kept = [[*prompt, first][at] for at in chosen]
+        drafted = sparse_greedy(reference.generator.target, kept, chosen, len(prompt) + 1, GAMMA)
         same = [mine == others[at] for at, mine in enumerate(drafted)]
         expected.append((*same, False).index(False))
         found.append(_report(reply)["accepted_trace"][0])

@@ -17,8 +17,8 @@ BY_HOOK: dict[str, tuple[str, ...]] = {
     "SamplingParams.verify": ("options",),
     "Scheduler._add_request_to_queue": ("deciding",),
     "Scheduler.get_next_batch_to_run": ("round", "setting aside", "scoring", "placing"),
-    "RadixKey.__init__": ("key",),
-    "ForwardBatch.init_new": ("positions",),
+    # Of a draft with slots of its own alone: `test_draft_slots.py`.
+    "ForwardBatch.init_new": (),
     "TokenizerManager.update_request_meta_info": ("report", "books"),
     "TokenizerManager._calculate_spec_decoding_metrics": ("acceptance",),
     "OpenAIServingBase.handle_request": ("stream", "completion"),
@@ -33,12 +33,12 @@ FAULTS = (*(fault for faults in BY_HOOK.values() for fault in faults if fault !=
 FIRST = {*(faults[0] for faults in BY_HOOK.values() if faults), "scoring", "placing", "choosing", "penalties"}
 
 
-def test_every_hook_is_put_out_of_action_and_there_are_at_most_ten() -> None:
+def test_every_hook_is_put_out_of_action_and_there_are_at_most_nine() -> None:
     from spec_stack.sglang.hooks import HOOKS, HOOKS_FOR_NUMBERS
 
     hooked = HOOKS | HOOKS_FOR_NUMBERS
     assert {".".join(target.split(".")[-2:]) for target in hooked} == set(BY_HOOK)
-    assert len(hooked) <= 10
+    assert len(hooked) <= 9
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,16 +43,6 @@ def _report(reply: dict[str, Any]) -> dict[str, Any]:
 
 def _dropped(reply: dict[str, Any]) -> set[int]:
     return set(range(_report(reply)["num_prompt_tokens"])) - set(_positions(reply))
-
-
-def _with_recalled(given: Sequence[int], recalled: Iterable[int], num_old: int) -> list[int]:
-    """What the target is given of the old text: what comes back stands before what is behind all that was dropped."""
-    if not recalled:
-        return list(given)
-    last_dropped = max(set(range(num_old)) - set(given))
-    num_before = len(list(itertools.takewhile(lambda position: position < last_dropped, given)))
-    num_unchanged = max(num_before, len(given) - 256)
-    return [*given[:num_unchanged], *sorted([*given[num_unchanged:], *recalled])]
 
 
 def _document(reference: Reference, num_tokens: int, seed: int) -> list[int]:
@@ -140,7 +128,7 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         reference_question.recalled(pieces, chunks, asked),
         settings["recall_word_threshold"],
     )
-    assert _positions(reply)[: len(given) + len(expected)] == _with_recalled(given, expected, start)
+    assert _positions(reply)[: len(given) + len(expected)] == sorted([*given, *expected])
     assert len(expected) == _report(reply)["num_recalled_tokens"] > 0
     assert reply["output_ids"] == reference.tokens_over(longer, _report(reply)["kept_spans"], 8)
 
@@ -160,7 +148,7 @@ def test_what_was_given_stays_and_is_in_the_cache_with_the_reply(
         assert report["num_cached_tokens"] == len(prompt) - 26
         recalled = set(positions) & dropped
         assert len(recalled) == report["num_recalled_tokens"]
-        old = _with_recalled(given, recalled, len(prompt) - 26)
+        old = sorted([*given, *recalled])
         assert positions == [*old, *range(len(prompt) - 26, len(prompt))]
         num_unchanged = next(
             (at for at, pair in enumerate(zip(old, given, strict=False)) if pair[0] != pair[1]), len(given)
@@ -181,7 +169,7 @@ def test_long_new_text_is_pruned_over_what_was_given(server: Server, reference: 
         num_old = report["num_cached_tokens"]
         given = [*_positions(reply), *range(len(prompt), num_old)]
         recalled = set(_positions(second)) & (set(range(num_old)) - set(given))
-        old = _with_recalled(given, recalled, num_old)
+        old = sorted([*given, *recalled])
         assert _positions(second)[: len(old)] == old
         num_new = len(longer) - num_old
         kept_new = [position for position in _positions(second) if position >= num_old]

@@ -1,4 +1,4 @@
-"""The draft's index arrays under original positions: SGLang's own kernel, in Triton's interpreter."""
+"""The index arrays of a draft over its own slots: SGLang's own kernel, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 _PROGRAM = """
 import types, torch
 from sglang.srt.layers.attention.triton_backend import TritonMultiStepDraftBackend
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferMultiStepDraftBackend
 from sglang.srt.layers.attention import flashinfer_backend
-from spec_stack.sglang.positions import protect_kv_lengths
+from spec_stack.sglang.slotted_draft import protect_kv_lengths
 
 STEPS, LENGTHS = 4, [6, 8, 10]
 table = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)
@@ -36,7 +39,7 @@ def indices(backend_class, positions, protected):
     )
     backend.common_template = types.MethodType(backend_class.common_template, backend)
     if protected:
-        assert protect_kv_lengths(backend) is backend
+        protect_kv_lengths(backend, "triton")
     batch = types.SimpleNamespace(
         batch_size=3, seq_lens=torch.tensor(LENGTHS), seq_lens_cpu=torch.tensor(LENGTHS), seq_lens_sum=sum(LENGTHS),
         req_pool_indices=torch.arange(3), positions=torch.tensor(positions),
@@ -80,3 +83,15 @@ def test_trtllm_takes_no_lengths_from_positions() -> None:
     overridden = re.search(r"class TRTLLMHAAttnMultiStepDraftBackend.*", source, re.DOTALL).group()
     assert "def init_forward_metadata(" in overridden, "else it inherits one that does"
     assert "common_template" not in overridden
+
+
+def test_a_draft_backend_whose_lengths_cannot_be_protected_ends_the_launch() -> None:
+    from spec_stack.sglang.slotted_draft import protect_kv_lengths
+
+    with pytest.raises(RuntimeError, match="no common_template"):
+        protect_kv_lengths(SimpleNamespace(), "triton")
+    with pytest.raises(ValueError, match="--speculative-draft-attention-backend"):
+        protect_kv_lengths(SimpleNamespace(), "aiter")
+    protect_kv_lengths(SimpleNamespace(), "fa3")
+    # Where no step drafts more than one token there is none.
+    protect_kv_lengths(None, "triton")

@@ -43,17 +43,12 @@ def _kept(draft: Any, reference: Reference, prompt: list[int], tokenization: Any
 
 
 def _check(server: Server, reference: Reference, prompt: list[int], kept: list[int]) -> None:
-    """The prompt is pruned to these tokens, at both kinds of positions."""
-    for positions in ("original", "contiguous"):
-        reply = server.generate(prompt, 12, explain=True, positions=positions)
-        report = reply["meta_info"]["spec_stack"]
-        spans = report["kept_spans"]
-        assert [prompt[at] for start, stop in spans for at in range(start, stop)] == kept
-        assert (report["outcome"], report["positions"]) == ("pruned", positions)
-        if positions == "original":
-            assert reply["output_ids"] == reference.tokens_over(prompt, spans, 12)
-        else:
-            assert reply["output_ids"] == reference.tokens(kept, max_new_tokens=12)
+    """The prompt is pruned to these tokens."""
+    reply = server.generate(prompt, 12, explain=True)
+    report = reply["meta_info"]["spec_stack"]
+    assert [prompt[at] for start, stop in report["kept_spans"] for at in range(start, stop)] == kept
+    assert report["outcome"] == "pruned"
+    assert reply["output_ids"] == reference.tokens(kept, max_new_tokens=12)
 
 
 @pytest.fixture(scope="module")

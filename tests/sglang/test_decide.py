@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,15 +13,6 @@ from spec_stack.sglang.decide import KnownTexts, NeedsScore, Plan, Prompt, decid
 
 CONFIG = PrefillConfig(min_prompt_tokens=400)
 RECALL = SessionConfig()
-
-
-@dataclass
-class Request:
-    output_ids: list[int] = field(default_factory=list)
-    finished_len: int | None = None
-
-    def finished(self) -> bool:
-        return True
 
 
 def _known(num_cached: int = 0) -> KnownTexts:
@@ -48,7 +39,7 @@ def test_a_dense_decision_says_why(
 ) -> None:
     decision = decide(_prompt(num_tokens, **options), _known(num_cached), RECALL, refusal)
     assert isinstance(decision, Plan)
-    assert decision.prefill.is_whole
+    assert decision.is_whole
     assert decision.outcome == outcome
     assert part in decision.reason
 
@@ -63,8 +54,8 @@ def test_a_long_prompt_needs_a_score_first_and_then_has_a_plan(options: dict[str
     start = num_cached if not options else 0
     assert plan.outcome == "pruned"
     assert plan.num_scored_tokens == 900 - start
-    assert plan.prefill.positions[:start] == tuple(range(start))
-    assert len(plan.prefill.positions) < 900
+    assert plan.positions[:start] == tuple(range(start))
+    assert len(plan.positions) < 900
 
 
 def test_an_equal_prompt_gets_the_plan_that_is_remembered_and_scores_nothing() -> None:
@@ -75,7 +66,7 @@ def test_an_equal_prompt_gets_the_plan_that_is_remembered_and_scores_nothing() -
     known.remember(plan)
     again = decide(prompt, known, RECALL)
     assert isinstance(again, Plan)
-    assert (again.prefill, again.num_scored_tokens, again.num_draft_tokens) == (plan.prefill, 0, 0)
+    assert (again.positions, again.num_scored_tokens, again.num_draft_tokens) == (plan.positions, 0, 0)
     assert isinstance(decide(replace(prompt, cache_salt="another"), known, RECALL), NeedsScore)
 
 
@@ -88,14 +79,13 @@ def test_a_rule_without_a_draft_plans_at_once() -> None:
 @pytest.mark.parametrize(("follow_up", "recalls"), [("recall", True), ("freeze", False), ("afresh", False)])
 def test_a_follow_up_inherits_the_selection_of_its_turn(follow_up: str, recalls: bool) -> None:
     known = _known()
-    first: Any = Request()
     kept = (*range(100), *range(700, 800))
-    known.turns.add((None, None), range(800), kept, first)
+    known.turns.add((None, None), range(800), kept, [])
     decision = decide(replace(_prompt(850), follow_up=follow_up), known, RECALL)
     if follow_up == "freeze":
         assert isinstance(decision, Plan)
-        assert decision.prefill.positions == (*kept, *range(800, 850))
-        assert decision.prefill.num_cached == 800
+        assert decision.positions == (*kept, *range(800, 850))
+        assert decision.num_cached == 800
     else:
         assert isinstance(decision, NeedsScore)
         assert (decision.is_recall_only, decision.recalls) == (recalls, recalls)
@@ -105,15 +95,14 @@ def test_a_follow_up_inherits_the_selection_of_its_turn(follow_up: str, recalls:
 def test_without_a_score_nothing_new_is_dropped(inherits: bool) -> None:
     known, kept = _known(), (*range(100), *range(700, 800))
     if inherits:
-        first: Any = Request()
-        known.turns.add((None, None), range(800), kept, first)
+        known.turns.add((None, None), range(800), kept, [])
     needs = decide(_prompt(850), known, RECALL)
     assert isinstance(needs, NeedsScore)
     decision = plan_unscored(needs, "no room", "draft_pool_full")
     assert decision.outcome == "draft_pool_full"
     if inherits:
         assert isinstance(decision, Plan)
-        assert decision.prefill.positions == (*kept, *range(800, 850))
+        assert decision.positions == (*kept, *range(800, 850))
     else:
-        assert decision.prefill.is_whole
+        assert decision.is_whole
         assert decision.reason == "off: no room"

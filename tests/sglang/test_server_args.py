@@ -118,74 +118,31 @@ def test_drafting_says_what_it_cannot_work_with(changed: dict[str, object], said
         support.require_drafting(args, ServerConfig())
 
 
-def test_an_fp4_cache_keeps_prompts_whole_and_an_fp8_one_does_not() -> None:
-    model = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]), hf_text_config=SimpleNamespace()
-    )
-    args = {dtype: SimpleNamespace(kv_cache_dtype=dtype) for dtype in ("auto", "fp8_e4m3", "fp4_e2m1")}
-    assert _refusal("auto", args["auto"], model) is None
-    assert _refusal("auto", args["fp8_e4m3"], model) is None
-    assert "FP4" in (_refusal("auto", args["fp4_e2m1"], model) or "")
-    assert _refusal("contiguous", args["fp4_e2m1"], model) is None
+@pytest.mark.parametrize("settings", [{"positions": "original"}, {"prefill": {"positions": "contiguous"}}])
+def test_former_positions_are_refused_by_what_is_so_in_their_place(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="always stands at contiguous positions"):
+        ServerConfig.from_mapping(settings)
+    assert ServerConfig().prefill.positions == ServerConfig.from_mapping({}).prefill.positions == "contiguous"
 
 
-def _refusal(asked: str, args: Any, target: Any) -> str | None:
-    pruning = support.pruning_of(asked, args, target, _llama())
-    return pruning.refusal(pruning.default)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "text", "original", "auto"),
-    [
-        ("LlamaForCausalLM", {}, True, "original"),
-        ("MistralForCausalLM", {"sliding_window": 4096}, False, "contiguous"),
-        ("Phi3ForCausalLM", {"rope_scaling": {"rope_type": "longrope"}}, False, "contiguous"),
-        ("Gemma3ForCausalLM", {"layer_types": ["sliding_attention", "full_attention"]}, False, "contiguous"),
-        ("GPT2LMHeadModel", {}, False, "contiguous"),
-        ("DeepseekV3ForCausalLM", {}, False, None),
-        ("Qwen3NextForCausalLM", {}, False, None),
-    ],
-)
-def test_positions_are_original_where_they_can_be_and_contiguous_where_that_is_tested(
-    architecture: str, text: dict[str, Any], original: bool, auto: str | None
-) -> None:
-    target = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=[architecture]), hf_text_config=SimpleNamespace(**text)
-    )
-    args = SimpleNamespace()
-    assert (_refusal("original", args, target) is None) is original
-    assert _refusal("contiguous", args, target) is None
-    refusal = _refusal("auto", args, target)
-    if auto is None:
-        assert refusal is not None
-        assert "--spec-stack-positions contiguous tries it" in refusal
-        return
-    assert refusal is None
-    pruning = support.pruning_of("auto", args, target, target if original else _llama())
-    assert pruning.positions(None) == pruning.positions("auto") == auto
-    assert pruning.positions("contiguous") == "contiguous"
-    assert bool(pruning.note) is not original
-
-
-def _llama() -> Any:
-    return SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]), hf_text_config=SimpleNamespace()
-    )
-
-
-def test_positions_are_a_setting_of_the_server_and_not_of_its_prefill() -> None:
-    assert ServerConfig.from_mapping({"positions": "contiguous"}).positions == "contiguous"
-    with pytest.raises(ValueError, match=r"leave prefill\.positions out"):
-        ServerConfig.from_mapping({"prefill": {"positions": "contiguous"}})
-    with pytest.raises(ValueError, match="positions must be one of auto, original, contiguous"):
-        ServerConfig(positions="elsewhere")
+def test_the_former_flag_is_refused_as_a_launch_reads_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "{}")
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    parser.parse_args(["--spec-stack-positions", "auto"])
+    with pytest.raises(ValueError, match="leave positions out: a pruned prompt always stands"):
+        ServerConfig.from_environment()
+    assert "--spec-stack-positions" not in parser.format_help()
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"scoring_backend": "transformers"}, "runs a scoring_model alone"),
-        ({"scoring_backend": "vllm", "scoring_model": "small"}, "scoring_backend must be one of auto, sglang, transf"),
+        (
+            {"scoring_backend": "vllm", "scoring_model": "small"},
+            r"scoring_backend must be one of \['auto'",
+        ),
     ],
 )
 def test_a_scoring_backend_that_cannot_be_is_refused(settings: dict[str, str], said: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.support import BESIDE, draft_positions_are_mapped, scoring_refusal
+from spec_stack.sglang.support import pruning_refusal, scoring_refusal
 
 
 def _model(context_len: int = 4096, architecture: str = "LlamaForCausalLM", is_generation: bool = True) -> Any:
@@ -23,37 +23,47 @@ def _args(**changed: Any) -> Any:
     return SimpleNamespace(pp_size=1, enable_dp_attention=False, dllm_algorithm=None, **changed)
 
 
-@pytest.mark.parametrize("algorithm", ["", *BESIDE])
-def test_a_model_scores_beside_none_and_beside_those_that_verify_slots(algorithm: str) -> None:
-    assert scoring_refusal(_args(), algorithm, _model(), _model()) is None
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"])
+def test_a_model_scores_for_a_target_of_any_architecture(architecture: str) -> None:
+    args = _args(enable_hierarchical_cache=True, kv_cache_dtype="fp4_e2m1")
+    assert scoring_refusal(args, _model(architecture=architecture), _model()) is None
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "args", "target", "scoring", "named"),
+    ("args", "target", "named"),
     [
-        ("DSPARK", {}, {}, {}, "--speculative-algorithm DSPARK"),
-        ("", {"pp_size": 2}, {}, {}, "--pp-size"),
-        ("NGRAM", {"enable_dp_attention": True}, {}, {}, "--enable-dp-attention"),
-        ("NGRAM", {"attn_dp_size": 2}, {}, {}, "--attn-dp-size"),
-        ("", {"dllm_algorithm": "LowConfidence"}, {}, {}, "--dllm-algorithm"),
-        ("", {}, {"is_generation": False}, {}, "does not generate"),
-        ("", {}, {"context_len": 8192}, {}, "add --context-length 4096"),
-        ("", {}, {"architecture": "DeepseekV3ForCausalLM"}, {}, "the target is a DeepseekV3ForCausalLM"),
-        ("NGRAM", {"enable_hierarchical_cache": True}, {}, {}, "--enable-hierarchical-cache"),
+        ({"pp_size": 2}, {}, "--pp-size"),
+        ({"enable_dp_attention": True}, {}, "--enable-dp-attention"),
+        ({"attn_dp_size": 2}, {}, "--attn-dp-size"),
+        ({"dllm_algorithm": "LowConfidence"}, {}, "--dllm-algorithm"),
+        ({"disaggregation_mode": "prefill"}, {}, "different servers"),
+        ({}, {"is_generation": False}, "does not generate"),
+        ({}, {"context_len": 8192}, "add --context-length 4096"),
     ],
 )
 def test_what_a_model_cannot_score_beside_is_refused_by_name(
-    algorithm: str, args: dict[str, Any], target: dict[str, Any], scoring: dict[str, Any], named: str
+    args: dict[str, Any], target: dict[str, Any], named: str
 ) -> None:
     changed = SimpleNamespace(**{**vars(_args()), **args})
-    refusal = scoring_refusal(changed, algorithm, _model(**target), _model(**scoring))
+    refusal = scoring_refusal(changed, _model(**target), _model())
     assert refusal is not None
     assert named in refusal
 
 
-@pytest.mark.parametrize(("algorithm", "mapped"), [("SPEC_STACK", True), ("spec_stack", True), ("EAGLE3", False)])
-def test_only_drafts_whose_lengths_are_protected_leave_their_slots(algorithm: str, mapped: bool) -> None:
-    """SGLang's own Triton and FlashInfer drafts take positions for lengths."""
-    args = SimpleNamespace(speculative_algorithm=algorithm, speculative_draft_attention_backend=None)
-    runner: Any = SimpleNamespace(is_draft_worker=True, server_args=args, decode_attention_backend_str="triton")
-    assert draft_positions_are_mapped(runner) is mapped
+@pytest.mark.parametrize(
+    ("architecture", "text", "said"),
+    [
+        ("Qwen3ForCausalLM", {}, None),
+        ("MistralForCausalLM", {"sliding_window": 4096}, "the draft has sliding-window layers"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"rope_type": "longrope"}}, "the draft uses 'longrope' rotary angles"),
+        ("GPT2LMHeadModel", {}, "the draft is a GPT2LMHeadModel"),
+    ],
+)
+def test_a_draft_whose_attention_the_scoring_lacks_prunes_nothing(
+    architecture: str, text: dict[str, Any], said: str | None
+) -> None:
+    draft = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=[architecture]), hf_text_config=SimpleNamespace(**text)
+    )
+    refusal = pruning_refusal(_args(), draft)
+    assert refusal is None if said is None else said in (refusal or "")

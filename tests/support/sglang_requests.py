@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from spec_stack.sglang.request_state import RequestOptions, RequestState, attach
+from spec_stack.sglang.request_state import RequestOptions, attach
 from tests.support.sampling_settings import asked
 
 REPORT: dict[str, Any] = {
@@ -36,5 +36,5 @@ def request_of(rid: str, options: RequestOptions | None = None, num_prompt_token
         finished=lambda: False,
         sampling_params=asked(),
     )
-    attach(request, RequestState(options or RequestOptions()), REPORT)
+    attach(request, options or RequestOptions(), REPORT)
     return request

@@ -24,8 +24,6 @@ FAULTS = {
     "placing": ("manager", "plan_scored"),
     "forgetting": ("manager", "SparsePrefillManager.forget"),
     "state": ("manager", "SparsePrefillManager.state"),
-    "key": ("positions", "PositionedRadixKey.place"),
-    "positions": ("positions", "BatchMap.__call__"),
     "report": ("reports", "ReportAssembler.add"),
     "books": ("reports", "ReportStore.close"),
     "acceptance": ("hooks", "correct_acceptance"),
@@ -47,12 +45,6 @@ FAULTS = {
 
 def register():
     _teach_attention()
-    if os.environ.get("SPEC_STACK_TEST_PLAIN_KEYS"):
-        from array import array
-
-        from spec_stack.sglang.positions import PositionedRadixKey
-
-        PositionedRadixKey.place = lambda self, token_ids: array("q", token_ids)
     if rank := os.environ.get("SPEC_STACK_TEST_FAIL_ON_RANK"):
         _fail_on(int(rank))
     if os.environ.get("SPEC_STACK_TEST_FAULTS"):
