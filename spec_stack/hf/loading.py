@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -259,7 +258,7 @@ def open_pair(
         configs=configs,
         tokenizers=load_tokenizers(*sources, hub),
         precisions=precisions,
-        packs=_packs(precisions, on, prepack_linears, device_map, load.draft_step == "compiled"),
+        packs=_packs(precisions, on, prepack_linears, device_map),
         device=on,
         predictors=predictors_beside(sources[1]),
         hub=hub,
@@ -284,18 +283,15 @@ def _packs(
     on: torch.device,
     asked: bool | None,
     device_map: DeviceMap | None,
-    is_draft_compiled: bool,
 ) -> tuple[bool, bool]:
     """Whether each model is prepacked: by default, where possible. Raises ValueError if requested but impossible."""
-    if asked and is_draft_compiled:
-        raise ValueError('draft_step="compiled" excludes prepack_linears=True; leave one of them out')
     # A layer that accelerate may move must stay unchanged.
     first, second = (asked is not False and device_map is None and can_prepack(on, each.dtype) for each in precisions)
     if asked and not (first and second):
         refused = precisions[1 if first else 0].name
         place = f"on {on}" if device_map is None else "under a device_map"
         raise ValueError(f"linear layers cannot be prepacked {place} in {refused}; leave prepack_linears out")
-    return first, second and not is_draft_compiled
+    return first, second
 
 
 def _shell(config: Any) -> PreTrainedModel:
@@ -325,10 +321,9 @@ def _load_model(
         if device_map is not None:
             options["device_map"] = device_map
         # Without attn_implementation: SDPA, or eager attention for models without it (GPT-OSS).
-        with _quiet_bars(source):
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
-            )
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except (OSError, ImportError, SafetensorError, NotImplementedError) as error:
         raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
     _check_fit(source, sorted(loaded["mismatched_keys"]))
@@ -343,21 +338,6 @@ def _load_model(
         model = merge(model, source)
     model.eval()
     return model if "device_map" in options else _put(model, device)
-
-
-@contextmanager
-def _quiet_bars(source: str) -> Iterator[None]:
-    """Hide the progress bar of the embedded models, which load in milliseconds."""
-    from transformers.utils import logging as transformers_logging
-
-    is_shown = transformers_logging.is_progress_bar_enabled()
-    if Path(source).is_relative_to(ASSETS):
-        transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if is_shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _put(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
