@@ -140,9 +140,9 @@ class ModelPair:
         """
         load = LoadConfig(precision, draft_precision, draft_step)
         found = open_pair(target, draft, load, device, prepack_linears, hub, device_map, positions)
-        sizes = (text_config(config).vocab_size for config in found.configs)
+        sizes = (text_config(model.config).vocab_size for model in (found.target, found.draft))
         vocabulary = compare(*found.tokenizers, *sizes)
-        models = found.load_models(target_weights)
+        models = found.load(target_weights)
         return cls.assemble(*models, *found.tokenizers, positions, draft_step, found.predictors, vocabulary)
 
     @property
