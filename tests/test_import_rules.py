@@ -116,7 +116,7 @@ ALLOWED = {
 LIBRARIES = {
     "transformers": {"hf", "tokenizers", "engine", "api"},
     "bitsandbytes": {"hf"},
-    "xgrammar": {"hf"},
+    "llguidance": {"hf"},
     "peft": {"hf"},
     "fastapi": {"serve", "proxy"},
     "httpx2": {"proxy"},

@@ -29,7 +29,7 @@ HEAVY = (
     "uvicorn",
     "openai",
     "prometheus_client",
-    "xgrammar",
+    "llguidance",
     "outlines",
 )
 

@@ -54,9 +54,9 @@ class Bench:
         self._macs_per_s = _FIRST_GUESS.get(device.type, _ANY_DEVICE)
 
     def cases(self) -> list[Case]:
-        shape, device = self.models.shape, self.models.device
+        shape = self.models.shape
         cached = min(shape.cached)
-        steps: tuple[DraftStep, ...] = ("eager", "static", *(("compiled",) if device.type == "cuda" else ()))
+        steps: tuple[DraftStep, ...] = ("eager", "static")
         prefills = [
             Case(f"prefill {length}", partial(self._prefill, length), partial(self._two_rounds_s, length))
             for length in shape.lengths

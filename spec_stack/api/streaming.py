@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -43,16 +42,10 @@ def awaitable(function: Callable[Parameters, Generator[Item]]) -> Callable[Param
 
 
 async def _in_thread(items: Generator[Item]) -> AsyncGenerator[Item]:
-    loop = asyncio.get_running_loop()
-    with_thread = ThreadPoolExecutor(1, thread_name_prefix="spec-stack-stream")
     try:
-        while True:
-            # A future cannot carry StopIteration.
-            item = await loop.run_in_executor(with_thread, next, items, None)
-            if item is None:
-                return
+        # A future cannot carry StopIteration.
+        while (item := await asyncio.to_thread(next, items, None)) is not None:
             yield item
     finally:
-        # In the same thread, so that it waits for the running step, which a cancelled `await` does not stop.
-        with_thread.submit(items.close)
-        with_thread.shutdown(wait=False)
+        # A cancelled `await` does not stop the running step, which this tells to end.
+        items.close()

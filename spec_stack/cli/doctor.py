@@ -32,7 +32,7 @@ _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors",
 _ROLES = ("target", "draft")
 # Prompt lengths of the gain estimate.
 _LENGTHS = (2048, 8192, 32768, 131072)
-_OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "xgrammar", "sglang")
+_OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "llguidance", "sglang")
 # Largest draft in target weights; padding rows alone make it slightly larger than 1.
 _ROUGHLY_AS_LARGE = 1.1
 
@@ -73,14 +73,12 @@ def diagnose(
         calibration, gain = _describe_prefill(sources[1], *configs)
         report |= {"calibration": calibration, "gain of sparse prefill": gain, "support": _support(*configs)}
         loading.check_pair(*configs)
-        for source, config in zip(sources, configs, strict=True):
-            loading.check_contents(source, config)
         precisions = resolve_precisions(*configs, asked, on)
         for role, config, resolved in zip(_ROLES, configs, precisions, strict=True):
             report[role] |= {
                 "precision": resolved.name,
                 "prepack_linears": can_prepack(on, resolved.dtype),
-                "step": _describe_step(role, config, on, asked.draft_step, resolved),
+                "step": _describe_step(config, on, asked.draft_step, resolved),
             }
         report["decoding"] = _describe_decoding(*configs, precisions)
         tokenizers = loading.load_tokenizers(*sources)
@@ -92,10 +90,9 @@ def diagnose(
     return report
 
 
-def _describe_step(role: str, config: Any, on: torch.device, asked: DraftStep, precision: Precision) -> str:
+def _describe_step(config: Any, on: torch.device, asked: DraftStep, precision: Precision) -> str:
     is_quantized = precision.is_stored or precision.name in QUANTIZED
-    reason = why_eager(config, on, asked, role == "draft", is_quantized)
-    return describe_step(reason, asked == "compiled" and role == "draft", on.type == "cuda")
+    return describe_step(why_eager(config, on, asked, is_quantized), on.type == "cuda")
 
 
 def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Precision]) -> str:

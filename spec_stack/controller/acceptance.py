@@ -83,10 +83,7 @@ def survival_features(signals: DraftSignals, index: int) -> tuple[list[float], l
 @lru_cache(maxsize=1)
 def shipped_network() -> Network:
     """The network that ships with the package. Raises ValueError where the file is damaged."""
-    network, card = read_predictor(FILE)
-    if card.kind != KIND or card.features != SURVIVAL_FEATURES:
-        raise ValueError(f"{FILE}: a {card.kind} predictor on {list(card.features)}, not one of survival; reinstall")
-    return network
+    return read_predictor(FILE, KIND, SURVIVAL_FEATURES)[0]
 
 
 class AcceptanceEstimator:

@@ -6,10 +6,8 @@ A step predictor is the SpecKV paper's (section 4.3): a step's acceptance rate f
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,26 +57,13 @@ class Card:
     scores: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
 class Network:
-    """Dense layers with ReLU between them, one output. A single layer is a linear model."""
+    """Dense layers with ReLU between them, one output. A single layer is a linear model. weights: (inputs, outputs) of
+    each layer."""
 
-    def __init__(self, weights: Sequence[Floats], biases: Sequence[Floats]) -> None:
-        """weights[i] is (inputs, outputs). Raises ValueError where shapes do not chain, or a number is not finite."""
-        if not weights or len(weights) != len(biases):
-            raise ValueError(f"{len(weights)} weight matrices for {len(biases)} biases")
-        for index, (matrix, bias) in enumerate(zip(weights, biases, strict=True)):
-            if matrix.ndim != 2 or bias.shape != (matrix.shape[1],):
-                raise ValueError(f"layer {index}: weights {matrix.shape} do not go with biases {bias.shape}")
-            if index and matrix.shape[0] != weights[index - 1].shape[1]:
-                raise ValueError(
-                    f"layer {index} takes {matrix.shape[0]} values, layer {index - 1} gives another number"
-                )
-            if not (np.isfinite(matrix).all() and np.isfinite(bias).all()):
-                raise ValueError(f"layer {index} holds a value that is not finite")
-        if weights[-1].shape[1] != 1:
-            raise ValueError(f"the last layer gives {weights[-1].shape[1]} values, not 1")
-        self.weights = list(weights)
-        self.biases = list(biases)
+    weights: Sequence[Floats]
+    biases: Sequence[Floats]
 
     @property
     def num_inputs(self) -> int:
@@ -87,17 +72,18 @@ class Network:
     def outputs(self, features: Sequence[Sequence[float]]) -> Floats:
         """The raw outputs (n,) for n examples (n, inputs). Batch the examples: one call keeps a decision cheap."""
         values = np.array(features, dtype=np.float64)
-        for matrix, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
+        *hidden, (last, offset) = zip(self.weights, self.biases, strict=True)
+        for matrix, bias in hidden:
             values = np.maximum(values @ matrix + bias, 0.0)
-        return np.asarray((values @ self.weights[-1])[:, 0] + self.biases[-1][0], dtype=np.float64)
+        return (values @ last + offset).reshape(len(features))
 
 
+@dataclass(frozen=True)
 class StepPredictor:
     """The paper's predictor: acceptance rates in [0, 1] from STEP_FEATURES."""
 
-    def __init__(self, network: Network, card: Card) -> None:
-        self.network = network
-        self.card = card
+    network: Network
+    card: Card
 
     def acceptance_rates(self, features: Sequence[Sequence[float]]) -> list[float]:
         """In [0, 1], of (n, 6) features as `step_features` makes them."""
@@ -106,36 +92,19 @@ class StepPredictor:
 
 
 def load_step_predictor(path: str | Path) -> StepPredictor:
-    """A step predictor from a file or folder, cached until the file changes. Raises ValueError for a bad or missing
-    file.
-    """
+    """A step predictor from a file or folder. Raises ValueError for a bad or missing file."""
     path = Path(path).expanduser()
-    path = path / FILE_NAME if path.is_dir() else path
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-    return _load_step_predictor(path, stat.st_mtime_ns, stat.st_size)
+    return StepPredictor(*read_predictor(path / FILE_NAME if path.is_dir() else path, KIND, STEP_FEATURES))
 
 
-@lru_cache(maxsize=8)
-def _load_step_predictor(path: Path, mtime_ns: int, size: int) -> StepPredictor:
-    network, card = read_predictor(path)
-    if card.kind != KIND:
-        raise ValueError(f"{path}: a {card.kind} predictor, but a {KIND} predictor is needed here")
-    if card.features != STEP_FEATURES:
-        raise ValueError(
-            f"{path}: trained on features {list(card.features)}, not {list(STEP_FEATURES)}; train it again"
-        )
-    return StepPredictor(network, card)
-
-
-def read_predictor(path: Path) -> tuple[Network, Card]:
-    """The network and card of a predictor file of any kind. Raises ValueError for a damaged or foreign file."""
+def read_predictor(path: Path, kind: str, features: Sequence[str]) -> tuple[Network, Card]:
+    """The network and card of a predictor of this kind. Raises ValueError for a missing, damaged or foreign file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a predictor file ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    except ValueError:
+        content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(
             f"{path}: not a predictor file of format {FORMAT}; train one with experiments.policies.train_controller"
@@ -146,10 +115,12 @@ def read_predictor(path: Path) -> tuple[Network, Card]:
         weights = [np.array(layer["weights"], dtype=float) for layer in content["layers"]]
         biases = [np.array(layer["bias"], dtype=float) for layer in content["layers"]]
         network = Network(weights, biases)
+        is_finite = bool(np.isfinite(network.outputs([[0.0] * len(card.features)])).all())
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: damaged predictor file ({error})") from None
-    if network.num_inputs != len(card.features):
-        raise ValueError(f"{path}: {network.num_inputs} inputs for {len(card.features)} features")
-    if not all(math.isfinite(score) for score in card.scores.values()):
-        raise ValueError(f"{path}: a score in the card is not finite")
+    if card.kind != kind or card.features != tuple(features) or not is_finite:
+        raise ValueError(
+            f"{path}: a {card.kind} predictor on {list(card.features)}, or with values that are not finite; a {kind} "
+            f"predictor on {list(features)} is needed here, so train it again"
+        )
     return network, card

@@ -7,7 +7,7 @@ from typing import Any
 
 from spec_stack.config import KNOWN_POLICIES
 from spec_stack.controller.base import Policy
-from spec_stack.settings.registry import Registry, check_name, nearest
+from spec_stack.settings.registry import Registry, nearest
 
 POLICIES: Registry[type[Policy]] = Registry(
     "policy",
@@ -23,7 +23,7 @@ POLICIES: Registry[type[Policy]] = Registry(
 )
 """name -> "module:Class" or the class itself, for Python and the command line. An entry more is a policy more."""
 BATCH_POLICIES: Registry[type[Policy]] = Registry(
-    "policy",
+    "batch policy",
     [],
     {
         "throughput": "spec_stack.controller.batch:BatchThroughput",
@@ -49,18 +49,7 @@ def make_policy(name: str, **options: Any) -> Policy:
 
 def make_batch_policy(name: str, **options: Any) -> Policy:
     """As `make_policy`, for a server's batches: one of BATCH_POLICIES."""
-    check_batch_policy(name)
     return _make(BATCH_POLICIES, name, options)
-
-
-def check_batch_policy(name: object) -> None:
-    """Raise ValueError unless the name is one of BATCH_POLICIES; the message lists the choices."""
-    if isinstance(name, str) and name in POLICIES and name not in BATCH_POLICIES:
-        raise ValueError(
-            f"policy {name!r} cannot decide for a whole batch; use throughput, which weighs each request's acceptance "
-            f"and the draft's confidence against a step's seconds, or one of {', '.join(BATCH_POLICIES)}"
-        )
-    check_name("policy", name, BATCH_POLICIES)
 
 
 def _make(policies: Registry[type[Policy]], name: str, options: dict[str, Any]) -> Policy:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from operator import mul
 from statistics import median
 from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 from spec_stack.controller.base import StepContext, StepRecord
 from spec_stack.controller.tuning import TUNING
@@ -114,51 +117,38 @@ class DiscountedCurve:
     ) -> None:
         self._knots, self._shrinkage, self._tolerance = knots, shrinkage, tolerance
         self._least_slope = 0.0 if is_convex else -math.inf
-        size = len(knots)
-        self.weight = self._sum_y = 0.0
-        self._sum_x = [0.0] * size
-        self._sum_xy = [0.0] * size
-        self._sum_xx = [[0.0] * size for _ in range(size)]
-        self._slopes = [0.0] * size
+        # Discounted sums of products of (1, max(x - knot, 0) for every knot, y).
+        self._moments = np.zeros((len(knots) + 2, len(knots) + 2))
+        self._slopes = [0.0] * len(knots)
         self.base = 0.0
 
+    @property
+    def weight(self) -> float:
+        """Observations, discounted."""
+        return float(self._moments[0, 0])
+
     def at(self, x: float) -> float:
-        total = self.base
-        for slope, knot in zip(self._slopes, self._knots, strict=True):
-            if x > knot:
-                total += slope * (x - knot)
-        return total
+        bends = zip(self._slopes, self._knots, strict=True)
+        return self.base + sum(slope * (x - knot) for slope, knot in bends if x > knot)
 
     def add(self, x: float, y: float) -> None:
         expected = self.at(x)
         if expected > 0:
             y = min(y, expected * self._tolerance)
-        keep = TUNING.keep
-        bent = [max(x - knot, 0.0) for knot in self._knots]
-        self.weight = self.weight * keep + 1
-        self._sum_y = self._sum_y * keep + y
-        for row, height in enumerate(bent):
-            self._sum_x[row] = self._sum_x[row] * keep + height
-            self._sum_xy[row] = self._sum_xy[row] * keep + height * y
-            self._sum_xx[row] = [
-                total * keep + height * other for total, other in zip(self._sum_xx[row], bent, strict=True)
-            ]
+        row = np.array([1.0, *(max(x - knot, 0.0) for knot in self._knots), y])
+        self._moments = TUNING.keep * self._moments + np.outer(row, row)
         self._settle()
 
     def _settle(self) -> None:
-        weight, size = self.weight, len(self._slopes)
-        means = [total / weight for total in self._sum_x]
-        mean_y = self._sum_y / weight
+        means = self._moments[0] / self.weight
+        covariance = (self._moments - self.weight * np.outer(means, means))[1:-1, 1:].tolist()
+        slopes = self._slopes
         for _ in range(_ROUNDS):
-            for row in range(size):
-                left = self._sum_xy[row] - weight * means[row] * mean_y
-                for column in range(size):
-                    if column != row:
-                        covariance = self._sum_xx[row][column] - weight * means[row] * means[column]
-                        left -= covariance * self._slopes[column]
-                variance = max(self._sum_xx[row][row] - weight * means[row] * means[row], 0.0)
-                self._slopes[row] = max(left / (variance + self._shrinkage), self._least_slope)
-        self.base = mean_y - sum(slope * mean for slope, mean in zip(self._slopes, means, strict=True))
+            for at, (*products, with_y) in enumerate(covariance):
+                others = sum(map(mul, products, slopes)) - products[at] * slopes[at]
+                slope = (with_y - others) / (max(products[at], 0.0) + self._shrinkage)
+                slopes[at] = max(slope, self._least_slope)
+        self.base = float(means[-1]) - sum(map(mul, slopes, means[1:-1].tolist()))
 
 
 class _Sample(NamedTuple):

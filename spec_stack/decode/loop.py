@@ -107,11 +107,14 @@ def decode(
             num_draft_slots=num_draft_slots,
             num_prefilled=num_prefilled,
         )
-        yield StepOutput(token_ids, text, last, finish_reason, logprobs=logprobs)
-        # After the yield: no token waits for it.
+        output = StepOutput(token_ids, text, last, finish_reason, logprobs=logprobs)
+        # No token waits for it but the last one, after which the caller may not come back.
+        if finish_reason is None:
+            yield output
         proposer = proposer or open_proposer()
         with clock.measure("controller"):
             policy.observe(last)
             proposer.observe(last)
         if finish_reason is not None:
+            yield output
             return

@@ -15,7 +15,7 @@ from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
-from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
+from spec_stack.prefill.recall import RecallPlace, dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import LookAhead, drop_unselected, gather_inputs
 from spec_stack.types import Proposal, Selection
@@ -41,13 +41,11 @@ class Conversation:
         self.slotted: SlottedDraft | None = None
         # The last turn's prompt behind earlier turns, half-open.
         self.asked = (0, 0)
-        # Positions that a cancelled or failed turn rolled back; the next turn prefills them again.
-        self._lost: list[int] = []
 
     @property
     def held(self) -> Sequence[int]:
         """The positions in the target's cache, in write order."""
-        return [*self.target.positions, *self._lost]
+        return self.target.positions
 
     @property
     def num_dense(self) -> int:
@@ -61,13 +59,7 @@ class Conversation:
         other.target = self.target.fork()
         other.index = self.index.fork()
         other.slotted = self.slotted and self.slotted.fork()
-        other.asked, other._lost = self.asked, list(self._lost)
-        return other
-
-    def settled(self) -> Conversation:
-        """A copy up to the first position that a cancelled turn rolled back."""
-        other = self.fork()
-        other._forget_from(min(self._lost, default=len(self.token_ids)))
+        other.asked = self.asked
         return other
 
     def fill(
@@ -93,13 +85,12 @@ class Conversation:
             raise RuntimeError("the session went on between this call and its first step; call again")
         # The last token is always new: its logits are needed.
         last = len(request.prompt_ids) - 1
-        lost = [position for position in self._lost if position < request.num_cached]
         self._forget_from(request.num_cached, min(num_shared(self.index.token_ids, request.prompt_ids), last))
         self.lookups.reopen()
         # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
         is_next = request.num_cached >= self.asked[1]
         start = request.num_cached + 1 if is_next else min(request.num_cached, self.asked[0])
-        return Turn(self, self._pair, request, config, room, lost, start)
+        return Turn(self, self._pair, request, config, room, start)
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Add a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
@@ -118,7 +109,8 @@ class Conversation:
         self.encoded = encoded
 
     def recover(self, request: Request, turn: Turn) -> None:
-        """Roll back to where a cancelled or failed turn began; a model with a recurrent state is reset."""
+        """Roll back to where a cancelled or failed turn began, or to the first token that it had rolled back; a model
+        with a recurrent state is reset."""
         if self.target.is_stateful:
             self.token_ids, self.encoded = [], None
             self.target = self._pair.open_target(self._prefill_chunk)
@@ -128,23 +120,20 @@ class Conversation:
             self.index = self._pair.new_draft_cache(self._prefill_chunk)
         num_same = num_shared(turn.held, self.target.positions)
         self.target.rollback(self.target.num_cached - num_same)
-        self._lost = [] if self.target.is_stateful else list(turn.held[num_same:])
+        if self.token_ids and (lost := turn.held[num_same:]):
+            self._forget_from(min(lost))
 
     def _forget_from(self, num_tokens: int, num_read: int | None = None) -> None:
         """Forget all tokens from num_tokens on. num_read: how many the draft keeps, where it differs."""
         del self.token_ids[num_tokens:]
         self.target.truncate(num_tokens)
-        self._lost = []
         # A draft with another tokenizer rolls back once the prompt is tokenized for it.
         if self._pair.translation is None:
             self.index.truncate(num_tokens if num_read is None else num_read)
 
 
 class Turn:
-    """A conversation's caches during one request.
-
-    lost: positions that the target held before a cancelled turn, and lacks now. start: end of the earlier turns.
-    """
+    """A conversation's caches during one request. start: end of the earlier turns."""
 
     # Whether all layers of the draft go over the prompt, and whether it drops what the selection drops.
     _reads_whole, _drops_unselected = True, False
@@ -156,16 +145,14 @@ class Turn:
         request: Request,
         config: SessionConfig,
         room: float,
-        lost: Sequence[int] = (),
         start: int = 0,
     ) -> None:
         self.start = start
-        self._pair, self._request, self._config, self._room, self._lost = pair, request, config, room, lost
+        self._pair, self._request, self._config, self._room = pair, request, config, room
         self.target, self.index = conversation.target, conversation.index
         self.lookups, self.slotted = conversation.lookups, conversation.slotted
         self.draft: DraftModel = pair.draft_in_target_vocab(self.index, request.tokenization)
-        self._slots = list(self.target.positions)
-        self.held = [*self._slots, *lost]
+        self.held = list(self.target.positions)
         self._dropped: list[int] = []
         if config.recall and config.max_recalled_chunks and request.can_score and self.target.can_recall:
             self._dropped = dropped_positions(self.held, request.num_cached)
@@ -209,17 +196,9 @@ class Turn:
         self, inputs: ScoringInputs, recalled: Sequence[int] = (), config: PrefillConfig | None = None
     ) -> Selection:
         request = self._request
-        selection = select_turn(
-            inputs,
-            self._slots,
-            request.num_cached,
-            recalled,
-            config,
-            request.protected,
-            self._lost,
-            "in_text" if self._pair.positions == "contiguous" else "last",
-        )
-        self.target.rollback(len(self._slots) - selection.num_held)
+        place: RecallPlace = "in_text" if self._pair.positions == "contiguous" else "last"
+        selection = select_turn(inputs, self.held, request.num_cached, recalled, config, request.protected, place=place)
+        self.target.rollback(len(self.held) - selection.num_held)
         return selection
 
     def draft_beside_dense(self) -> DraftModel | SlottedDraft:

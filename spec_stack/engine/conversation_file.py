@@ -34,17 +34,16 @@ def save_conversation(
     conversation: Conversation, path: str | Path, config: SessionConfig, pair: ModelPair, prefill: PrefillConfig
 ) -> None:
     """Write one safetensors file, replacing an earlier one atomically. Raises ValueError where it cannot be written."""
-    settled = conversation.settled()
-    tensors = {"token_ids": torch.tensor(settled.token_ids, dtype=torch.long)} | _probes(pair)
-    for role, model in (("target", settled.target), ("draft", settled.index)):
+    tensors = {"token_ids": torch.tensor(conversation.token_ids, dtype=torch.long)} | _probes(pair)
+    for role, model in (("target", conversation.target), ("draft", conversation.index)):
         contents = model.contents()
         tensors |= {f"{role}.{name}": tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
     header = {
         "version": VERSION,
         "made_with": _made_with(pair, prefill),
         "config": asdict(config),
-        "asked": settled.asked,
-        "encoded": None if settled.encoded is None else asdict(settled.encoded),
+        "asked": conversation.asked,
+        "encoded": None if conversation.encoded is None else asdict(conversation.encoded),
     }
     file = Path(path)
     part = file.with_name(f"{file.name}.part")

@@ -14,7 +14,6 @@ from spec_stack.hf.architectures import is_supported, scoring_limit, text_config
 from spec_stack.hf.attention import install
 from spec_stack.hf.contiguous import ContiguousModel
 from spec_stack.hf.fixed_step import FixedStep
-from spec_stack.hf.inserting import InsertingModel
 from spec_stack.hf.loading import DeviceMap, check_pair, end_token_ids, max_positions, open_pair
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.precision import precision_of, warm_up_quantized, weight_bytes
@@ -141,9 +140,9 @@ class ModelPair:
         """
         load = LoadConfig(precision, draft_precision, draft_step)
         found = open_pair(target, draft, load, device, prepack_linears, hub, device_map, positions)
-        sizes = (text_config(config).vocab_size for config in found.configs)
+        sizes = (text_config(model.config).vocab_size for model in (found.target, found.draft))
         vocabulary = compare(*found.tokenizers, *sizes)
-        models = found.load_models(target_weights)
+        models = found.load(target_weights)
         return cls.assemble(*models, *found.tokenizers, positions, draft_step, found.predictors, vocabulary)
 
     @property
@@ -180,7 +179,7 @@ class ModelPair:
             return by_token, f"the draft has another tokenizer, and {error}"
 
     def open_target(self, prefill_chunk: int) -> CachedModel:
-        kind = InsertingModel if self.positions == "original" else ContiguousModel
+        kind = CachedModel if self.positions == "original" else ContiguousModel
         return kind(self.target, prefill_chunk, step=self.target_step)
 
     def new_draft_cache(self, prefill_chunk: int) -> CachedModel:

@@ -15,7 +15,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import is_recurrent, text_config
 from spec_stack.hf.cache import bytes_per_token
-from spec_stack.hf.loading import FoundDraft, load_draft_tokenizer, max_positions, open_alone
+from spec_stack.hf.loading import FoundModel, load_draft_tokenizer, max_positions, open_alone
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class FoundScorer:
     """A loadable draft, and its relation to the target's tokenizer, before the weights are read."""
 
-    draft: FoundDraft
+    draft: FoundModel
     tokenizers: tuple[Any, Any]
     vocabulary: Vocabulary
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from spec_stack.hf.chat_template import MARKED_TOOL, ChatTemplate
-from spec_stack.hf.json_schema import json_rules
+from spec_stack.hf.json_schema import json_grammar
 from spec_stack.hf.prompt import special_tokens
 
 logger = logging.getLogger(__name__)
@@ -88,17 +88,18 @@ class ForcedCall:
     schemas: Mapping[str, str]
     name: ClassVar[str] = "a forced tool_choice"
 
-    def rules(self, token_ids: Mapping[str, int]) -> Any:
-        """The grammar of the forced call; markers among these tokens are written as tokens, since a model does not
-        recognise a spelt-out one in the next turn. Raises ValueError for schemas without a grammar."""
-        from xgrammar import Grammar as Rules
-
+    def rules(self, token_ids: Mapping[str, int]) -> list[dict[str, Any]]:
+        """The forced call as grammars of llguidance, the first of which uses the others. Markers among these tokens are
+        written as tokens, since a model does not recognise a spelt-out one in the next turn. Raises ValueError for
+        schemas without a grammar."""
         marks = {mark: token_ids[mark] for mark in (self.tools.opener, self.tools.closer) if mark in token_ids}
-        calls = []
-        for name, schema in self.schemas.items():
+        calls = [f"call_{at}" for at in range(len(self.schemas))]
+        lines, arguments = [f"start: {' | '.join(calls)}"], []
+        for call, (name, schema) in zip(calls, self.schemas.items(), strict=True):
             begin = self.tools.begin + json.dumps(name)[1:-1] + self.tools.middle
-            calls.append(Rules.concat(_verbatim(begin, marks), json_rules(schema), _verbatim(self.tools.end, marks)))
-        return calls[0] if len(calls) == 1 else Rules.union(*calls)
+            lines.append(f"{call}: {_verbatim(begin, marks)} @{call} {_verbatim(self.tools.end, marks)}")
+            arguments.append({**json_grammar(schema), "name": call})
+        return [{"lark_grammar": "\n".join(lines)}, *arguments]
 
 
 @dataclass(frozen=True)
@@ -249,14 +250,7 @@ def _parameters(tools: Sequence[Any] | None) -> dict[str, Any]:
     return found
 
 
-def _verbatim(text: str, marks: Mapping[str, int]) -> Any:
-    """The grammar of this text, with its marks as tokens."""
-    from xgrammar import Grammar as Rules
-
+def _verbatim(text: str, marks: Mapping[str, int]) -> str:
+    """This text in a Lark rule, with its marks as tokens."""
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
-    elements = [
-        {"type": "token", "token": marks[piece]} if piece in marks else {"type": "const_string", "value": piece}
-        for piece in pieces
-        if piece
-    ]
-    return Rules.from_structural_tag({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
+    return " ".join(f"<[{marks[piece]}]>" if piece in marks else json.dumps(piece) for piece in pieces if piece)

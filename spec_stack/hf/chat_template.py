@@ -134,6 +134,11 @@ class FittedChat:
         )
 
     @property
+    def parts(self) -> list[str | int]:
+        """The template's texts and the indices of messages (of their texts, where they have parts) in order."""
+        return [int(part) if at % 2 else part for at, part in enumerate(_SHOWN.split(self.skeleton))]
+
+    @property
     def num_nulls(self) -> int:
         return len(_NULL.findall(self.skeleton))
 
@@ -170,13 +175,12 @@ class FittedChat:
 
 def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
     """The chat's template texts and message indices in order; without a working template, role names for the texts."""
-    skeleton = ""
     if getattr(tokenizer, "chat_template", None):
-        skeleton = ChatTemplate(tokenizer, {"add_generation_prompt": True}).fit(messages).skeleton
-    if not skeleton:
-        written = [(f"{message['role']}: ", at, "\n\n") for at, message in enumerate(messages)]
-        return [*(part for each in written for part in each), "assistant:"]
-    return [int(part) if at % 2 else part for at, part in enumerate(_SHOWN.split(skeleton))]
+        chat = ChatTemplate(tokenizer, {"add_generation_prompt": True}).fit(messages)
+        if chat.skeleton:
+            return chat.parts
+    written = [(f"{message['role']}: ", at, "\n\n") for at, message in enumerate(messages)]
+    return [*(part for each in written for part in each), "assistant:"]
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from spec_stack.config import PRECISIONS, HubConfig, LoadConfig, Positions
 from spec_stack.controller.predictor import FILE_NAME as PREDICTOR_NAME
@@ -40,36 +39,87 @@ DeviceMap = str | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class FoundModel:
+    """A loadable model, before its weights are read. hub: `HubConfig.options`. packs: whether it is prepacked."""
+
+    source: str
+    config: Any
+    precision: Precision
+    device: torch.device
+    hub: Mapping[str, Any] = field(default_factory=dict)
+    device_map: DeviceMap | None = None
+    packs: bool = False
+
+    def load(self) -> PreTrainedModel:
+        """Load the weights. Raises ValueError for weights that cannot be read or do not fit on the device."""
+        model, options = self._read()
+        end_token_ids(model)
+        if is_gguf(self.source):
+            model = as_plain(model)
+        if is_adapter(self.source):
+            model = merge(model, self.source)
+        model.eval()
+        if "device_map" not in options:
+            model = _put(model, self.device)
+        if self.packs:
+            prepack(model)
+        return model
+
+    def _read(self) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+        """The model as transformers loads it, and the options of that."""
+        from transformers import AutoModelForCausalLM
+
+        try:
+            folder, located = locate(base_of(self.source), self.hub)
+            options = self.precision.load_options(self.device) | located
+            if is_gguf(self.source):
+                options |= gguf_options(self.config)
+            if self.device_map is not None:
+                options["device_map"] = self.device_map
+            # Without attn_implementation: SDPA, or eager attention for models without it (GPT-OSS).
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+        except (OSError, ImportError, SafetensorError, NotImplementedError) as error:
+            raise ValueError(f"cannot load the weights of {self.source!r}: {error}") from error
+        self._check_loaded(model, sorted(loaded["mismatched_keys"]), sorted(loaded["missing_keys"]))
+        return model, options
+
+    def _check_loaded(
+        self, model: PreTrainedModel, mismatched: Sequence[tuple[str, Any, Any]], missing: Sequence[str]
+    ) -> None:
+        """Raise ValueError for weights that transformers would initialize randomly."""
+        if mismatched:
+            name, stored, configured = mismatched[0]
+            raise ValueError(
+                f"{len(mismatched)} weights of {self.source!r} differ in shape from its configuration: {name} is "
+                f"{tuple(stored)} in the files and {tuple(configured)} by config.json"
+            )
+        if missing and self.precision.name not in QUANTIZED and stored_precision(model.config) is None:
+            raise ValueError(
+                f"{self.source!r} lacks {len(missing)} weights of its configuration: {', '.join(missing[:3])}"
+            )
+
+
+@dataclass(frozen=True)
 class FoundPair:
     """A loadable pair, before the weights are read."""
 
-    sources: tuple[str, str]
-    configs: tuple[Any, Any]
+    target: FoundModel
+    draft: FoundModel
     tokenizers: tuple[Any, Any]
-    precisions: tuple[Precision, Precision]
-    packs: tuple[bool, bool]
-    device: torch.device
     predictors: Mapping[str, Path]
-    hub: HubConfig
-    device_map: DeviceMap | None = None
 
-    def load_models(self, target_weights: bool = True) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Load the weights; without target_weights the target is a shell on the meta device. Raises ValueError for
-        weights that cannot be read or do not fit on the device."""
-        # A mapping uses the target's module names.
-        maps = self.device_map, self.device_map if isinstance(self.device_map, str) else None
-        on, models = self.device, []
-        for at, role in enumerate(_ROLES):
-            config = self.configs[at]
-            if role == "target" and not target_weights:
-                models.append(_shell(config))
-                continue
-            model = _load_model(self.sources[at], self.precisions[at], on, self.hub.options(role), maps[at], config)
-            if self.packs[at]:
-                prepack(model)
-            on = model.device
-            models.append(model)
-        return models[0], models[1]
+    def load(self, target_weights: bool = True) -> tuple[PreTrainedModel, PreTrainedModel]:
+        """Load the weights; without target_weights the target is a shell on the meta device, for its shape and end
+        tokens. Raises ValueError as `FoundModel.load`."""
+        if target_weights:
+            target = self.target.load()
+            return target, replace(self.draft, device=target.device).load()
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.target.config), self.draft.load()
 
 
 def resolve_device(device: str | None) -> torch.device:
@@ -151,29 +201,16 @@ def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions
     asked = precision_of(target)
     load = LoadConfig(asked if asked in PRECISIONS else "auto", asked if asked in DTYPES else "auto")
     _, precision = resolve_precisions(target.config, config, load, target.device)
-    return _load_model(path, precision, target.device, config=config)
+    return FoundModel(path, config, precision, target.device).load()
 
 
-@dataclass(frozen=True)
-class FoundDraft:
-    """A loadable draft that only scores, without a target, before the weights are read."""
-
-    source: str
-    config: Any
-    precision: Precision
-    device: torch.device
-
-    def load(self) -> PreTrainedModel:
-        return _load_model(self.source, self.precision, self.device, config=self.config)
-
-
-def open_alone(source: str | Path, precision: str, device: str | None = None) -> FoundDraft:
+def open_alone(source: str | Path, precision: str, device: str | None = None) -> FoundModel:
     """A draft without a target. Raises ValueError as `open_pair`."""
     path, on = resolve_source("draft", source), resolve_device(device)
     config = load_config(path)
     check_architecture("draft", config, scores_only=True)
     _, resolved = resolve_precisions(config, config, LoadConfig(draft_precision=precision), on)
-    return FoundDraft(path, config, resolved, on)
+    return FoundModel(path, config, resolved, on)
 
 
 def check_pair(target: Any, draft: Any, positions: Positions = "original") -> None:
@@ -202,37 +239,6 @@ def _as_ids(ids: Any) -> frozenset[int]:
     return frozenset(listed)
 
 
-def check_contents(source: str, config: Any) -> None:
-    """Check a folder's weight files against its config, without reading weights."""
-    from transformers import GenerationConfig
-
-    folder = Path(source)
-    if (folder / "generation_config.json").is_file():
-        _as_ids(GenerationConfig.from_pretrained(folder).eos_token_id)
-    if not folder.is_dir() or getattr(config, "quantization_config", None) is not None:
-        return
-    expected = _shell(config).state_dict()
-    try:
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-            # Some weights are transposed on load.
-            differ = [name for name in shapes.keys() & expected if sorted(shapes[name]) != sorted(expected[name].shape)]
-            _check_fit(source, [(name, shapes[name], expected[name].shape) for name in sorted(differ)])
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
-
-
-def _check_fit(source: str, differ: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """Raise ValueError for mismatched weights: names, file shapes and config shapes."""
-    if differ:
-        name, stored, configured = differ[0]
-        raise ValueError(
-            f"{len(differ)} weights of {source!r} differ in shape from its configuration: {name} is {tuple(stored)} in "
-            f"the files and {tuple(configured)} by config.json"
-        )
-
-
 def open_pair(
     target: str | Path | None,
     draft: str | Path | None,
@@ -254,17 +260,12 @@ def open_pair(
     precisions = resolve_precisions(*configs, load, on)
     for role, source, precision in zip(_ROLES, sources, precisions, strict=True):
         _check_quantizable_source(role, source, precision.name)
-    return FoundPair(
-        sources=sources,
-        configs=configs,
-        tokenizers=load_tokenizers(*sources, hub),
-        precisions=precisions,
-        packs=_packs(precisions, on, prepack_linears, device_map, load.draft_step == "compiled"),
-        device=on,
-        predictors=predictors_beside(sources[1]),
-        hub=hub,
-        device_map=device_map,
-    )
+    # A mapping uses the target's module names.
+    maps = device_map, device_map if isinstance(device_map, str) else None
+    packs = _packs(precisions, on, prepack_linears, device_map)
+    found = zip(sources, configs, precisions, map(hub.options, _ROLES), maps, packs, strict=True)
+    models = (FoundModel(source, config, each, on, *others) for source, config, each, *others in found)
+    return FoundPair(next(models), next(models), load_tokenizers(*sources, hub), predictors_beside(sources[1]))
 
 
 def _check_quantizable_source(role: str, source: str, name: str) -> None:
@@ -284,80 +285,15 @@ def _packs(
     on: torch.device,
     asked: bool | None,
     device_map: DeviceMap | None,
-    is_draft_compiled: bool,
 ) -> tuple[bool, bool]:
     """Whether each model is prepacked: by default, where possible. Raises ValueError if requested but impossible."""
-    if asked and is_draft_compiled:
-        raise ValueError('draft_step="compiled" excludes prepack_linears=True; leave one of them out')
     # A layer that accelerate may move must stay unchanged.
     first, second = (asked is not False and device_map is None and can_prepack(on, each.dtype) for each in precisions)
     if asked and not (first and second):
         refused = precisions[1 if first else 0].name
         place = f"on {on}" if device_map is None else "under a device_map"
         raise ValueError(f"linear layers cannot be prepacked {place} in {refused}; leave prepack_linears out")
-    return first, second and not is_draft_compiled
-
-
-def _shell(config: Any) -> PreTrainedModel:
-    """A model on the meta device, for its shape and end tokens."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
-
-
-def _load_model(
-    source: str,
-    precision: Precision,
-    device: torch.device,
-    hub: Mapping[str, Any] | None = None,
-    device_map: DeviceMap | None = None,
-    config: Any = None,
-) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        folder, located = locate(base_of(source), hub)
-        options = precision.load_options(device) | located
-        if is_gguf(source):
-            options |= gguf_options(config)
-        if device_map is not None:
-            options["device_map"] = device_map
-        # Without attn_implementation: SDPA, or eager attention for models without it (GPT-OSS).
-        with _quiet_bars(source):
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-    except (OSError, ImportError, SafetensorError, NotImplementedError) as error:
-        raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
-    _check_fit(source, sorted(loaded["mismatched_keys"]))
-    missing = sorted(loaded["missing_keys"])
-    if missing and precision.name not in QUANTIZED and stored_precision(model.config) is None:
-        # transformers initializes them randomly.
-        raise ValueError(f"{source!r} lacks {len(missing)} weights of its configuration: {', '.join(missing[:3])}")
-    end_token_ids(model)
-    if is_gguf(source):
-        model = as_plain(model)
-    if is_adapter(source):
-        model = merge(model, source)
-    model.eval()
-    return model if "device_map" in options else _put(model, device)
-
-
-@contextmanager
-def _quiet_bars(source: str) -> Iterator[None]:
-    """Hide the progress bar of the embedded models, which load in milliseconds."""
-    from transformers.utils import logging as transformers_logging
-
-    is_shown = transformers_logging.is_progress_bar_enabled()
-    if Path(source).is_relative_to(ASSETS):
-        transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if is_shown:
-            transformers_logging.enable_progress_bar()
+    return first, second
 
 
 def _put(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

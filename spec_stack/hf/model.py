@@ -123,10 +123,11 @@ class CachedModel:
         return self._states is not None
 
     def truncate(self, position: int) -> None:
-        """Drop all tokens from the first one written at or past a position, with those that attended to it."""
+        """Drop all tokens from a position on. No other token has attended to them."""
         if self.next_position > position:
-            first = next(slot for slot, at in enumerate(self.positions) if at >= position)
-            self.rollback(len(self.positions) - first)
+            kept = [slot for slot, at in enumerate(self.positions) if at < position]
+            self.rollback(self.num_cached - (kept[-1] + 1 if kept else 0))
+            self.keep_slots(kept)
 
     def fork(self) -> CachedModel:
         """A view with the same tokens, copied on write (recurrent states at once)."""
@@ -252,7 +253,8 @@ class CachedModel:
         """The bucket for a fixed forward of num_tokens and num_more of one token; None where they have to be eager."""
         if self._step is None or self._step.why_eager or num_tokens > WIDTHS[-1] or not self.positions:
             return None
-        if self.on_piece is not None or is_capturing():
+        # A fixed forward masks by slot, and recalled tokens by position.
+        if self.on_piece is not None or is_capturing() or self._recalled_end > len(self.positions):
             return None
         num_slots = len(self.positions) + padded(num_tokens) + num_more
         if self._fixed is None or not self._is_ahead or num_slots > self._fixed.num_slots:
@@ -295,8 +297,9 @@ class CachedModel:
     def _open_slots(
         self, window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
     ) -> SlotPositions:
-        kind = RecalledSlots if self._recalled_end else SlotPositions
-        return kind(self.positions, window, num_sinks, last_layer)
+        if self._recalled_end:
+            return RecalledSlots(self.positions, window, num_sinks, last_layer, self._recalled_end)
+        return SlotPositions(self.positions, window, num_sinks, last_layer)
 
     def _run(
         self,

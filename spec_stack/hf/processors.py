@@ -4,13 +4,12 @@ use a request's processors in plain generation's order, the draft's rows copies 
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -28,8 +27,6 @@ _STATELESS = re.compile(
     "(ForcedBOSToken|ForcedEOSToken|InfNanRemove|MinLength|MinNewTokensLength|NoBadWords|NoRepeatNGram|RepetitionPenalty|"
     "SequenceBias|SuppressTokensAtBegin|SuppressTokens)LogitsProcessor|ExponentialDecayLengthPenalty|LogitNormalization"
 )
-# Types that a deep copy keeps by reference, or that reference everything.
-_NOT_SEARCHED = (type, FunctionType, ModuleType, torch.Tensor)
 
 
 class CannotCopyError(Exception):
@@ -68,18 +65,9 @@ def keeps_nothing(processor: object) -> bool:
     return kind.__module__.startswith("transformers.generation.") and bool(_STATELESS.fullmatch(kind.__name__))
 
 
-def _holds_model(holder: object) -> bool:
+def _holds_model(processor: object) -> bool:
     """Whether a deep copy would copy a model's weights in every step."""
-    seen: dict[int, object] = {}
-    waiting = [holder]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, torch.nn.Module):
-            return True
-        if id(each) not in seen and not isinstance(each, _NOT_SEARCHED):
-            seen[id(each)] = each
-            waiting += gc.get_referents(each)
-    return False
+    return any(isinstance(value, torch.nn.Module) for value in getattr(processor, "__dict__", {}).values())
 
 
 def name_of(processor: object) -> str:

@@ -103,11 +103,20 @@ class SlotPositions:
 
 
 class RecalledSlots(SlotPositions):
-    """Slots of which some were recalled at earlier positions. A token attends to every slot written before it; in
-    sliding layers, to those within a window on both sides."""
+    """Slots of which some were recalled at earlier positions, before the slot recalled_end. A token attends to earlier
+    positions alone, of the slots that were written before it."""
+
+    def __init__(
+        self, positions: Sequence[int], window: int | None, num_sinks: int, last_layer: int | None, recalled_end: int
+    ) -> None:
+        super().__init__(positions, window, num_sinks, last_layer)
+        self._recalled_end = recalled_end
 
     def seen(self, num_queries: int, layer_window: int | None) -> Seen:
         return Seen(window=layer_window)
+
+    def hides_older(self, num_queries: int) -> bool:
+        return len(self.positions) - num_queries < self._recalled_end
 
     def shown(self, start: int, seen: Seen) -> tuple[int, int]:
         return 0, 0
@@ -116,34 +125,9 @@ class RecalledSlots(SlotPositions):
         return len(self.positions)
 
     def _build(self, start: int, stop: int, seen: Seen, device: torch.device) -> torch.Tensor:
-        visible = torch.ones(stop - start, stop, dtype=torch.bool, device=device).tril(start)
-        if seen.window is not None:
-            positions = torch.tensor(self.positions[:stop], device=device)
-            visible &= (positions[start:, None] - positions[None]).abs() < seen.window
-        return visible[None, None]
-
-
-class InsertedSlots(RecalledSlots):
-    """Recalled slots that attend to earlier positions alone, as in a prompt; so does every other token.
-
-    recalled_end: end of the slots with recalled positions.
-    """
-
-    def __init__(
-        self,
-        positions: Sequence[int],
-        window: int | None = None,
-        num_sinks: int = 0,
-        last_layer: int | None = None,
-        recalled_end: int = 0,
-    ) -> None:
-        super().__init__(positions, window, num_sinks, last_layer)
-        self._recalled_end = recalled_end
-
-    def hides_older(self, num_queries: int) -> bool:
-        return len(self.positions) - num_queries < self._recalled_end
-
-    def _build(self, start: int, stop: int, seen: Seen, device: torch.device) -> torch.Tensor:
         positions = torch.tensor(self.positions[:stop], device=device)
-        is_earlier = positions[start:, None] >= positions[None]
-        return super()._build(start, stop, seen, device) & is_earlier
+        distance = positions[start:, None] - positions[None]
+        visible = (distance >= 0).tril(start)
+        if seen.window is not None:
+            visible &= distance < seen.window
+        return visible[None, None]

@@ -1,9 +1,8 @@
-"""Structured output: grammar-constrained decoding by xgrammar (extra `structured`)."""
+"""Structured output: grammar-constrained decoding by llguidance (extra `structured`)."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -11,23 +10,20 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from spec_stack.config import how_to_install
 from spec_stack.hf.answer_format import ForcedCall
-from spec_stack.hf.json_schema import check_pattern, json_rules
+from spec_stack.hf.json_schema import json_grammar
 from spec_stack.hf.prompt import special_ids
 
-# Most cached formats, which bounds memory.
-_MAX_CACHED_BYTES = 64 << 20
-# Most cached end-token sets; each processes the whole vocabulary.
-_MAX_END_IDS = 8
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
 
 
 @dataclass(frozen=True)
 class SerializedFormat:
-    """A format that was compiled for the same tokenizer and end tokens."""
+    """A format as a grammar that llguidance has accepted for the same tokenizer."""
 
     text: str
     name: ClassVar[str] = "response_format"
@@ -35,8 +31,8 @@ class SerializedFormat:
 
 def structured_problem() -> str | None:
     """The reason why structured output is unavailable; None if it is available."""
-    if find_spec("xgrammar") is None:
-        return f"response_format needs xgrammar: {how_to_install('structured')}"
+    if find_spec("llguidance") is None:
+        return f"response_format needs llguidance: {how_to_install('structured')}"
     return None
 
 
@@ -45,60 +41,51 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.Lock()
-        # xgrammar's compiler and tokenizer by end tokens.
-        self._compilers: dict[frozenset[int], tuple[Any, Any]] = {}
 
     def compile(
         self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int, behind: str = ""
     ) -> Grammar | None:
         """A request's grammar; None for {"type": "text"}. behind: the mark after which it applies, if any."""
-        compiled = self._compiled(response_format, frozenset(end_ids), behind)
-        if compiled is None:
-            return None
-        return Grammar(compiled, self._unspoken - frozenset(end_ids), self._vocab_size, num_prompt_tokens)
+        compiled = self._compiled(response_format, end_ids, behind)
+        return None if compiled is None else Grammar(compiled[1], end_ids, self._unspoken, num_prompt_tokens)
 
     def serialized(
         self, response_format: object, end_ids: Collection[int], behind: str = ""
     ) -> SerializedFormat | None:
-        """A compiled format for another process; None and ValueError as in `compile`."""
-        compiled = self._compiled(response_format, frozenset(end_ids), behind)
-        return None if compiled is None else SerializedFormat(compiled.serialize_json())
+        """A checked format for another process; None and ValueError as in `compile`."""
+        compiled = self._compiled(response_format, end_ids, behind)
+        return None if compiled is None else SerializedFormat(compiled[0])
 
-    def warm_up(self, end_ids: Collection[int]) -> None:
-        """Prepare the compiler ahead of the first format. Raises ValueError for an unsupported tokenizer."""
-        with self._lock:
-            self._compiler(frozenset(end_ids))
+    def warm_up(self) -> None:
+        """Read the vocabulary ahead of the first format. Raises ValueError for an unsupported tokenizer."""
+        _ = self._vocabulary
 
-    def clear(self) -> None:
-        """Drop cached formats, and all end-token sets but the first, so that timing reveals nothing between callers."""
-        with self._lock:
-            for end_ids in list(self._compilers)[1:]:
-                del self._compilers[end_ids]
-            for compiler, _ in self._compilers.values():
-                compiler.clear_cache()
-
-    def _compiled(self, response_format: object, end_ids: frozenset[int], behind: str) -> Any:
+    def _compiled(self, response_format: object, end_ids: Collection[int], behind: str) -> tuple[str, Any] | None:
+        """A format's grammar and a matcher of it."""
         wanted = response_format if isinstance(response_format, SerializedFormat | ForcedCall) else None
         kind, content = ("", "") if wanted else read_format(response_format)
         if kind == "text":
             return None
         self._check_available(wanted.name if wanted else "response_format", end_ids)
-        import xgrammar
+        from llguidance import LLMatcher
 
-        with self._lock:
-            compiler, tokenizer = self._compiler(end_ids)
+        vocabulary = self._vocabulary
+        try:
             if isinstance(wanted, SerializedFormat):
-                return xgrammar.CompiledGrammar.deserialize_json(wanted.text, tokenizer)
-            try:
-                rules = wanted.rules(self._plain_added) if wanted else _rules(kind, content)
-                return compiler.compile_grammar(_behind_thought(rules, behind) if behind else rules)
-            except Exception as error:
-                # xgrammar has no common error class.
-                subject = "tool_choice: the tools' parameters" if wanted else f"response_format: this {kind}"
-                raise ValueError(f"{subject} cannot be compiled: {error}") from error
+                text = wanted.text
+            else:
+                rules = wanted.rules(self._plain_added) if wanted else [_rules(kind, content)]
+                text = json.dumps({"grammars": _with_start(rules, behind)})
+            matcher = LLMatcher(vocabulary, text, log_level=0)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
+        except Exception as error:
+            # The conversion from EBNF has no common error class.
+            subject = "tool_choice: the tools' parameters" if wanted else f"response_format: this {kind}"
+            raise ValueError(f"{subject} cannot be compiled: {error}") from error
+        return text, matcher
 
-    def _check_available(self, what: str, end_ids: frozenset[int]) -> None:
+    def _check_available(self, what: str, end_ids: Collection[int]) -> None:
         if problem := structured_problem():
             raise ValueError(problem)
         if self._tokenizer is None:
@@ -106,23 +93,16 @@ class Grammars:
         if not end_ids:
             raise ValueError(f"{what} needs an end-of-sequence token; this request has none (see ignore_eos)")
 
-    def _compiler(self, end_ids: frozenset[int]) -> tuple[Any, Any]:
-        import xgrammar
+    @cached_property
+    def _vocabulary(self) -> Any:
+        """llguidance's view of the tokenizer."""
+        from llguidance.hf import from_tokenizer
 
-        if end_ids not in self._compilers:
-            try:
-                info = xgrammar.TokenizerInfo.from_huggingface(
-                    self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=sorted(end_ids)
-                )
-            except Exception as error:
-                # Any error on an unsupported tokenizer; the caller can only skip it.
-                raise ValueError(f"response_format cannot be had with this tokenizer: {error}") from error
-            compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_MAX_CACHED_BYTES)
-            if len(self._compilers) >= _MAX_END_IDS:
-                # The first set is the model's own, and stays.
-                del self._compilers[list(self._compilers)[1]]
-            self._compilers[end_ids] = compiler, info
-        return self._compilers[end_ids]
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
+        except Exception as error:
+            # Any error on an unsupported tokenizer; the caller can only skip it.
+            raise ValueError(f"response_format cannot be had with this tokenizer: {error}") from error
 
     @cached_property
     def _plain_added(self) -> dict[str, int]:
@@ -131,9 +111,9 @@ class Grammars:
         return {token.content: token_id for token_id, token in added.items() if not token.special}
 
     @cached_property
-    def _unspoken(self) -> frozenset[int]:
+    def _unspoken(self) -> list[int]:
         """Ids of special tokens, and ids without a token."""
-        return special_ids(self._tokenizer) | frozenset(range(len(self._tokenizer), self._vocab_size))
+        return [*special_ids(self._tokenizer), *range(len(self._tokenizer), self._vocab_size)]
 
 
 def read_format(response_format: object) -> tuple[str, str]:
@@ -166,81 +146,78 @@ def read_format(response_format: object) -> tuple[str, str]:
     return kind, text
 
 
-def _rules(kind: str, content: str) -> Any:
-    from xgrammar import Grammar as Rules
+def _rules(kind: str, content: str) -> dict[str, Any]:
+    """A format as a grammar of llguidance."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
 
     if kind == "json_schema":
-        return json_rules(content)
-    if kind == "regex":
-        check_pattern(content)
-        return Rules.from_regex(content)
-    return Rules.from_ebnf(content)
+        return json_grammar(content)
+    if kind == "grammar":
+        return {"lark_grammar": any_to_lark(content)}
+    grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(content))
+    return grammar["grammars"][0]  # type: ignore[no-any-return]
 
 
-def _behind_thought(rules: Any, closes: str) -> Any:
-    """The rules after an open thought, its closing mark and the blank line that templates add."""
-    from xgrammar import Grammar as Rules
-
-    elements = [
-        {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": closes},
-        {"type": "const_string", "value": "\n\n"},
-    ]
-    thought = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
-    return Rules.concat(Rules.from_structural_tag(thought), rules)
+def _with_start(rules: Sequence[dict[str, Any]], closes: str) -> list[dict[str, Any]]:
+    """The rules, after an open thought, its closing mark and the blank line that templates add, if there is a mark."""
+    answer, *others = rules
+    # Without forcing, a text that the grammar fixes has any tokens that the model prefers.
+    start = '%llguidance {"no_forcing": true}\nstart: @answer'
+    if closes:
+        start = start.replace("@answer", 'thought "\\n\\n" @answer')
+        start += f"\nthought[suffix={json.dumps(closes)}]: /(?s:.*)/"
+    return [{"lark_grammar": start}, {**answer, "name": "answer"}, *others]
 
 
 class Grammar:
-    """The matcher of one text; it advances with growing prefixes. forbidden: tokens that are never allowed."""
+    """The matcher of one text; it advances with growing prefixes. end_ids: tokens that end the text, allowed where it
+    is complete. unspoken: other tokens that are never allowed."""
 
-    def __init__(self, compiled: Any, forbidden: Collection[int], vocab_size: int, num_prompt_tokens: int) -> None:
-        import xgrammar
-
-        self._forbidden = forbidden
-        self._matcher = xgrammar.GrammarMatcher(compiled)
+    def __init__(self, matcher: Any, end_ids: Collection[int], unspoken: Sequence[int], num_prompt_tokens: int) -> None:
+        self._matcher, self._end_ids, self._unspoken = matcher, list(end_ids), unspoken
         self._num_seen = num_prompt_tokens
-        # Allowed tokens of the last prefix.
+        self._is_over = False
+        # Whether each token is allowed next, and after how many tokens.
+        self._allowed = np.empty(0, dtype=bool)
         self._allowed_after = -1
-        self._allowed = xgrammar.allocate_token_bitmask(1, vocab_size)
-        self._never = torch.tensor(sorted(forbidden), dtype=torch.long)
 
     def fork(self) -> Grammar:
         """A copy at the same state."""
         other = copy(self)
-        other._matcher, other._allowed = self._matcher.fork(), self._allowed.clone()
+        other._matcher = self._matcher.deep_copy()
         return other
 
     def mask(self, prefix_ids: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
         """Scores (1, vocab) with -inf for disallowed tokens, in place."""
-        import xgrammar
-
         if self._advance(prefix_ids):
-            xgrammar.apply_token_bitmask_inplace(scores, self._allowed.to(scores.device))
-            if len(self._never):
-                scores[:, self._never.to(scores.device)] = -torch.inf
+            hidden = ~torch.from_numpy(self._allowed[: scores.shape[1]])
+            scores.masked_fill_(hidden.to(scores.device), -torch.inf)
         return scores
 
     def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
         """The only allowed next token, if there is exactly one."""
-        if not self._advance(prefix_ids):
+        if not self._advance(prefix_ids) or np.count_nonzero(self._allowed) != 1:
             return None
-        words = self._allowed[0].numpy()
-        occupied = words.nonzero()[0]
-        # The bitmask's words are signed.
-        word = int(words[occupied[0]]) & 0xFFFFFFFF if len(occupied) == 1 else 0
-        token_id = 32 * int(occupied[0]) + word.bit_length() - 1 if word.bit_count() == 1 else None
-        return None if token_id in self._forbidden else token_id
+        return int(self._allowed.argmax())
 
     def _advance(self, prefix_ids: Sequence[int]) -> bool:
         """Accept unseen tokens and update the allowed set; False after the end of the text."""
         for token_id in prefix_ids[self._num_seen :]:
-            if self._matcher.is_terminated():
+            self._is_over = self._is_over or token_id in self._end_ids
+            if self._is_over:
                 return False
-            if not self._matcher.accept_token(token_id):
-                raise RuntimeError(f"the grammar does not allow token {token_id}, which was generated all the same")
+            if not self._matcher.consume_token(token_id):
+                raise RuntimeError(f"the grammar does not allow token {token_id}: {self._matcher.get_error()}")
             self._num_seen += 1
-        if self._matcher.is_terminated():
-            return False
         if self._allowed_after != self._num_seen:
-            self._matcher.fill_next_token_bitmask(self._allowed)
+            self._allowed = self._find_allowed()
             self._allowed_after = self._num_seen
         return True
+
+    def _find_allowed(self) -> np.ndarray:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little").astype(bool)
+        allowed[self._unspoken] = False
+        allowed[self._end_ids] = self._matcher.is_accepting()
+        return allowed

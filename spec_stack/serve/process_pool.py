@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
 
 # Preloaded by the fork server, so that workers start in milliseconds.
-_PRELOADED = ("spec_stack.serve.process_pool", "xgrammar")
+_PRELOADED = ("spec_stack.serve.process_pool", "llguidance")
 _MAX_WORKERS = 4
 # Requests per worker, which bounds its caches.
 _MAX_TASKS = 500

@@ -43,7 +43,7 @@ class RequestProcessor:
         if structured_problem() is None and tokenizer is not None and end_ids:
             # Requests that need an unsupported tokenizer's grammar report the error.
             with suppress(ValueError):
-                self._grammars.warm_up(end_ids)
+                self._grammars.warm_up()
 
     def process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
         """Process a body sent to a path. Raises BadRequestError."""
@@ -57,8 +57,6 @@ class RequestProcessor:
             raise BadRequestError("the request is nested deeper than this server takes") from error
         except (ValueError, TypeError, OverflowError) as error:
             raise BadRequestError(str(error)) from error
-        finally:
-            self._grammars.clear()
 
     def _process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
         request, ignored = self._validated(path, body, config)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from spec_stack.config import PrefillConfig, SparsePrefill
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.registry import check_batch_policy
+from spec_stack.controller.registry import BATCH_POLICIES
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.server_args import CONTIGUOUS, FOLLOW_UPS, ServerConfig
 
@@ -105,7 +105,7 @@ class RequestOptions:
             if self.policy not in (None, "fixed"):
                 raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
         if self.policy is not None:
-            check_batch_policy(self.policy)
+            BATCH_POLICIES.find(self.policy)
 
     def prefill(self, config: ServerConfig) -> PrefillConfig:
         """The server's prefill configuration with this request's keep_rate and sparse_prefill."""

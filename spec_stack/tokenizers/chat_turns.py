@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -102,76 +103,67 @@ def _learn(tokenizer: Any, options: Mapping[str, Any]) -> ChatTurns:
         raise ValueError("the tokenizer has no chat template")
     if not tokenizer.is_fast:
         raise ValueError("the tokenizer does not tell where its tokens stand in the text")
-    chat = _MarkedChat(tokenizer, ["user", "assistant", "user", "assistant", "user"], options)
-    openings = [chat.opening(2), chat.opening(1)]
+    turns = _template_texts(tokenizer, ["user", "assistant", "user", "assistant", "user"], options)
+    openings = [_opening(tokenizer, *turns[at : at + 2]) for at in (1, 2)]
     try:
-        openings.append(_MarkedChat(tokenizer, ["user", "assistant", "tool", "assistant", "user"], options).opening(2))
+        turns = _template_texts(tokenizer, ["user", "assistant", "tool", "assistant", "user"], options)
+        openings.append(_opening(tokenizer, *turns[2:4]))
     except ValueError as error:
         # Templates that reject tool messages, or need a call first, keep them protected.
         logger.info("the chat template does not show how tool messages open: %s", error)
     # Longest first: one opening may be a prefix of another.
-    turns = ChatTurns(tuple(sorted(set(openings), key=lambda opening: -len(opening.ids))))
-    return ChatTurns(turns.openings, _unprotected(tokenizer, turns, options))
+    found = ChatTurns(tuple(sorted(set(openings), key=lambda opening: -len(opening.ids))))
+    return ChatTurns(found.openings, _unprotected(tokenizer, found, options))
 
 
-class _MarkedChat:
-    """A chat rendered with marked contents: token ids and the marks' token spans."""
+def _template_texts(tokenizer: Any, roles: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """The texts before every message of a chat, and after the last."""
+    messages = [{"role": role, "content": "text"} for role in roles]
+    parts = ChatTemplate(tokenizer, {"add_generation_prompt": True}, options).fit(messages).parts
+    if parts[1::2] != list(range(len(roles))):
+        raise ValueError("the chat template leaves messages out")
+    return [str(part) for part in parts[::2]]
 
-    def __init__(self, tokenizer: Any, roles: Sequence[str], options: Mapping[str, Any]) -> None:
-        self._marks = [f"marked{index}content" for index in range(len(roles))]
-        messages = [{"role": role, "content": mark} for role, mark in zip(roles, self._marks, strict=True)]
-        self._text = ChatTemplate(tokenizer, {"add_generation_prompt": True}, options).render(messages)
-        encoded = tokenizer(self._text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        self._tokenizer, self._offsets = tokenizer, encoded.offset_mapping
-        self.ids = list(encoded.input_ids)
 
-    def span(self, mark: str) -> Span | None:
-        """Tokens that overlap the mark; None if the template dropped it."""
-        start = self._text.find(mark)
-        inside = [at for at, (a, b) in enumerate(self._offsets) if a < start + len(mark) and b > start]
-        return (inside[0], inside[-1] + 1) if start >= 0 else None
+def _opening(tokenizer: Any, before: str, after: str) -> Opening:
+    """The opening of a turn between two texts. Raises ValueError without special tokens, which users cannot write."""
+    special = set(tokenizer.added_tokens_decoder)
 
-    def opening(self, index: int) -> Opening:
-        """The opening of turn `index`. Raises ValueError without special tokens, which users cannot write."""
-        before, own, after = (self.span(self._marks[at]) for at in (index - 1, index, index + 1))
-        if before is None or own is None or after is None:
-            raise ValueError("the chat template leaves messages out")
-        special = set(self._tokenizer.added_tokens_decoder)
-        # The previous turn's end, then this turn's opening; a single shared token counts as the opening.
-        between = self._without_blanks(self.ids[before[1] : own[0]])
-        header = self._without_blanks(between[1:]) or between
-        end = self._without_blanks(self.ids[own[1] : after[0]])
-        core = header
-        while core and core[-1] not in special and self._is_blank(core[-1]):
-            core = core[:-1]
-        if not special.intersection(core) or not end or end[0] not in special:
-            raise ValueError("its turns are not marked by special tokens")
-        return Opening(tuple(core), len(header), end[0])
+    def is_blank(token_id: int) -> bool:
+        return not tokenizer.decode([token_id], skip_special_tokens=False).strip()
 
-    def _without_blanks(self, ids: Sequence[int]) -> list[int]:
-        """The ids without leading whitespace tokens."""
-        first = next((at for at, token_id in enumerate(ids) if not self._is_blank(token_id)), len(ids))
-        return list(ids[first:])
-
-    def _is_blank(self, token_id: int) -> bool:
-        return not self._tokenizer.decode([token_id], skip_special_tokens=False).strip()
+    between, end = (
+        list(dropwhile(is_blank, tokenizer(text, add_special_tokens=False, verbose=False).input_ids))
+        for text in (before, after)
+    )
+    # The previous turn's end, then this turn's opening; a single shared token counts as the opening.
+    header = list(dropwhile(is_blank, between[1:])) or between
+    core = list(header)
+    while core and core[-1] not in special and is_blank(core[-1]):
+        core.pop()
+    if not special.intersection(core) or not end or end[0] not in special:
+        raise ValueError("its turns are not marked by special tokens")
+    return Opening(tuple(core), len(header), end[0])
 
 
 def _unprotected(tokenizer: Any, turns: ChatTurns, options: Mapping[str, Any]) -> str:
     """A note on system messages or tool definitions that these turns would leave prunable; empty without any."""
-    tries: list[tuple[str, list[str], str, dict[str, Any]]] = [
-        ("system messages", ["system", "user"], "marked0content", {}),
-        ("tool definitions", ["user"], MARKED_TOOL["function"]["name"], {"tools": [MARKED_TOOL]}),
+    system, asked = {"role": "system", "content": "marked_system"}, {"role": "user", "content": "text"}
+    tries: list[tuple[str, list[dict[str, str]], str, dict[str, Any]]] = [
+        ("system messages", [system, asked], "marked_system", {}),
+        ("tool definitions", [asked], MARKED_TOOL["function"]["name"], {"tools": [MARKED_TOOL]}),
     ]
     lost = []
-    for what, roles, mark, more in tries:
+    for what, messages, mark, more in tries:
         try:
-            chat = _MarkedChat(tokenizer, roles, {**options, **more})
+            text = ChatTemplate(tokenizer, {"add_generation_prompt": True}, {**options, **more}).render(messages)
         except ValueError as error:
             # A template without such messages needs no protection for them.
             logger.info("the chat template renders no %s: %s", what, error)
             continue
-        where = chat.span(mark)
-        if where and any(start < where[1] and where[0] < stop for start, stop in turns.contents(chat.ids) or []):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        start = text.find(mark)
+        marked = {at for at, (a, b) in enumerate(encoded.offset_mapping) if a < start + len(mark) and b > start >= 0}
+        if any(marked.intersection(range(*span)) for span in turns.contents(encoded.input_ids) or []):
             lost.append(what)
     return f"this chat template does not tell {' and '.join(lost)} from what users write" if lost else ""

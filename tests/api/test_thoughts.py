@@ -21,7 +21,7 @@ from tests.support.thinking import (
 )
 from tests.support.tools import TOOLS
 
-pytest.importorskip("xgrammar", reason="needs the extra `structured`")
+pytest.importorskip("llguidance", reason="needs the extra `structured`")
 CHAT = [{"role": "user", "content": "Is it warm?"}]
 SCHEMA = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
 FORMATS: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ import pytest
 from spec_stack import SpecStackGenerator
 from tests.support.tools import TEMPLATE, TOOLS
 
-pytest.importorskip("xgrammar", reason="forced calls need the extra `structured`")
+pytest.importorskip("llguidance", reason="forced calls need the extra `structured`")
 CHAT = [{"role": "user", "content": "Where is it warm?"}]
 
 

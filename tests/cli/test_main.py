@@ -140,7 +140,7 @@ def test_records_of_an_interrupted_answer_are_kept(
 
 
 def test_a_schema_file_shapes_the_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     path = tmp_path / "schema.json"
     path.write_text(
         '{"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, '

@@ -145,7 +145,6 @@ def test_a_policy_runs_on_an_exported_predictor(tmp_path: Path) -> None:
 def test_a_predictor_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     save_predictor(path, network(), card())
-    first = load_step_predictor(path)
-    assert load_step_predictor(path) is first
+    assert load_step_predictor(path).network.weights[0].shape == (len(STEP_FEATURES), 3)
     save_predictor(path, network(hidden=4), card())
     assert load_step_predictor(path).network.weights[0].shape == (len(STEP_FEATURES), 4)

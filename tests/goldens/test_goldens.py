@@ -220,7 +220,7 @@ def sampled_with_a_seed() -> dict[str, Any]:
 
 @scenario
 def structured_output() -> dict[str, Any]:
-    pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     result = generator().generate(messages=CHAT, max_tokens=64, gamma=4, response_format=form, **DRAFT_MODEL)
     return told(result)

@@ -14,7 +14,7 @@ from spec_stack.hf.answer_format import ForcedCall, ToolFormat
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.structured import Grammar, Grammars
 
-pytest.importorskip("xgrammar", reason="needs the extra `structured`")
+pytest.importorskip("llguidance", reason="needs the extra `structured`")
 jsonschema = pytest.importorskip("jsonschema", reason="needs the extra `dev`")
 
 TOKENIZER = AutoTokenizer.from_pretrained(ASSETS / "target")
@@ -25,6 +25,10 @@ BRANCHES = {
     "cat": {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}},
     "dog": {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}},
 }
+KIND = {"propertyName": "kind"}
+BOTH = [{"type": "object", "properties": {"b": {}}}, {"required": ["a"], "properties": {"a": {"type": "integer"}}}]
+PAIRED = {"properties": {"a": {"type": "integer"}}, "patternProperties": {"a": {"minimum": 3}}}
+LEFT_OPEN = {"patternProperties": {"a": {"type": "integer"}}, "additionalProperties": True}
 PETS = {name: branch | {"required": ["kind"]} for name, branch in BRANCHES.items()}
 
 
@@ -45,7 +49,7 @@ class Model(BaseModel):
     colour: Colour = Colour.RED
     part: Inner | Other = Field(discriminator="kind")
     weight: float | None = Field(default=None, ge=0)
-    shares: dict[Colour, int] = {}
+    shares: dict[str, int] = {}
 
 
 def grammar_of(schema: Any) -> Grammar:
@@ -73,7 +77,6 @@ def takes(grammar: Grammar, text: str) -> bool:
         ({"type": "array", "uniqueItems": False}, [[1, 1]]),
         ({"type": "array", "prefixItems": [True, {"type": "string"}], "minItems": 3}, [[1, "a", 2], [1, "a"]]),
         ({"type": "array", "items": {"type": "integer"}, "maxItems": 2}, [[], [1, 2], [1, 2, 3], ["a"]]),
-        ({"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False}, [[1], [1, 2], ["a"]]),
         ({"type": "string", "minLength": 2, "maxLength": 3}, ["éa", "abc", "a", "abcd", "", 7]),
         ({"type": "string", "pattern": "^a+$|^(b|c)$"}, ["aa", "b", "ab", "d", ""]),
         ({"type": "string", "pattern": "path"}, ["path", "pat"]),
@@ -92,14 +95,25 @@ def takes(grammar: Grammar, text: str) -> bool:
         ({"const": "é/\"\\\n"}, ["é", "e"]),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "N", "default": None}, [1, None, "a"]),
         ({"oneOf": [{"type": "string"}, {"type": "number"}, {"const": None}]}, ["a", 1.5, None, True]),
-        ({"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "$defs": PETS}, [{"kind": "cat"}, {}]),
+        ({"oneOf": [PETS["cat"], PETS["dog"]]}, [{"kind": "cat"}, {"kind": "wolf"}, {"kind": "cow"}, {}]),
+        ({"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "$defs": PETS, "discriminator": KIND}, [{}]),
         ({"allOf": [{"type": "integer"}], "description": "one"}, [1, "a"]),
+        ({"allOf": BOTH}, [{"b": 0, "a": 1}, {"b": 0}, {"a": "c"}, 3]),
+        ({"anyOf": [{"required": ["a"]}], "properties": {"a": {}}}, [{"a": 1}, {}, 4]),
+        ({"$ref": "#/$defs/A", "$defs": NAMES, "required": ["n"]}, [{"n": 1}, {}, {"n": "a"}, 3]),
+        ({"enum": ["ab", "c"], "minLength": 2}, ["ab", "c"]),
+        ({"type": "string", "pattern": "^a", "minLength": 2}, ["ab", "a", "bb"]),
+        ({"type": "string", "pattern": "^\"+$"}, ['"', '""', "a"]),
+        ({"type": "string", "pattern": "é.*"}, ["xé", "é1", "e"]),
+        ({"type": "number", "multipleOf": 0.5}, [0.5, 1, 0.3]),
+        ({"type": "integer", "multipleOf": 3, "minimum": 2}, [3, 0, 4, 6]),
+        ({"type": "object"} | PAIRED, [{"a": 3}, {"a": 2}, {"ba": 2}, {"ba": 4}]),
+        ({"type": "object"} | LEFT_OPEN, [{"a": 1}, {"a": "b"}, {"b": "c"}]),
+        ({"minimum": 1, "minLength": 2}, [0, 1, "a", "ab", None]),
         ({"$ref": "#/$defs/A", "$defs": NAMES}, [{"next": {"next": {}, "n": 1}}, {"next": {"n": "a"}}]),
         ({"properties": {"a": {"$ref": "#/definitions/x"}}, "definitions": {"x": True}}, [{"a": [1]}]),
         ({"type": "object", "additionalProperties": {"type": "integer"}}, [{"x": 1}, {"x": "a"}]),
-        ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{"a": 1}, {"b": 1}]),
         ({"type": "object", "patternProperties": {"^a+$": {"type": "integer"}}}, [{"aa": 1}, {"aa": "b"}]),
-        ({"type": "object", "propertyNames": {"enum": ["a", "b", 3]}}, [{"a": 1, "b": 2}, {"c": 1}]),
         ({"$schema": jsonschema.Draft202012Validator.META_SCHEMA["$id"], "type": "boolean", "x-y": 1}, [True, 1]),
         ({}, [{"a": [1, -2.5e3, "\t", None, True]}]),
     ],
@@ -115,57 +129,41 @@ def test_a_grammar_takes_the_instances_that_a_validator_calls_valid(schema: Any,
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"not": {"type": "string"}}, "#: the grammar cannot enforce not"),
-        ({"items": {"uniqueItems": True}}, "#/items: the grammar cannot enforce uniqueItems"),
-        ({"type": "array", "contains": {"type": "string"}}, "#: the grammar cannot enforce contains"),
-        ({"type": "array", "minContains": 2}, "minContains"),
-        ({"type": "array", "items": [{"type": "string"}]}, "#/items: must be object"),
-        ({"properties": {"a": {"if": {}, "then": {"minimum": 1}}}}, "#/properties/a: .* if, then"),
-        ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-        ({"type": "object", "dependentSchemas": {"a": {}}}, "dependentSchemas"),
-        ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
-        ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, "#: the grammar cannot enforce allOf"),
-        ({"anyOf": [{"type": "string"}, {"not": {}}]}, "#/anyOf/1: the grammar cannot enforce not"),
-        ({"anyOf": [{"required": ["a"]}], "properties": {"a": {}}}, "#: .* properties beside anyOf"),
+        ({"not": {"type": "string"}}, '"not"'),
+        ({"items": {"uniqueItems": True}}, '"uniqueItems"'),
+        ({"type": "array", "contains": {"type": "string"}}, '"contains"'),
+        ({"type": "array", "minContains": 2}, '"minContains"'),
+        ({"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False}, '"unevaluatedItems"'),
+        ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, '"unevaluatedProperties"'),
+        ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, '"propertyNames"'),
+        ({"properties": {"a": {"if": {}, "then": {"minimum": 1}}}}, '"if", "then"'),
+        ({"dependentRequired": {"a": ["b"]}}, '"dependentRequired"'),
+        ({"type": "object", "dependentSchemas": {"a": {}}}, '"dependentSchemas"'),
+        ({"type": "object", "dependencies": {"a": ["b"]}}, '"dependencies"'),
+        ({"anyOf": [{"type": "string"}, {"not": {}}]}, '"not"'),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"oneOf": [{"type": "object"}, {"required": ["a"]}]}, "oneOf"),
-        ({"$ref": "Node", "$defs": {"Node": {}}}, "'Node' leads to no schema"),
-        ({"$ref": "#/$defs/No"}, "'#/\\$defs/No' leads to no schema"),
-        ({"$ref": "#/default", "default": {"not": {}}}, "'#/default' leads to no schema"),
-        ({"$ref": "#"}, "'#' leads to no schema"),
-        ({"$ref": "#/$defs/A", "$defs": NAMES, "required": ["n"]}, "required beside \\$ref"),
+        ({"$ref": "Node", "$defs": {"Node": {}}}, "Node"),
+        ({"$ref": "#/$defs/No"}, "'/\\$defs/No' does not exist"),
+        ({"$ref": "#/default", "default": {"not": {}}}, '"not"'),
         ({"$dynamicRef": "#a"}, "dynamicRef"),
-        ({"properties": {"a": {"$id": "b"}}}, "\\$id"),
-        ({"enum": ["ab", "c"], "minLength": 2}, "minLength beside enum"),
-        ({"enum": [1, 2], "type": "string"}, "no value"),
-        ({"const": 2**64}, "64 bits"),
-        ({"type": "string", "pattern": "^a", "minLength": 2}, "minLength, pattern together"),
-        ({"type": "string", "format": "date", "maxLength": 3}, "format, maxLength together"),
-        ({"type": "string", "format": "idn-email"}, "format 'idn-email'"),
-        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength 3"),
-        ({"type": "object", "propertyNames": False}, "#: must be object|propertyNames: must be object"),
-        ({"type": "string", "pattern": "^(?!a)b"}, "#/pattern: the grammar cannot enforce \\(\\?!"),
-        ({"type": "string", "pattern": "(?<=a)b"}, "cannot enforce"),
-        ({"type": "string", "pattern": "a^b"}, "cannot enforce \\^"),
-        ({"type": "string", "pattern": "(a$)b"}, "cannot enforce \\$"),
-        ({"type": "string", "pattern": "\\bword\\b"}, "cannot enforce"),
-        ({"type": "string", "pattern": "\\Aword\\Z"}, "cannot enforce"),
-        ({"type": "string", "pattern": "^\"+$"}, "in JSON"),
-        ({"type": "string", "pattern": "é.*"}, "in JSON"),
-        ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
-        ({"type": "integer", "multipleOf": 3, "minimum": 2}, "multipleOf"),
-        ({"type": "object", "required": ["a"], "additionalProperties": False}, "'a'.*additionalProperties"),
-        ({"type": "object", "properties": {"a": {}}, "patternProperties": {"a": {}}}, "patternProperties"),
-        ({"type": "object", "patternProperties": {"a": {}, "b": {}}}, "patternProperties"),
-        ({"type": "object", "patternProperties": {"a": {}}, "additionalProperties": True}, "patternProperties"),
-        ({"type": "object", "propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "propertyNames"),
-        ({"type": "object", "nullable": True}, "nullable"),
-        ({"minimum": 1, "minLength": 2}, "give a type"),
-        ({"type": []}, "the type must be"),
-        ({"properties": {"a": 3}}, "#/properties/a: must be object"),
+        ({"enum": [1, 2], "type": "string"}, "incompatible types"),
+        ({"type": "string", "format": "date", "maxLength": 3}, "Unsatisfiable"),
+        ({"type": "string", "format": "idn-email"}, "Unknown format: idn-email"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
+        ({"type": "string", "pattern": "^(?!a)b"}, "look-around"),
+        ({"type": "string", "pattern": "(?<=a)b"}, "look-around"),
+        ({"type": "string", "pattern": "a^b"}, "Start in regex"),
+        ({"type": "string", "pattern": "(a$)b"}, "End in regex"),
+        ({"type": "string", "pattern": "\\bword\\b"}, "WordUnicode"),
+        ({"type": "string", "pattern": "\\Aword\\Z"}, "unrecognized escape"),
+        ({"type": "object", "required": ["a"], "additionalProperties": False}, "'a' is unsatisfiable"),
+        ({"type": []}, "anyOf is empty"),
+        ({"type": "nonsense"}, "Invalid type: nonsense"),
+        ({"properties": {"a": 3}}, "schema must be an object or boolean"),
     ],
 )  # fmt: skip
-def test_what_no_grammar_enforces_is_refused_by_its_name_and_place(schema: Any, message: str) -> None:
+def test_what_no_grammar_enforces_is_refused_by_its_name(schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grammar_of(schema)
 
@@ -174,7 +172,7 @@ def test_the_parameters_of_a_forced_tool_are_held_to_the_same() -> None:
     for keyword in ("uniqueItems", "contains", "not"):
         schema = {"properties": {"a": {keyword: {"type": "string"}}}}
         forced = ForcedCall(ToolFormat('{"name": "', '", "arguments": ', "}"), {"f": json.dumps(schema)})
-        with pytest.raises(ValueError, match=rf"tool_choice: .* #/properties/a: the grammar cannot enforce {keyword}"):
+        with pytest.raises(ValueError, match=rf'tool_choice: .*"{keyword}"'):
             GRAMMARS.compile(forced, [END], 0)
 
 
@@ -186,7 +184,7 @@ def test_models_of_pydantic_are_taken() -> None:
         ('{"colour": "green", "part": {"kind": "other"}}', False),
         ('{"part": {"kind": "inner", "tags": []}}', False),
         ('{"part": {"kind": "other"}, "weight": -1}', False),
-        ('{"part": {"kind": "other"}, "shares": {"green": 3}}', False),
+        ('{"part": {"kind": "other"}, "shares": {"green": "a"}}', False),
         ('{"colour": "red"}', False),
     ):
         assert takes(grammar, text) == is_valid, text
@@ -195,12 +193,12 @@ def test_models_of_pydantic_are_taken() -> None:
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        # A tool without arguments is called with none.
+        # A tool without arguments is called with none, and others have the named ones.
         ({"type": "object", "properties": {}}, '{"a": 1}'),
+        ({"type": "object", "properties": {"a": {"properties": {"b": {}}}}}, '{"a": {"c": 1}}'),
         ({"type": "string", "maxLength": 9}, '"a\tb"'),
         ({"type": "string", "pattern": "^.*$"}, '"a"b"'),
         ({"type": "string", "format": "email"}, '"\\"\\z\\"@a"'),
-        ({"type": "string", "format": "time"}, '"10:00:60Z"'),
         ({"type": "string", "format": "date-time"}, '"2024-02-30T00:00:00Z"'),
     ],
 )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -132,10 +131,8 @@ def test_weights_of_another_shape_than_configured_are_named(
     folders: tuple[Path, Path], values: dict[str, int], weight: str, role: int
 ) -> None:
     edit(folders[role] / "config.json", **values)
-    pattern = f"differ in shape from its configuration: .*{weight}"
-    with pytest.raises(ValueError, match=pattern):
+    with pytest.raises(ValueError, match=f"differ in shape from its configuration: .*{weight}"):
         ModelPair.load(*folders, device="cpu")
-    assert re.search(pattern, diagnose(*map(str, folders), "auto", "cpu")["problem"])
 
 
 @pytest.mark.parametrize(("values", "weight"), [({"num_hidden_layers": 9}, "layers"), ({"tie_word_embeddings": 0}, "")])
@@ -156,7 +153,6 @@ def test_ends_of_a_text_that_are_no_token_ids_are_refused(folders: tuple[Path, P
     edit(file, eos_token_id=ids)
     with pytest.raises(ValueError, match="eos_token_id"):
         ModelPair.load(*folders, device="cpu")
-    assert "eos_token_id" in diagnose(*map(str, folders), "auto", "cpu")["problem"]
 
 
 def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.structured import Grammars, read_format
 from tests.support import reference
 
-xgrammar = pytest.importorskip("xgrammar", reason="needs the extra `structured`")
+pytest.importorskip("llguidance", reason="needs the extra `structured`")
+# Another implementation of the same grammars.
+xgrammar = pytest.importorskip("xgrammar", reason="needs the extra `dev`")
 
 SCHEMA = {
     "type": "object",
@@ -203,7 +205,7 @@ def test_what_cannot_be_compiled_or_is_no_format_is_refused_at_the_call(embedded
         ({"type": "json_schema"}, "holds no schema"),
         ({"type": "regex", "pattern": ""}, "holds no text"),
         ({"type": "regex", "pattern": "(("}, "cannot be compiled"),
-        ({"type": "grammar", "grammar": "root ::="}, "cannot be compiled"),
+        ({"type": "grammar", "grammar": "root ::= ("}, "cannot be compiled"),
         ({"type": "json_schema", "schema": {"type": "nonsense"}}, "cannot be compiled"),
     )
     for form, message in refused:
@@ -230,6 +232,6 @@ def test_without_the_library_the_error_names_the_extra(
     embedded: SpecStackGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spec_stack.hf.structured.find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[structured\]'"):
         embedded.stream(messages=MESSAGES, response_format=FORMAT)

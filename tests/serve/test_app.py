@@ -87,7 +87,7 @@ def test_samples_have_their_seeds_and_options_reach_the_generator(embedded: Spec
 
 
 def test_an_answer_by_a_schema_is_the_generators(embedded: SpecStackGenerator, start: Start) -> None:
-    pytest.importorskip("xgrammar", reason="structured output needs the extra `structured`")
+    pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
     schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}}}
     schema |= {"required": ["age"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}

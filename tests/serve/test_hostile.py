@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi")
-pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
 
 from tests.serve.hostile import CHAT, TEMPLATES, chat, hostile
 from tests.support.ports import free_port

@@ -11,8 +11,6 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from spec_stack import SpecStackGenerator
-from spec_stack.hf.structured import Grammars
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.protocol import BadRequestError
@@ -50,16 +48,3 @@ def test_a_request_that_takes_too_much_memory_is_refused(pool: RequestPool) -> N
     with pytest.raises(BadRequestError):
         process(pool, template(source)[1], allow_request_templates=True)
     assert process(pool, hello) == token_ids
-
-
-def test_grammars_forget_what_earlier_requests_compiled(embedded: SpecStackGenerator) -> None:
-    pytest.importorskip("xgrammar")
-    grammars = Grammars(embedded.tokenizer, embedded.pair.vocab_size)
-    own = embedded.pair.end_ids
-    grammars.warm_up(own)
-    for end_id in range(20):
-        grammars.serialized({"type": "regex", "pattern": "a+"}, {end_id}, False)
-    assert len(grammars._compilers) == 8
-    assert own in grammars._compilers
-    grammars.clear()
-    assert list(grammars._compilers) == [own]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi")
-pytest.importorskip("xgrammar", reason="forced calls need the extra `structured`")
+pytest.importorskip("llguidance", reason="forced calls need the extra `structured`")
 
 from spec_stack import SpecStackGenerator
 from spec_stack.serve.config import ServeConfig

@@ -42,7 +42,7 @@ def logits_in_order_of_writing(
     model: PreTrainedModel, writes: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
 ) -> torch.Tensor:
     """The last logits of every write (positions held before it, its tokens, their positions), by one plain forward over
-    all of them: a token sees what was held when it was written, and what was written with it up to itself."""
+    all of them: a token sees earlier positions among those held when it was written, and those written with it."""
     token_ids = [token for _, tokens, _ in writes for token in tokens]
     positions = [position for *_, own in writes for position in own]
     mask = torch.full((len(token_ids), len(token_ids)), torch.finfo(model.dtype).min)
@@ -50,11 +50,11 @@ def logits_in_order_of_writing(
     ends = []
     row = 0
     for held, _, own in writes:
-        seen = [written[position] for position in held]
+        seen = list(held)
         for position in own:
             written[position] = row
-            seen.append(row)
-            mask[row, seen] = 0
+            seen.append(position)
+            mask[row, [written[other] for other in seen if other <= position]] = 0
             row += 1
         ends.append(row - 1)
     with torch.no_grad():
