@@ -86,6 +86,21 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+# Former flags of `serve`.
+_REMOVED = {
+    "--max-prompt-chars": "use --max-prompt-tokens and --max-body-bytes",
+    "--max-grammar-size": "use --prepare-s and --max-prepare-bytes",
+    "--allow-request-templates": "give the tokenizer's folder the template",
+}
+
+
+class _Removed(argparse.Action):
+    """A former flag, and its replacement."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        parser.error(f"{self.option_strings[0]} has been removed; {self.const}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser. Names, defaults and help come from the configuration dataclasses."""
     parser = argparse.ArgumentParser(
@@ -204,6 +219,8 @@ def _add_serve(commands: Any) -> None:
     _add(parser, DecodeConfig, "proposer", choices=[*get_args(ProposerName)])
     _add_list(parser, "--api-key", "API key that requests must have (or SPEC_STACK_API_KEY)", dest="api_keys")
     _add_list(parser, "--cors-origin", meaning(ServeConfig, "cors_origins"), dest="cors_origins")
+    for flag, advice in _REMOVED.items():
+        parser.add_argument(flag, action=_Removed, nargs="?", const=advice, help=argparse.SUPPRESS)
 
 
 def _add_proxy(commands: Any) -> None:

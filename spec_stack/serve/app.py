@@ -51,7 +51,7 @@ def build_app(
     pool : RequestPool, optional
         Shared with other applications, and stopped by its owner; by default the application has its own.
     """
-    config = (config or ServeConfig()).bounded_by(generator.pair.max_positions[0])
+    config = config or ServeConfig()
     worker = Worker(generator, config)
     requests = pool or RequestPool(generator)
 
@@ -90,6 +90,7 @@ class Endpoint:
 
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig, worker: Worker, pool: RequestPool) -> None:
         self._generator, self._config, self._worker, self._pool = generator, config, worker, pool
+        self._max_body_bytes = config.body_limit(generator.pair.max_positions[0])
         # A client's requests are processed one after the other.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._model = {
@@ -115,7 +116,7 @@ class Endpoint:
     async def answer(self, path: str, request: Request) -> Response:
         """POST one of `REQUESTS`."""
         client = client_of(request, self._config.api_keys)
-        body = await read_body(request, self._config.max_body_bytes or 0)
+        body = await read_body(request, self._max_body_bytes)
         async with self._turns.setdefault(client, asyncio.Lock()):
             processed = await self._pool.process(path, body, self._config)
         options = await run_in_threadpool(self._checked_options, processed)

@@ -189,7 +189,7 @@ def test_tools_are_written_into_the_prompt(embedded: SpecStackGenerator, start: 
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS}, "the tools are look_up"),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice must be"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
-        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "--allow-request-templates"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "is not taken from requests"),
         ({"extra_body": {"policy": "nope"}}, "nope"),
         ({"extra_body": {"gamma": 99}}, "gamma"),
         ({"extra_body": {"sparse_prefill": "maybe"}}, "sparse_prefill must be one of"),
