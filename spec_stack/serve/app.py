@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.fair_executor import Job
 from spec_stack.serve.http import IGNORED_HEADER, client_of, new_app, read_body, run_app, unless_disconnected
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.processing import ProcessedRequest
@@ -59,7 +58,7 @@ def build_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(requests.start)
         yield
-        await run_in_threadpool(worker.stop)
+        await worker.stop()
         if pool is None:
             await run_in_threadpool(requests.stop)
 
@@ -74,9 +73,8 @@ def build_app(
 
 
 def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> None:
-    """Serve until Ctrl-C or SIGTERM.
+    """Serve until Ctrl-C or SIGTERM; running requests then have `shutdown_s` seconds left.
 
-    Running requests then have `shutdown_s` seconds left, and the process is killed at most two seconds later.
     In a script, call it under `if __name__ == "__main__":`, because worker processes import the script.
     """
     config = config or ServeConfig()
@@ -122,7 +120,7 @@ class Endpoint:
         options = await run_in_threadpool(self._checked_options, processed)
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Json | None]()
 
-        def deliver(chunk: Json | None) -> None:
+        def deliver(chunk: Json) -> None:
             # The event loop of a stopped server is closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
@@ -134,10 +132,10 @@ class Endpoint:
         job = self._worker.submit(client, QueuedRequest(processed.encoded, options, builder, sink))
         headers = _ignored_header(processed.ignored)
         if processed.streams:
-            job.add_done_callback(lambda _: deliver(None))
+            job.add_done_callback(lambda _: chunks.put_nowait(None))
             return EventStream(job, chunks, builder.usage_chunk if processed.wants_usage else None, headers)
         try:
-            answer = await unless_disconnected(request, asyncio.wrap_future(job))
+            answer = await unless_disconnected(request, job)
         except ClientDisconnect:
             answer = BadRequestError(CANCELLED, status=499)
         return answer.response() if isinstance(answer, BadRequestError) else JSONResponse(answer, headers=headers)
@@ -165,7 +163,7 @@ class EventStream(StreamingResponse):
 
     def __init__(
         self,
-        job: Job[Answer],
+        job: asyncio.Task[Answer],
         chunks: asyncio.Queue[Json | None],
         usage_chunk: Callable[[], Json] | None,
         headers: Mapping[str, str],
