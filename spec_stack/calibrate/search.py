@@ -10,9 +10,8 @@ from statistics import fmean
 from time import monotonic
 from typing import Any
 
-from spec_stack.calibrate.choice import RATES, Choice, choose, recall
+from spec_stack.calibrate.choice import RATES, Case, Choice, choose, recall
 from spec_stack.calibrate.config import CalibrateConfig
-from spec_stack.calibrate.heads import Case
 from spec_stack.calibrate.judged import ScoredPrompt, draft_ids, judge
 from spec_stack.calibrate.prompts import Prompt, PromptMaker, fitting, plan
 from spec_stack.config import PrefillConfig
