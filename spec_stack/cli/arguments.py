@@ -90,7 +90,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 # Former flags of `serve`.
 _REMOVED = {
     "--max-prompt-chars": "use --max-prompt-tokens and --max-body-bytes",
-    "--max-grammar-size": "use --prepare-s and --max-prepare-bytes",
     "--allow-request-templates": "give the tokenizer's folder the template",
 }
 

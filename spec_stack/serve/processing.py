@@ -16,6 +16,7 @@ from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, special_tokens
 from spec_stack.hf.structured import Grammars, SerializedFormat, structured_problem
 from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.grammar_size import check_grammar_size
 from spec_stack.serve.protocol import REQUESTS, BadRequestError, ChatCompletionRequest, GenerationRequest
 
 
@@ -90,6 +91,7 @@ class RequestProcessor:
             raise ValueError(f"the body is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError("the body must be a JSON object")
+        check_grammar_size(values, config.max_grammar_size)
         request = REQUESTS[path].model_validate(values)
         if request.model not in (None, config.model_name):
             raise BadRequestError(f"there is no model {request.model!r} here, only {config.model_name!r}", "model", 404)

@@ -114,13 +114,13 @@ def test_hostile_bodies_are_refused_or_harmless_while_others_chat(server: Proces
         taken.append(seconds)
         assert status in (200, 400, 413), (index, status, body[:200], content)
         if status == 200:
-            # What the server ignores, or compiles within its limits.
+            # What the server ignores.
             num_answered += 1
             assert content["usage"]["completion_tokens"] <= 4
             continue
         assert content["error"]["type"] == "invalid_request_error"
         assert content["error"]["message"]
-    assert num_answered < 20
+    assert num_answered < 10
     over.set()
     other.join()
     figures = {
