@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.gpu.shapes import Models, random_prompt, weights_gb
+from experiments.gpu.shapes import Models, random_prompt
 from experiments.gpu.timing import Budget, Timings, interleave, once
 from spec_stack import PrefillConfig, Selection, SpecStackConfig, SpecStackGenerator
 from spec_stack.config import DraftStep
@@ -43,7 +43,7 @@ def select_anything(prompt: list[int], keep_rate: float) -> Selection:
     return select(ScoringInputs(prompt, importance=importance), PrefillConfig(keep_rate=keep_rate))
 
 
-def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, warms_up_all: bool) -> dict[str, Any]:
+def bench_prefill(models: Models, length: int, repeats: int, budget: Budget) -> dict[str, Any]:
     """Time to first token through the generator, beside the bare forwards that bound it."""
     shape, device = models.shape, models.device
     config = SpecStackConfig(prefill=PrefillConfig(prefill_chunk=shape.prefill_chunk))
@@ -76,8 +76,7 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
     for rate, selection in selections.items():
         variants[f"kept {rate}"] = bare(generator.target, selection)
         variants[f"sparse {rate}"] = partial(first_step, rate)
-    cheapest = f"sparse {min(selections)}"
-    times = interleave(variants, repeats, device, budget, None if warms_up_all else [cheapest])
+    times = interleave(variants, repeats, device, budget)
 
     dense, r = times["dense"], _ratio(times["draft, whole prompt"], times["dense"])
     rows = []
@@ -88,7 +87,6 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
             "keep_rate": rate,
             "kept_tokens": len(selection.positions),
             "ttft_gain": gain,
-            "ttft_gain_over_one_forward": _ratio(times["dense, one forward"], times[f"sparse {rate}"]),
             "s": s,
             "bound": bound,
             "share_of_bound": gain / bound if gain is not None and bound is not None else None,
@@ -121,7 +119,6 @@ def bench_decode(models: Models, role: str, cached: int, repeats: int, budget: B
     return {
         "role": role,
         "cached": cached,
-        "weights_gb": round(weights_gb(model), 3),
         "over_one": ratios,
         "times": {name: timings.summary() for name, timings in times.items()},
     }
@@ -151,7 +148,7 @@ def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
             with torch.inference_mode():
                 cold, warm = once(run, device), min(once(run, device) for _ in range(3))
             rows[f"{name} {num_tokens}"] = {"cold_ms": _rounded(cold * 1e3), "warm_ms": _rounded(warm * 1e3)}
-            return {"chunk": chunk, "rows": rows}
+    return {"chunk": chunk, "rows": rows}
 
 
 def _fixed_steps_ms(stepped: CachedModel, cached: int, device: torch.device, drafts: bool) -> dict[str, float]:

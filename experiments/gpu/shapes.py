@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -43,7 +41,7 @@ class Shape:
 
     target: LlamaConfig
     draft: LlamaConfig
-    lengths: tuple[int, ...] = (8192, 32768, 131072, 65536, 16384)
+    lengths: tuple[int, ...] = (8192, 16384, 32768, 65536, 131072)
     keep_rates: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5)
     cached: tuple[int, ...] = (1024, 8192, 32768)
     prefill_chunk: int = PrefillConfig.prefill_chunk
@@ -72,14 +70,6 @@ SHAPES = {
 }
 
 
-def executed_macs(config: Any, num_tokens: int) -> float:
-    """Multiply-adds that a causal prefill with one row of logits takes; what times are foreseen from."""
-    width = config.num_attention_heads * config.head_dim
-    share = config.num_key_value_heads / config.num_attention_heads
-    per_token = 3 * config.hidden_size * config.intermediate_size + config.hidden_size * width * (2 + 2 * share)
-    return config.num_hidden_layers * num_tokens * (per_token + width * num_tokens)
-
-
 def make_model(config: LlamaConfig, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
     """A model of random weights, made where it will run."""
     torch.manual_seed(seed)
@@ -104,8 +94,3 @@ class Models:
     @cached_property
     def target(self) -> PreTrainedModel:
         return make_model(self.shape.target, self.device, torch.bfloat16)
-
-
-def weights_gb(model: PreTrainedModel) -> float:
-    tensors: Sequence[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 1e9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -53,10 +53,8 @@ class Timings:
         """Milliseconds and GB, ready for JSON."""
         report: dict[str, Any] = {"repeats": len(self.seconds)}
         if self.seconds:
-            for name, value in zip(
-                ("ms", "min", "max"), (self.median_s, min(self.seconds), max(self.seconds)), strict=True
-            ):
-                report[name] = round(value * 1e3, 3)
+            found = {"ms": self.median_s, "min": min(self.seconds), "max": max(self.seconds)}
+            report |= {name: round(value * 1e3, 3) for name, value in found.items()}
         if self.peak_bytes:
             report["peak_gb"] = round(self.peak_bytes / 1e9, 2)
         return report | ({"error": self.error} if self.error else {})
@@ -83,8 +81,7 @@ def once(run: Callable[[], Any], device: torch.device) -> float:
 
 def _add_run(run: Callable[[], Any], timings: Timings, device: torch.device, warms_up: bool) -> None:
     """Time a run, or note why it failed."""
-    on_cuda = device.type == "cuda"
-    if on_cuda:
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
         seconds = once(run, device)
@@ -93,7 +90,7 @@ def _add_run(run: Callable[[], Any], timings: Timings, device: torch.device, war
     else:
         timings.warm_up_s = seconds if warms_up else timings.warm_up_s
         timings.seconds += [] if warms_up else [seconds]
-    if on_cuda:
+    if device.type == "cuda":
         timings.peak_bytes = max(timings.peak_bytes, torch.cuda.max_memory_allocated(device))
     if timings.error:
         # After the handler, when the traceback no longer holds the tensors.
@@ -105,18 +102,14 @@ def interleave(
     repeats: int,
     device: torch.device,
     budget: Budget,
-    warm_up: Collection[str] | None = None,
 ) -> dict[str, Timings]:
-    """Time all variants in turn, after a warm-up round of those named (None: all).
-
-    Wall clock with the device idle at both ends. A variant that fails is left out of later rounds; where one took
-    longer last time than the budget has left, no more is run.
-    """
+    """Time all variants in turn, after a warm-up round, with the device idle at both ends. A variant that fails is left
+    out of later rounds; where one took longer last time than the budget has left, no more is run."""
     results = {name: Timings() for name in variants}
     for repeat in range(repeats + 1):
         for name, run in variants.items():
             timings = results[name]
-            if timings.error or (repeat == 0 and warm_up is not None and name not in warm_up):
+            if timings.error:
                 continue
             if timings.last_s > budget.left or budget.left <= 0:
                 return results

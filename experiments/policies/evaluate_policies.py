@@ -3,8 +3,7 @@
 RECORDS are .jsonl files that `records=` of generate wrote (greedy runs of the same prompts at several fixed gammas),
 or the profile of the embedded pair, experiments/results/profile.parquet. Prompts are split into folds; what a policy
 needs to know beforehand (the best fixed gamma, a threshold, trained predictors) comes from the training prompts.
-Gains are paired, with bootstrap intervals over prompts, over three rivals: the best fixed gamma chosen on training
-prompts, the best one in hindsight, and `confidence` with the threshold that was best on training prompts. Regret is
+Gains are paired, with bootstrap intervals over prompts, over the best fixed gamma chosen on training prompts. Regret is
 tokens/s lost against the best any sequence of gammas could do.
 
 --as-published instead repeats the SpecKV paper's own tables, from the folder of the authors' CSVs, beside the paper's
@@ -33,7 +32,7 @@ from experiments.policies.oracles import best_fixed, oracle
 from experiments.policies.replay import Costs, ReplayText, Score, fit_costs, merge_runs, replay
 from experiments.policies.training import as_network, make_estimator, step_examples
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.base import Policy, StepRecord
 from spec_stack.controller.predictor import Card, StepPredictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.controller.simple import Confidence, Fixed
@@ -94,47 +93,20 @@ def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
     return folds
 
 
-def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data) -> dict[str, Maker]:
-    """Every policy, with what it may know from the training prompts of all precisions."""
-    best, thresholds = best_fixed(train, data.costs), tuned_confidence(train, data)
+def policies_for(train: list[ReplayText], precision: str, costs: Costs, trained: StepPredictor) -> dict[str, Maker]:
+    """Every policy for a precision, with what it may know from these training prompts of the precision."""
+
+    def tokens_per_s(threshold: float) -> float:
+        return rate([replay(text, Confidence(threshold), costs) for text in train])
+
     makers: dict[str, Maker] = {f"fixed-{gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in FIXED}
     makers |= {name: partial(make_policy, name) for name in POLICY_NAMES if name != "fixed"}
-    makers["best-fixed"] = lambda: ByPrecision({name: Fixed(gamma) for name, gamma in best.items()})
-    makers["confidence tuned"] = lambda: ByPrecision({name: Confidence(at) for name, at in thresholds.items()})
-    inputs, rates, _ = step_examples(records)
-    trained = StepPredictor(as_network(make_estimator("mlp-16").fit(inputs, rates)), _CARD)
+    makers["best-fixed"] = partial(Fixed, best_fixed(train, {precision: costs})[precision])
+    # The simple rival at its best.
+    makers["confidence tuned"] = partial(Confidence, max(THRESHOLDS, key=tokens_per_s))
     makers["speckv mlp-16"] = partial(SpecKV, predictor=trained)
     makers["speckv mlp-16, as published"] = partial(SpecKV, predictor=trained, objective="per_step")
     return makers
-
-
-class ByPrecision(Policy):
-    """A policy for every precision."""
-
-    name = "by precision"
-
-    def __init__(self, policies: Mapping[str, Policy]) -> None:
-        self._policies = policies
-
-    def choose(self, context: StepContext) -> int:
-        return self._policies[context.precision].choose(context)
-
-    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return self._policies[context.precision].keep_drafting(context, signals)
-
-
-def tuned_confidence(train: list[ReplayText], data: Data) -> dict[str, float]:
-    """The threshold with most tokens/s on training prompts, by precision: the simple rival at its best."""
-
-    def rate_of(precision: str, threshold: float) -> float:
-        texts = [text for text in train if text.precision == precision]
-        costs = data.costs[precision]
-        return rate([replay(text, Confidence(threshold), costs) for text in texts])
-
-    return {
-        precision: max(THRESHOLDS, key=partial(rate_of, precision))
-        for precision in dict.fromkeys(text.precision for text in train)
-    }
 
 
 def evaluate(data: Data, num_folds: int, max_gamma: int) -> Scores:
@@ -142,13 +114,13 @@ def evaluate(data: Data, num_folds: int, max_gamma: int) -> Scores:
     folds = split(data.texts, num_folds)
     scores: Scores = defaultdict(lambda: defaultdict(dict))
     for fold in range(num_folds):
-        train = [text for text in data.texts if folds[text.prompt] != fold]
-        records = [record for record in data.records if folds[record.request_id] != fold]
-        makers = policies_for(train, records, data)
+        inputs, rates, _ = step_examples([record for record in data.records if folds[record.request_id] != fold])
+        trained = StepPredictor(as_network(make_estimator("mlp-16").fit(inputs, rates)), _CARD)
         for precision in data.precisions:
-            costs = data.costs[precision]
-            tests = [text for text in data.texts if folds[text.prompt] == fold and text.precision == precision]
-            for name, make in makers.items():
+            costs, own = data.costs[precision], [text for text in data.texts if text.precision == precision]
+            tests = [text for text in own if folds[text.prompt] == fold]
+            train = [text for text in own if folds[text.prompt] != fold]
+            for name, make in policies_for(train, precision, costs, trained).items():
                 policy = make()
                 for text in tests:
                     scores[name][precision][text.prompt] = replay(text, policy, costs, max_gamma=max_gamma)
@@ -169,16 +141,10 @@ def gain(mine: dict[str, Score], base: dict[str, Score], seed: int) -> list[floa
 
 
 def summarise(data: Data, scores: Scores, seed: int) -> dict[str, dict[str, Any]]:
-    """Per precision and policy: tokens/s, tokens/step, mean gamma, gains over three rivals, regret."""
+    """Per precision and policy: tokens/s, tokens/step, mean gamma, gain over the best fixed gamma, regret."""
     summary: dict[str, dict[str, Any]] = {}
     for precision in data.precisions:
         own = {name: by_precision[precision] for name, by_precision in scores.items()}
-        hindsight = max((f"fixed-{gamma}" for gamma in FIXED), key=lambda name: rate(list(own[name].values())))
-        rivals = {
-            "gain": own["best-fixed"],
-            "gain_over_hindsight": own[hindsight],
-            "gain_over_tuned_confidence": own["confidence tuned"],
-        }
         ceiling = rate(list(own["oracle"].values()))
         rows: dict[str, Any] = {}
         for name, mine in own.items():
@@ -189,7 +155,7 @@ def summarise(data: Data, scores: Scores, seed: int) -> dict[str, dict[str, Any]
                 "tokens_per_step": sum(score.num_tokens for score in done) / num_steps,
                 "mean_gamma": sum(sum(score.gammas) for score in done) / num_steps,
                 "regret_oracle": 1 - rate(done) / ceiling,
-                **{key: gain(mine, rival, seed) for key, rival in rivals.items()},
+                "gain": gain(mine, own["best-fixed"], seed),
             }
         summary[precision] = rows
     return summary

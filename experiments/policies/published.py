@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ PUBLISHED_COLUMNS = {
     "compression": "precision",
     "gamma": "gamma",
     "task": "task",
-    "step": "step",
     "accepted": "num_accepted",
     "acceptance_rate": "acceptance_rate",
     "tokens_produced": "num_tokens",
@@ -27,33 +25,12 @@ PUBLISHED_COLUMNS = {
 STEPS_FILE = "phase2_step_results.csv"
 RUNS_FILE = "phase2_experiment_results.csv"
 _TEXTS = ("precision", "task")
-_COUNTS = ("gamma", "step", "num_accepted", "num_tokens")
+_COUNTS = ("gamma", "num_accepted", "num_tokens")
 
 
-@dataclass(frozen=True)
-class StepTable:
-    """Decode steps that drafted something, as columns (n,).
-
-    run numbers the runs in file order: a new one begins wherever `step` does not go on counting.
-    gamma is the column as written: tokens really proposed in our records, the loop's setting in the authors'
-    (theirs overstates the last step of a run).
-    """
-
-    precision: np.ndarray[Any, Any]
-    task: np.ndarray[Any, Any]
-    run: np.ndarray[Any, Any]
-    step: np.ndarray[Any, Any]
-    gamma: np.ndarray[Any, Any]
-    num_accepted: np.ndarray[Any, Any]
-    num_tokens: np.ndarray[Any, Any]
-    acceptance_rate: np.ndarray[Any, Any]
-    mean_entropy: np.ndarray[Any, Any]
-    mean_confidence: np.ndarray[Any, Any]
-    max_entropy: np.ndarray[Any, Any]
-    min_confidence: np.ndarray[Any, Any]
-
-    def __len__(self) -> int:
-        return len(self.gamma)
+StepTable = np.recarray[Any, Any]
+"""Decode steps that drafted something, a field (n,) for each column. gamma is the loop's setting: the last step of a
+run may have proposed fewer tokens."""
 
 
 def read_steps(path: Path) -> StepTable:
@@ -71,9 +48,7 @@ def read_steps(path: Path) -> StepTable:
     numbers = {
         name: values.astype(int if name in _COUNTS else float) for name, values in columns.items() if name not in _TEXTS
     }
-    # A run begins wherever the steps do not go on counting.
-    follows = np.diff(numbers["step"], prepend=-2) == 1
-    return StepTable(**columns | numbers, run=np.cumsum(~follows) - 1)
+    return np.rec.fromarrays(list((columns | numbers).values()), names=list(columns))
 
 
 def best_gammas(path: Path) -> dict[tuple[str, str], int]:

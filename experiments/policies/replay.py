@@ -249,23 +249,11 @@ class Score:
 def replay(
     text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1, lag: int = 1
 ) -> Score:
-    """Run a policy over one text, with these costs for its clock.
+    """Run a policy over one text, with these costs for its clock. The policy is mutated: it learns as it would live.
 
-    Parameters
-    ----------
-    text : ReplayText
-        What greedy decoding gives.
-    policy : Policy
-        Mutated: it learns as it would live.
-    costs : Costs
-        Of the text's precision, in seconds.
-    max_gamma : int
-        Most tokens in a step, whatever the policy says.
-    reserve : int
-        Tokens of the request kept for the target's own; 0 lets the last step overshoot the end, as the SpecKV authors'
-        loop does.
-    lag : int
-        Steps between the policy's newest record and the step that it chooses: 1, or 2 under a server's overlap.
+    max_gamma: most tokens in a step. reserve: tokens of the request kept for the target's own; 0 lets the last step
+    overshoot the end, as the SpecKV authors' loop does. lag: steps between the policy's newest record and the step that
+    it chooses, 2 under a server's overlap.
     """
     if lag < 1:
         raise ValueError(f"lag must be 1 or more, got {lag}: the step before is the newest that can be known")

@@ -34,22 +34,8 @@ def save_predictor(path: str | Path, network: Network, card: Card) -> None:
 
 
 def step_examples(records: Sequence[StepRecord]) -> tuple[Floats, Floats, list[str]]:
-    """Return what a step predictor is fitted to: the paper's examples, made causal.
-
-    Parameters
-    ----------
-    records : sequence of StepRecord
-        The steps of a run one after the other.
-
-    Returns
-    -------
-    inputs : (n, 6) array
-        `STEP_FEATURES`: signals of the step before, and the step's precision and gamma.
-    rates : (n,) array
-        The step's acceptance rate.
-    groups : list of str
-        The request ids, to split by.
-    """
+    """The paper's examples, made causal: inputs (n, 6), the `STEP_FEATURES` of the step before and the step's precision
+    and gamma; the steps' acceptance rates (n,); and request ids, to split by. The records of a run are in order."""
     inputs, rates, groups = [], [], []
     for before, record in pairwise(records):
         follows = record.request_id == before.request_id and record.step == before.step + 1
@@ -61,10 +47,7 @@ def step_examples(records: Sequence[StepRecord]) -> tuple[Floats, Floats, list[s
 
 
 def make_estimator(name: str, seed: int = 42) -> Any:
-    """An unfitted scikit-learn estimator, one of STEP_MODELS, as in the paper's notebooks.
-
-    Raises ValueError for an unknown name.
-    """
+    """An unfitted scikit-learn estimator, one of STEP_MODELS, as in the paper's notebooks."""
     from sklearn.ensemble import RandomForestRegressor
     from sklearn.linear_model import Ridge
     from sklearn.neural_network import MLPRegressor

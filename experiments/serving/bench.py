@@ -22,7 +22,7 @@ import argparse
 import json
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -36,7 +36,7 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.target import Target
 from experiments.serving import parts
-from experiments.serving.client import Client, Prompts
+from experiments.serving.client import Client, document
 from experiments.serving.parts import OFF, Arms, Row
 from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, other_plugins, sglang_server
 from spec_stack.hf.loading import resolve_pair
@@ -71,16 +71,13 @@ def launch_of(flags: str, options: argparse.Namespace) -> tuple[list[str], dict[
 
 def measure(options: argparse.Namespace, arms: Arms, tokenizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parts asked for, with what they found by arm, or by length, arm and turn."""
-    prompts = Prompts(tokenizer)
-    measures: dict[str, Callable[[], Any]] = {
-        "conversations": lambda: parts.conversations(
-            arms, tokenizer, options.lengths, options.repeats, options.turns, options.max_tokens
-        ),
-        "lengths": lambda: parts.lengths(arms, prompts, options.lengths, options.repeats),
-    }
+    tried = arms, tokenizer, options.lengths, options.repeats
     for part in options.parts:
         arms.forget()
-        yield part, measures[part]()
+        if part == "conversations":
+            yield part, parts.conversations(*tried, options.turns, options.max_tokens)
+        else:
+            yield part, parts.lengths(*tried)
 
 
 @torch.inference_mode()
@@ -128,7 +125,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             clients[name] = Client(stack.enter_context(server), options.limit, "bench")
         arms = Arms(clients)
         for client in arms.clients.values():
-            client.ask(Prompts(tokenizer).document(3000, 791), 8)
+            client.ask(document(tokenizer, 3000, 791), 8)
         for part, figures in measure(options, arms, tokenizer):
             shown = found[part] = parts.turns_told(figures) if part == "conversations" else figures
             print(f"{part}:", *(f"  {name:28} {json.dumps(own)}" for name, own in shown.items()), sep="\n", flush=True)

@@ -1,10 +1,10 @@
-"""A client of SGLang's own /generate that streams and times every chunk; and prompts of real text."""
+"""A client of SGLang's own /generate that streams and times every chunk; and a prompt of real text."""
 
 from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import perf_counter, sleep
@@ -68,14 +68,6 @@ class Client:
         raise ServerError("the server does not empty its caches, since it is not idle")
 
 
-class Prompts:
-    """Chats as token ids, of real text."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def document(self, num_tokens: int, seed: int) -> list[int]:
-        return self.chat(hide_fact(self._tokenizer, num_tokens, seed).messages)
-
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return encode_messages(self._tokenizer, messages)[0]
+def document(tokenizer: Any, num_tokens: int, seed: int) -> list[int]:
+    """A chat about a document of real text, as token ids."""
+    return encode_messages(tokenizer, hide_fact(tokenizer, num_tokens, seed).messages)[0]

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from experiments.common.conversations import make_conversation
-from experiments.serving.client import Answer, Client, Prompts
+from experiments.serving.client import Answer, Client, document
 from experiments.serving.server import ServerError
 from spec_stack.hf.prompt import encode_messages
 
@@ -92,7 +92,7 @@ def turns_told(found: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, Any]:
     return report
 
 
-def lengths(arms: Arms, prompts: Prompts, tried: Sequence[int], repeats: int, num_new: int = 128) -> dict[str, Any]:
+def lengths(arms: Arms, tokenizer: Any, tried: Sequence[int], repeats: int, num_new: int = 128) -> dict[str, Any]:
     """Medians over documents, by arm, length and how many are asked about at once."""
     found: dict[str, Any] = {arm: {} for arm in arms.clients}
     for length in tried:
@@ -100,7 +100,7 @@ def lengths(arms: Arms, prompts: Prompts, tried: Sequence[int], repeats: int, nu
             rows: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms.clients}
             as_off = dict.fromkeys(arms.clients, True)
             for repeat in range(repeats):
-                asked = [prompts.document(length, 900 + 10 * repeat + at) for at in range(num_at_once)]
+                asked = [document(tokenizer, length, 900 + 10 * repeat + at) for at in range(num_at_once)]
                 tokens: dict[str, list[list[int]]] = {}
                 for arm, client in arms.in_turn():
                     client.forget()

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from time import monotonic
 from typing import Any
 
-from spec_stack.calibrate.choice import RATES, Choice, choose, recall
+from spec_stack.calibrate.choice import RATES, Case, Choice, choose, recall
 from spec_stack.calibrate.config import CalibrateConfig
-from spec_stack.calibrate.heads import Case
 from spec_stack.calibrate.judged import ScoredPrompt, draft_ids, judge
 from spec_stack.calibrate.prompts import Prompt, PromptMaker, fitting, plan
 from spec_stack.config import PrefillConfig
@@ -31,16 +30,12 @@ _NEVER = 1 << 30
 Progress = Callable[[int, int, str], None]
 
 
-def silent(done: int, total: int, what: str) -> None:
-    """No progress."""
-
-
 def calibrate(
     pair: ModelPair,
     config: CalibrateConfig | None = None,
     *,
     documents: Sequence[str] = (),
-    progress: Progress = silent,
+    progress: Progress = lambda *_: None,
 ) -> Calibration:
     """Choose how this pair prefills sparsely.
 
@@ -71,39 +66,37 @@ def calibrate(
         raise ValueError("calibration writes its prompts in words; give the pair a tokenizer")
     tasks = plan(fitting(pair, config.lengths), config.prompts)
     maker = PromptMaker(pair, documents, config.seed)
-    budget = _Budget(started, config.budget_s, [task.num_tokens for task in tasks])
     index = pair.new_draft_cache(PrefillConfig.prefill_chunk)
     cases: list[Case] = []
+    # By length, when its last prompt must have been judged.
+    ends = {task.num_tokens: started + (1 - _RESERVE) * config.budget_s for task in tasks}
+    if len(ends) > 1:
+        ends[min(ends)] = started + _SHARE_OF_FIRST * (1 - _RESERVE) * config.budget_s
+    pace = _Pace()
     for task in tasks:
-        if not budget.has_time(task.num_tokens):
+        if task.num_tokens not in ends:
             continue
         prompt = maker.make(task)
-        # Making a prompt takes time, too.
-        if budget.has_time(task.num_tokens):
-            cases.append(Case(task, budget.judge(pair, index, prompt)))
-            progress(len(cases), len(tasks), f"{task.num_tokens} tokens, {task.kind}")
+        if monotonic() + pace.expected_s(task.num_tokens) >= ends[task.num_tokens]:
+            del ends[task.num_tokens]
+            continue
+        cases.append(Case(task, pace.judge(pair, index, prompt)))
+        progress(len(cases), len(tasks), f"{task.num_tokens} tokens, {task.kind}")
     made = _result(pair, cases, choose(cases, config.margin), config.margin)
     weights = sketch(pair.draft.get_input_embeddings().weight)
     return replace(made, weights=weights, seconds=monotonic() - started, unfinished=len(tasks) - len(cases))
 
 
-class _Budget:
-    """Whether another prompt fits into the time, by the measured speed of earlier ones."""
+@dataclass
+class _Pace:
+    """Seconds per token of the last pass over a whole document, and its tokens."""
 
-    def __init__(self, started: float, seconds: float, lengths: Sequence[int]) -> None:
-        self._first = min(lengths)
-        self._end = started + (1 - _RESERVE) * seconds
-        share = _SHARE_OF_FIRST if max(lengths) > self._first else 1.0
-        self._end_of_first = started + share * (1 - _RESERVE) * seconds
-        # Seconds per token, and tokens, of the last pass over a whole document.
-        self._before = 0.0, 1
+    token_s: float = 0.0
+    num_tokens: int = 1
 
-    def has_time(self, num_tokens: int) -> bool:
-        """Whether a prompt of this length probably fits."""
-        a_token, at = self._before
-        # Attention grows with the length and is part of a pass.
-        expected = a_token * num_tokens * math.sqrt(max(1.0, num_tokens / at))
-        return monotonic() + expected < (self._end_of_first if num_tokens == self._first else self._end)
+    def expected_s(self, num_tokens: int) -> float:
+        """Seconds for a prompt; attention grows with the length and is part of a pass."""
+        return self.token_s * num_tokens * math.sqrt(max(1.0, num_tokens / self.num_tokens))
 
     def judge(self, pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
         """Judge a prompt, and learn the speed from a document's first one."""
@@ -111,7 +104,7 @@ class _Budget:
         is_new = num_tokens > 2 * num_shared(index.token_ids, draft_ids(prompt))
         judged = judge(pair, index, prompt)
         if is_new:
-            self._before = (monotonic() - begun) / num_tokens, num_tokens
+            self.token_s, self.num_tokens = (monotonic() - begun) / num_tokens, num_tokens
         return judged
 
 

@@ -39,6 +39,7 @@ Config = TypeVar("Config")
 DEMO_TOKENS = 8200
 NONE = "none"
 _SILENT_S = 1.0
+_PRECISIONS = "|".join(("auto", *PRECISIONS))
 PAIR = ("target", "draft", "precision", "draft_precision", "draft_step", "device")
 # Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
 PRUNING = (*CHOSEN, "draft_kv_budget", "positions")
@@ -86,6 +87,20 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+# Former flags of `serve`.
+_REMOVED = {
+    "--max-prompt-chars": "use --max-prompt-tokens and --max-body-bytes",
+    "--allow-request-templates": "give the tokenizer's folder the template",
+}
+
+
+class _Removed(argparse.Action):
+    """A former flag, and its replacement."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        parser.error(f"{self.option_strings[0]} has been removed; {self.const}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser. Names, defaults and help come from the configuration dataclasses."""
     parser = argparse.ArgumentParser(
@@ -96,10 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spec-stack {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (
-        *(_add_generate, _add_chat, _add_prune, _add_demo, _add_calibrate, _add_explain),
-        *(_add_serve, _add_proxy, _add_doctor),
-    ):
+    for add in _COMMANDS:
         add(commands)
     return parser
 
@@ -129,8 +141,7 @@ def _add_chat(commands: Any) -> None:
     _add_list(parser, "--file", "document for the first turn", type=Path)
     parser.add_argument("--system", help="a system message")
     _add_answer_arguments(parser)
-    recall = ("recall_threshold", "max_recalled_chunks", "recall_margin", "recall_word_threshold")
-    _add(parser, SessionConfig, *recall)
+    _add(parser, SessionConfig, "recall_threshold", "max_recalled_chunks", "recall_margin", "recall_word_threshold")
 
 
 def _add_prune(commands: Any) -> None:
@@ -142,12 +153,8 @@ def _add_prune(commands: Any) -> None:
     )
     parser.add_argument("file", nargs="?", type=Path, help="file to shorten (default: standard input)")
     _add_draft_arguments(parser)
-    parser.add_argument(
-        "--keep-rate",
-        type=float,
-        help="share of the tokens to keep (default: the draft's calibrated rate, for prompts of "
-        f"{PrefillConfig.min_prompt_tokens} tokens or more)",
-    )
+    default = f"the draft's calibrated rate, for prompts of {PrefillConfig.min_prompt_tokens} tokens or more"
+    parser.add_argument("--keep-rate", type=float, help=f"share of the tokens to keep (default: {default})")
     parser.add_argument("--max-tokens", type=int, help="most tokens to keep, by the draft's tokenizer")
     parser.add_argument("--question", help="the question about the text, if the text does not contain it")
     _add_list(parser, "--protect", "string whose lines are kept")
@@ -159,11 +166,12 @@ def _add_prune(commands: Any) -> None:
 def _add_demo(commands: Any) -> None:
     parser = commands.add_parser("demo", help="dense + plain against sparse + speculative on a long real document")
     _add_pair_arguments(parser)
-    parser.add_argument(
-        "--tokens", type=int, default=DEMO_TOKENS, help="length of the document in tokens (%(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="selects the document and the fact (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs per mode (%(default)s)")
+    for flag, default, help_text in (
+        ("--tokens", DEMO_TOKENS, "length of the document in tokens"),
+        ("--seed", 0, "selects the document and the fact"),
+        ("--repeats", 3, "timed runs per mode"),
+    ):
+        parser.add_argument(flag, type=int, default=default, help=f"{help_text} (%(default)s)")
     _add_json(parser)
 
 
@@ -198,12 +206,14 @@ def _add_explain(commands: Any) -> None:
 def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="an OpenAI-compatible server, on the local machine by default")
     _add_pair_arguments(parser)
-    _add(parser, ServeConfig, *_names(ServeConfig, but=("api_keys", "cors_origins")))
+    _add(parser, ServeConfig, but=("api_keys", "cors_origins"))
     _add_pruning_arguments(parser)
     _add(parser, DecodeConfig, "policy", metavar="|".join(POLICIES))
     _add(parser, DecodeConfig, "proposer", choices=[*get_args(ProposerName)])
     _add_list(parser, "--api-key", "API key that requests must have (or SPEC_STACK_API_KEY)", dest="api_keys")
     _add_list(parser, "--cors-origin", meaning(ServeConfig, "cors_origins"), dest="cors_origins")
+    for flag, advice in _REMOVED.items():
+        parser.add_argument(flag, action=_Removed, nargs="?", const=advice, help=argparse.SUPPRESS)
 
 
 def _add_proxy(commands: Any) -> None:
@@ -218,7 +228,7 @@ def _add_proxy(commands: Any) -> None:
     _add_draft_arguments(parser)
     _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer", default=argparse.SUPPRESS)
     # The upstream is required, and recall can only be turned off.
-    _add(parser, ProxyConfig, *_names(ProxyConfig, but=("upstream", "recall")))
+    _add(parser, ProxyConfig, but=("upstream", "recall"))
     parser.add_argument(
         "--no-recall", dest="recall", action="store_false", help="leave out in later turns what was left out before"
     )
@@ -228,72 +238,47 @@ def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="installed packages, and the compatibility of a pair")
     _add_pair_arguments(parser)
     _add_json(parser)
-    parser.add_argument(
-        "--measure", action="store_true", help="load the pair, and measure speed-up and break-even here"
-    )
-    parser.add_argument("--minutes", type=float, default=10.0, help="time budget of --measure (%(default)s)")
-    parser.add_argument(
-        "--prompts",
-        type=Path,
-        help="with --measure: measure speed-up and fidelity on these prompts, a JSON object per line with messages, "
-        "prompt or text",
-    )
-    parser.add_argument(
-        "--documents", type=Path, nargs="+", default=[], help="with --measure: text files, with generated questions"
-    )
-    parser.add_argument(
-        "--keep-rates",
-        type=float,
-        nargs="+",
-        help="with --prompts or --documents: settings to compare (default: 0.1 0.2 0.3 and the calibrated one)",
-    )
-    parser.add_argument(
-        "--rows", type=Path, help="file for a row per prompt, from which a run resumes (default: next to the prompts)"
-    )
-    parser.add_argument(
-        "--sglang",
-        action="store_true",
-        help="check an SGLang launch: KV pools, CUDA graphs, which prompts are pruned, or why it would fail; loads no "
-        "weights",
-    )
-    parser.add_argument(
-        "server_args", nargs="*", metavar="-- SERVER_ARGS", help="with --sglang: the launch's arguments"
-    )
+    add = parser.add_argument
+    add("--measure", action="store_true", help="load the pair, and measure speed-up and break-even here")
+    add("--minutes", type=float, default=10.0, help="time budget of --measure (%(default)s)")
+    what = "with --measure: measure speed-up and fidelity on these prompts, a JSON object per line with messages, "
+    add("--prompts", type=Path, help=f"{what}prompt or text")
+    what = "with --measure: text files, with generated questions"
+    add("--documents", type=Path, nargs="+", default=[], help=what)
+    what = "with --prompts or --documents: settings to compare (default: 0.1 0.2 0.3 and the calibrated one)"
+    add("--keep-rates", type=float, nargs="+", help=what)
+    add("--rows", type=Path, help="file for a row per prompt, from which a run resumes (default: next to the prompts)")
+    what = "check an SGLang launch: KV pools, CUDA graphs, which prompts are pruned, or why it would fail; loads no "
+    add("--sglang", action="store_true", help=f"{what}weights")
+    add("server_args", nargs="*", metavar="-- SERVER_ARGS", help="with --sglang: the launch's arguments")
 
 
-def _names(config: type, but: Sequence[str]) -> list[str]:
-    """A configuration's fields, but for some."""
-    return [entry.name for entry in fields(config) if entry.name not in but]
-
-
-def _add(parser: argparse.ArgumentParser, config: type, *names: str, **settings: Any) -> None:
-    """Add a flag for each configuration field, with the field's name, type, default and help."""
-    for name in names:
-        default, own = getattr(config, name), dict(settings)
+def _add(parser: Any, config: type, *names: str, but: Sequence[str] = (), **settings: Any) -> None:
+    """Add a flag for each of these configuration fields (all but some by default), with its name, type and help."""
+    known = {entry.name: entry for entry in fields(config)}
+    for name in names or [name for name in known if name not in but]:
+        default, own = known[name].default, dict(settings)
         if default is False:
             own["action"] = "store_true"
         elif not {"type", "choices", "action"} & set(own):
-            own["type"] = _PARSERS.get(name) or _parser_of(config, name)
+            # Names are strings.
+            of_kind = {"int": int, "float": float}.get(str(known[name].type).split(" ")[0], str)
+            own["type"] = _PARSERS.get(name, of_kind)
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        is_shown = default is not False and shown not in (None, "")
-        help_text = meaning(config, name) + (f" ({shown})" if is_shown else "")
+        help_text = meaning(config, name) + ("" if shown is False or shown in (None, "") else f" ({shown})")
         own.setdefault("default", default)
         parser.add_argument(f"--{name.replace('_', '-')}", help=help_text.replace("%", "%%"), **own)
 
 
-def _parser_of(config: type, name: str) -> Callable[[str], Any]:
-    """The parser of a field by its annotation; names are strings."""
-    annotations = {entry.name: str(entry.type) for entry in fields(config)}
-    return {"int": int, "float": float}.get(annotations[name].split(" ")[0], str)
+_COMMANDS = (
+    *(_add_generate, _add_chat, _add_prune, _add_demo, _add_calibrate, _add_explain),
+    *(_add_serve, _add_proxy, _add_doctor),
+)
 
 
 def _add_list(parser: argparse.ArgumentParser, flag: str, help: str, **settings: Any) -> None:
     """Add a flag that may be repeated."""
     parser.add_argument(flag, action="append", default=[], help=f"{help}; repeatable", **settings)
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA if available)")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -303,22 +288,26 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="target model: a folder, hub id or GGUF file (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model, likewise")
-    _add(parser, LoadConfig, "precision", "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
+    _add(parser, LoadConfig, "precision", metavar=_PRECISIONS)
     _add(parser, LoadConfig, "draft_step", metavar="|".join(get_args(DraftStep)))
-    _add_device(parser)
-    parser.add_argument(
-        "--calibration",
-        help="file of `spec-stack calibrate`, or none (default: the file in the draft's folder, or the shipped one)",
-    )
+    _add_placement(parser)
 
 
 def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     """The draft of commands without a target."""
     parser.add_argument("--draft", help="draft model: a folder, hub id or GGUF file (default: the embedded one)")
     parser.add_argument("--tokenizer", help="folder or hub id of its tokenizer (default: the draft's own)")
-    _add(parser, LoadConfig, "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
-    _add_device(parser)
-    parser.add_argument("--calibration", help="file of `spec-stack calibrate`, or none")
+    _add_placement(parser)
+
+
+def _add_placement(parser: argparse.ArgumentParser) -> None:
+    """The draft's precision and calibration, and the device."""
+    _add(parser, LoadConfig, "draft_precision", metavar=_PRECISIONS)
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA if available)")
+    parser.add_argument(
+        "--calibration",
+        help="file of `spec-stack calibrate`, or none (default: the file in the draft's folder, or the shipped one)",
+    )
 
 
 def _add_prompt_arguments(parser: argparse.ArgumentParser, how: Any = None) -> None:
@@ -351,9 +340,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     if arguments.file is not None and str(arguments.file) != "-":
         parts.append(read_document(arguments.file))
     elif str(arguments.file) == "-" or arguments.prompt in (None, "-") or _is_piped():
-        if sys.stdin is None or sys.stdin.isatty():
-            raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
-        parts.append(_standard_input())
+        parts.append(_standard_input("no prompt"))
     if arguments.prompt not in (None, "-"):
         parts.append(str(arguments.prompt))
     return "\n\n".join(part for part in parts if part)
@@ -361,12 +348,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
 
 def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:
     """The text or messages for `prune`, and the request body around the messages, if any."""
-    if file is not None and str(file) != "-":
-        text = read_document(file)
-    elif sys.stdin is None or sys.stdin.isatty():
-        raise ValueError("nothing to prune: name a file, or send it to standard input")
-    else:
-        text = _standard_input()
+    text = read_document(file) if file is not None and str(file) != "-" else _standard_input("nothing to prune")
     try:
         value = json.loads(text)
     except ValueError:
@@ -379,8 +361,10 @@ def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:
     return (value if is_chat else text), None
 
 
-def _standard_input() -> str:
-    """All of standard input; a hint is printed while an open pipe sends nothing."""
+def _standard_input(problem: str) -> str:
+    """All of standard input; a hint is printed while an open pipe sends nothing. Raises ValueError for a terminal."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ValueError(f"{problem}: give an argument, a file, or standard input")
     if stat.S_ISFIFO(_stdin_mode()) and not select.select([sys.stdin], [], [], _SILENT_S)[0]:
         sys.stderr.write("spec-stack: waiting for standard input to end (</dev/null where there is none)\n")
     return sys.stdin.read()

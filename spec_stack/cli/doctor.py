@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,20 @@ def diagnose(
     except ValueError as error:
         report["problem"] = str(error)
     return report
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """The report for a terminal."""
+    lines = []
+    for key, value in report.items():
+        match value:
+            case Mapping():
+                lines += [f"{key}:", *(f"  {name}: {'none' if it is None else it}" for name, it in value.items())]
+            case list():
+                lines += [f"{key}:", *(f"  {line}" for line in value)]
+            case _ if key != "problem":
+                lines.append(f"{key}: {value}")
+    return "\n".join([*lines, f"problem: {report['problem']}" if report["problem"] else "the pair fits together"])
 
 
 def _describe_step(config: Any, on: torch.device, asked: DraftStep, precision: Precision) -> str:

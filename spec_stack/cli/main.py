@@ -7,8 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import shorten
@@ -57,15 +56,6 @@ def _named(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any
 
 def _calibration(arguments: argparse.Namespace) -> Any:
     return False if arguments.calibration == NONE else arguments.calibration
-
-
-@contextmanager
-def _needing(extra: str) -> Iterator[None]:
-    """Name the extra whose packages an import needs."""
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(f"{error}; {how_to_install(extra)}") from error
 
 
 def _tell(text: str) -> None:
@@ -137,7 +127,6 @@ def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = N
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-
     given, body = read_prunable(arguments.file)
     result = _load_pruner(arguments).prune(
         given, **_named(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker"))
@@ -160,16 +149,16 @@ def _prune(arguments: argparse.Namespace) -> int:
 def _serve(arguments: argparse.Namespace) -> int:
     arguments.api_keys += filter(None, [os.environ.get("SPEC_STACK_API_KEY")])
     config = config_of(ServeConfig, arguments)
-    with _needing("serve"):
-        from spec_stack.serve.app import serve
+    from spec_stack.serve.app import serve
+
     serve(_load(arguments, SpecStackConfig(prefill_of(arguments), config_of(DecodeConfig, arguments))), config)
     return 0
 
 
 def _proxy(arguments: argparse.Namespace) -> int:
     config, prefill = config_of(ProxyConfig, arguments), prefill_of(arguments)
-    with _needing("serve"):
-        from spec_stack.proxy.app import serve_proxy
+    from spec_stack.proxy.app import serve_proxy
+
     serve_proxy(_load_pruner(arguments, prefill), config)
     return 0
 
@@ -237,43 +226,32 @@ def _explain(arguments: argparse.Namespace) -> int:
         questions=[text, *arguments.turn],
         compare=arguments.compare,
     )
-    size = write_page(explanation, arguments.out)
-    num_runs, num_turns = len(explanation.runs), sum(len(run.turns) for run in explanation.runs)
-    counted = f"{num_turns} turn{'s' * (num_turns != 1)} in {num_runs} run{'s' * (num_runs != 1)}"
-    print(f"{arguments.out}: {size / 1000:.0f} kB, {counted}; open it in a browser")
-    prompts = [turn.prompt for run in explanation.runs for turn in run.turns]
-    for query in (query for prompt in prompts for query in prompt.queries[:3]):
+    size, turns = write_page(explanation, arguments.out), [turn for run in explanation.runs for turn in run.turns]
+    print(f"{arguments.out}: {size / 1000:.0f} kB, runs: {len(explanation.runs)}, turns: {len(turns)}")
+    for query in (query for turn in turns for query in turn.prompt.queries[:3]):
         print(f"scoring query, weight {query.weight:.2f}: {shorten(query.text, 96, placeholder=' …')}")
     return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.sglang:
-        return _doctor_sglang(arguments)
+        from spec_stack.sglang.launch_check import as_text, check_launch
+
+        report = check_launch(arguments.server_args)
+        print(json.dumps(report) if arguments.json else as_text(report))
+        return 1 if report["problem"] else 0
     if arguments.server_args:
         raise ValueError(f"unknown arguments {' '.join(arguments.server_args)}; a server's follow after --sglang --")
     if (arguments.prompts or arguments.documents) and not arguments.measure:
         raise ValueError("--prompts and --documents go with --measure")
     if (arguments.keep_rates or arguments.rows) and not (arguments.prompts or arguments.documents):
         raise ValueError("--keep-rates and --rows go with --prompts or --documents")
-    from spec_stack.cli.doctor import diagnose
+    from spec_stack.cli.doctor import diagnose, report_text
 
     report = diagnose(**_named(arguments, PAIR))
     if arguments.measure and not report["problem"]:
         report |= _measured(arguments)
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        for key, value in report.items():
-            if isinstance(value, list):
-                print("\n".join([f"{key}:", *(f"  {line}" for line in value)]))
-            elif isinstance(value, dict):
-                print(f"{key}:")
-                for name, detail in value.items():
-                    print(f"  {name}: {'not installed' if key == 'packages' and detail is None else detail}")
-            elif key != "problem":
-                print(f"{key}: {value}")
-        print(f"problem: {report['problem']}" if report["problem"] else "the pair fits together")
+    print(json.dumps(report) if arguments.json else report_text(report))
     return 1 if report["problem"] else 0
 
 
@@ -312,14 +290,6 @@ def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     return report.as_dict() if arguments.json else fidelity_lines(report)
 
 
-def _doctor_sglang(arguments: argparse.Namespace) -> int:
-    from spec_stack.sglang.launch_check import as_text, check_launch
-
-    report = check_launch(arguments.server_args)
-    print(json.dumps(report) if arguments.json else as_text(report))
-    return 1 if report["problem"] else 0
-
-
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": _generate,
     "chat": _chat,
@@ -349,9 +319,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, ImportError) as error:
+        is_extra = isinstance(error, ImportError) and arguments.command in ("serve", "proxy")
+        problem = f"{error}; {how_to_install('serve')}" if is_extra else str(error)
         if getattr(arguments, "json", False):
-            print(json.dumps({"error": str(error)}))
-        _tell(f"spec-stack: error: {error}")
+            print(json.dumps({"error": problem}))
+        _tell(f"spec-stack: error: {problem}")
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

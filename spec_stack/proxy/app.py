@@ -47,7 +47,7 @@ def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        prompts.stop()
+        await prompts.stop()
         await upstream.close()
 
     app = new_app(prompts.metrics, lifespan)

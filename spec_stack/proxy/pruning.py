@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -16,7 +16,7 @@ from typing import Any
 from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
 from spec_stack.config import SessionConfig
 from spec_stack.proxy.config import ProxyConfig
-from spec_stack.serve.fair_executor import FairExecutor, Job, QueueFullError, RequestCancelled
+from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, QueueFullError, RequestCancelled
 from spec_stack.serve.metrics import AppMetrics
 
 logger = logging.getLogger(__name__)
@@ -113,9 +113,9 @@ class PromptPruner:
         # A tokenizer serves one thread.
         self._tokenizer, self._counter = deepcopy(pruner.tokenizer), ThreadPoolExecutor(1, "spec-stack-count")
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Stop scoring. A running prompt ends with the process."""
-        self.queue.close()
+        await self.queue.close()
         self._counter.shutdown(wait=False, cancel_futures=True)
 
     async def prune(self, client: str, prompt: Any, keep_rate: float | None = None) -> Pruning:
@@ -130,8 +130,8 @@ class PromptPruner:
         if keep_rate is None and await self._is_shorter(shown, num_bytes, least):
             return Pruning("short", f"off: the prompt is shorter than min_prompt_tokens={least}")
         try:
-            job = self.queue.submit(client, partial(self._score, prompt, keep_rate))
-            result = await asyncio.wait_for(asyncio.wrap_future(job), self._config.deadline_s)
+            job = self.queue.submit(client, partial(self._score, client, prompt, keep_rate))
+            result = await asyncio.wait_for(job, self._config.deadline_s)
         except QueueFullError as error:
             return Pruning("busy", f"off: the draft is busy: {error.message}")
         except TimeoutError:
@@ -155,11 +155,11 @@ class PromptPruner:
             # The draft's thread finds and reports the problem.
             return False
 
-    def _score(self, prompt: Any, keep_rate: float | None, job: Job[PruneResult]) -> PruneResult:
-        conversation = self._take(job.client, keep_rate, prompt) or self._open(job.client, keep_rate, prompt)
+    def _score(self, client: str, prompt: Any, keep_rate: float | None, check_cancelled: CheckCancelled) -> PruneResult:
+        conversation = self._take(client, keep_rate, prompt) or self._open(client, keep_rate, prompt)
         try:
             with self.metrics.scoring_s.time():
-                result = self._advance(conversation, prompt, job.check_cancelled)
+                result = self._advance(conversation, prompt, check_cancelled)
         except RequestCancelled:
             self._keep(conversation)
             raise
@@ -170,7 +170,7 @@ class PromptPruner:
         self._keep(conversation)
         return result
 
-    def _advance(self, conversation: _Conversation, prompt: Any, check_cancelled: Callable[[], None]) -> PruneResult:
+    def _advance(self, conversation: _Conversation, prompt: Any, check_cancelled: CheckCancelled) -> PruneResult:
         """Prune the turns after a conversation's last prompt, if any."""
         for stop in _turns(prompt, len(conversation.prompt)):
             check_cancelled()

@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.fair_executor import Job
 from spec_stack.serve.http import IGNORED_HEADER, client_of, new_app, read_body, run_app, unless_disconnected
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.processing import ProcessedRequest
@@ -51,7 +50,7 @@ def build_app(
     pool : RequestPool, optional
         Shared with other applications, and stopped by its owner; by default the application has its own.
     """
-    config = (config or ServeConfig()).bounded_by(generator.pair.max_positions[0])
+    config = config or ServeConfig()
     worker = Worker(generator, config)
     requests = pool or RequestPool(generator)
 
@@ -59,7 +58,7 @@ def build_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(requests.start)
         yield
-        await run_in_threadpool(worker.stop)
+        await worker.stop()
         if pool is None:
             await run_in_threadpool(requests.stop)
 
@@ -74,9 +73,8 @@ def build_app(
 
 
 def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> None:
-    """Serve until Ctrl-C or SIGTERM.
+    """Serve until Ctrl-C or SIGTERM; running requests then have `shutdown_s` seconds left.
 
-    Running requests then have `shutdown_s` seconds left, and the process is killed at most two seconds later.
     In a script, call it under `if __name__ == "__main__":`, because worker processes import the script.
     """
     config = config or ServeConfig()
@@ -90,6 +88,7 @@ class Endpoint:
 
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig, worker: Worker, pool: RequestPool) -> None:
         self._generator, self._config, self._worker, self._pool = generator, config, worker, pool
+        self._max_body_bytes = config.body_limit(generator.pair.max_positions[0])
         # A client's requests are processed one after the other.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._model = {
@@ -115,13 +114,13 @@ class Endpoint:
     async def answer(self, path: str, request: Request) -> Response:
         """POST one of `REQUESTS`."""
         client = client_of(request, self._config.api_keys)
-        body = await read_body(request, self._config.max_body_bytes or 0)
+        body = await read_body(request, self._max_body_bytes)
         async with self._turns.setdefault(client, asyncio.Lock()):
             processed = await self._pool.process(path, body, self._config)
         options = await run_in_threadpool(self._checked_options, processed)
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Json | None]()
 
-        def deliver(chunk: Json | None) -> None:
+        def deliver(chunk: Json) -> None:
             # The event loop of a stopped server is closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
@@ -133,10 +132,10 @@ class Endpoint:
         job = self._worker.submit(client, QueuedRequest(processed.encoded, options, builder, sink))
         headers = _ignored_header(processed.ignored)
         if processed.streams:
-            job.add_done_callback(lambda _: deliver(None))
+            job.add_done_callback(lambda _: chunks.put_nowait(None))
             return EventStream(job, chunks, builder.usage_chunk if processed.wants_usage else None, headers)
         try:
-            answer = await unless_disconnected(request, asyncio.wrap_future(job))
+            answer = await unless_disconnected(request, job)
         except ClientDisconnect:
             answer = BadRequestError(CANCELLED, status=499)
         return answer.response() if isinstance(answer, BadRequestError) else JSONResponse(answer, headers=headers)
@@ -164,7 +163,7 @@ class EventStream(StreamingResponse):
 
     def __init__(
         self,
-        job: Job[Answer],
+        job: asyncio.Task[Answer],
         chunks: asyncio.Queue[Json | None],
         usage_chunk: Callable[[], Json] | None,
         headers: Mapping[str, str],

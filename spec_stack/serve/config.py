@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from spec_stack.settings.checks import check_fields, require_int
 from spec_stack.settings.options import documented, option
 
 _MAX_PORT = 65535
-# Characters per position of the models: text has about 4 characters per token, whitespace and code more.
-_BYTES_PER_POSITION, _CHARS_PER_POSITION, _LEAST_BYTES = 32, 16, 1 << 16
+# Text has about 4 bytes per token, whitespace and code more.
+_BYTES_PER_POSITION, _LEAST_BYTES = 32, 1 << 16
 
 
 def _is_origin(text: object) -> bool:
@@ -43,9 +43,6 @@ class ServeConfig:
     max_prompt_tokens: int | None = option(
         None, "longest prompt, in tokens (400); None is the models' number of positions", least=1
     )
-    max_prompt_chars: int | None = option(
-        None, "most characters in a request, counted before any work (400); None is 16 for each position", least=1
-    )
     max_grammar_size: int = option(
         2000, "largest schema, pattern or tool parameters (400): parts, each times the repetitions around it", least=1
     )
@@ -53,9 +50,6 @@ class ServeConfig:
         0.8, "CPU seconds for rendering, tokenizing and compiling a request (400), and 5 more for each MB of it"
     )
     max_prepare_bytes: int = option(256 << 20, "bytes of memory for the same work (400)", least=1)
-    allow_request_templates: bool = option(
-        False, "accept chat templates and tokenizer switches in chat_template_kwargs, which run code of the client"
-    )
     strip_special_tokens: bool = option(
         False, "remove special tokens from chat messages, so that no message can imitate another"
     )
@@ -89,10 +83,6 @@ class ServeConfig:
         if not 0 < self.prepare_s < math.inf:
             raise ValueError(f"prepare_s must be over 0, got {self.prepare_s!r}")
 
-    def bounded_by(self, num_positions: int) -> ServeConfig:
-        """These settings with limits derived from the models' number of positions."""
-        return replace(
-            self,
-            max_body_bytes=self.max_body_bytes or max(_LEAST_BYTES, _BYTES_PER_POSITION * num_positions),
-            max_prompt_chars=self.max_prompt_chars or max(_LEAST_BYTES, _CHARS_PER_POSITION * num_positions),
-        )
+    def body_limit(self, num_positions: int) -> int:
+        """max_body_bytes, by default derived from the models' number of positions."""
+        return self.max_body_bytes or max(_LEAST_BYTES, _BYTES_PER_POSITION * num_positions)

@@ -1,16 +1,12 @@
-"""Parts shared by the server and the proxy: errors, CORS, metrics, API keys, body limit, hard stop."""
+"""Parts shared by the server and the proxy: errors, CORS, metrics, API keys, body limit."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
-import os
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from types import FrameType
 from typing import Any, TypeVar
 
 import uvicorn
@@ -24,14 +20,11 @@ from starlette.requests import ClientDisconnect
 from spec_stack.serve.metrics import AppMetrics
 from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
 
-logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 # Lists the request fields that the server ignored.
 IGNORED_HEADER = "x-spec-stack-ignored"
 _MAX_DISCARDED_BYTES = 256 << 20
-# Seconds after shutdown_s until the process is killed.
-_GRACE_S = 1.5
 
 
 def new_app(
@@ -132,26 +125,4 @@ async def _until_disconnect(request: Request) -> None:
 
 def run_app(app: FastAPI, host: str, port: int, shutdown_s: float, **settings: Any) -> None:
     """Serve an application until Ctrl-C or SIGTERM; running requests then have `shutdown_s` seconds left."""
-    graceful_s = max(1, round(shutdown_s))
-    config = uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=graceful_s, **settings)
-    ServerWithHardStop(config, shutdown_s + _GRACE_S).run()
-
-
-class ServerWithHardStop(uvicorn.Server):
-    """Kills the process `end_s` seconds after a signal, since threads in libraries cannot be interrupted."""
-
-    def __init__(self, config: uvicorn.Config, end_s: float) -> None:
-        super().__init__(config)
-        self._end_s = end_s
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.should_exit:
-            timer = threading.Timer(self._end_s, self._end, [128 + sig])
-            timer.daemon = True
-            timer.start()
-        super().handle_exit(sig, frame)
-
-    def _end(self, status: int) -> None:
-        logger.warning("ended with a request still running, %.1f s after the signal", self._end_s)
-        logging.shutdown()
-        os._exit(status)
+    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=max(1, round(shutdown_s)), **settings)

@@ -99,9 +99,11 @@ def _process(path: str, body: bytes, config: ServeConfig, cpu_s: float) -> Proce
     with _limited(cpu_s, config.max_prepare_bytes):
         try:
             return _processor.process(path, body, config)
-        except MemoryError:
-            # Left-over memory would count against later requests.
-            os._exit(1)
+        except Exception as error:
+            if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+                # Left-over memory would count against later requests.
+                os._exit(1)
+            raise
 
 
 @contextmanager

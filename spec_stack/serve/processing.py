@@ -16,8 +16,8 @@ from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, special_tokens
 from spec_stack.hf.structured import Grammars, SerializedFormat, structured_problem
 from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.grammar_size import check_grammar_size
 from spec_stack.serve.protocol import REQUESTS, BadRequestError, ChatCompletionRequest, GenerationRequest
-from spec_stack.serve.request_limits import check_limits
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ class RequestProcessor:
     def _process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
         request, ignored = self._validated(path, body, config)
         options, source = request.options(config), request.source()
-        if not config.allow_request_templates:
-            self._check_template_kwargs(source.chat_template_kwargs)
+        self._check_template_kwargs(source.chat_template_kwargs)
         if config.strip_special_tokens and source.messages is not None:
             special = list(special_tokens(self._tokenizer))
             stripped = [
@@ -90,7 +89,7 @@ class RequestProcessor:
             raise ValueError(f"the body is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError("the body must be a JSON object")
-        check_limits(values, config.max_prompt_chars or len(body), config.max_grammar_size)
+        check_grammar_size(values, config.max_grammar_size)
         request = REQUESTS[path].model_validate(values)
         if request.model not in (None, config.model_name):
             raise BadRequestError(f"there is no model {request.model!r} here, only {config.model_name!r}", "model", 404)
@@ -100,14 +99,11 @@ class RequestProcessor:
         return request, ignored
 
     def _check_template_kwargs(self, given: Mapping[str, Any]) -> None:
-        """Raise ValueError for tokenizer arguments among the template's variables."""
-        if not given:
-            return
-        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        """Raise ValueError for tokenizer arguments, such as a template, among the template's variables."""
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters if given else ()
         if switches := [name for name in given if name in own]:
             raise ValueError(
-                f"chat_template_kwargs: {', '.join(switches)} is not taken from requests; a server begun with "
-                "--allow-request-templates takes it"
+                f"chat_template_kwargs: {', '.join(switches)} is not taken from requests, only the template's variables"
             )
 
     def _compiled_format(

@@ -15,14 +15,17 @@ from pydantic import (
     Field,
     ValidationError,
     WrapValidator,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from spec_stack.hf.prompt import PromptSource
 from spec_stack.serve.config import ServeConfig
+from spec_stack.settings.checks import require
 
 MAX_TOP_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_CHARS = 64, 1000
 CANCELLED = "the request was cancelled"
 FAILED = "the server could not answer this request; its log says why"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "cancelled"}
@@ -97,6 +100,16 @@ class _Options(BaseModel):
     sparse_prefill: str | None = None
     policy: str | None = None
     gamma: int | None = None
+
+    @field_validator("stop", "stop_token_ids")
+    @classmethod
+    def _few(cls, stops: str | list[Any]) -> str | list[Any]:
+        """Few and short ones: each is searched for at every step."""
+        listed = stops if isinstance(stops, list) else [stops]
+        require(len(listed) <= MAX_STOPS, f"{len(listed)} entries; this server takes {MAX_STOPS}")
+        is_long = any(isinstance(stop, str) and len(stop) > MAX_STOP_CHARS for stop in listed)
+        require(not is_long, f"a stop string is over {MAX_STOP_CHARS} characters")
+        return stops
 
 
 class GenerationRequest(_Options, ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from spec_stack.api.answering import samples
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.fair_executor import FairExecutor, Job, RequestCancelled
+from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, RequestCancelled
 from spec_stack.serve.metrics import ServerMetrics
 from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
 from spec_stack.serve.responses import Json, ResponseBuilder
@@ -45,31 +46,25 @@ class Worker:
         self.queue = FairExecutor(
             "spec-stack-serve", config.max_queued, config.max_queued_per_client, self.metrics.wait_s.observe
         )
-        self.metrics.gauge("requests_running", "Requests being answered", lambda: int(self.is_busy))
+        self.metrics.gauge("requests_running", "Requests being answered", lambda: int(self.queue.is_busy))
         self.metrics.gauge("requests_waiting", "Requests in the queue", self.queue.__len__)
         self.metrics.gauge("sessions", "Conversations kept", self.sessions.__len__)
 
-    @property
-    def is_busy(self) -> bool:
-        running = self.queue.running
-        return running is not None and not running.done()
-
-    def submit(self, client: str, request: QueuedRequest) -> Job[Answer]:
+    def submit(self, client: str, request: QueuedRequest) -> asyncio.Task[Answer]:
         """Queue a request. The result is the whole response, or the error. Raises QueueFullError."""
-        return self.queue.submit(client, partial(self._run, request))
+        return self.queue.submit(client, partial(self._run, client, request))
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Cancel all requests; returns when the running one has ended, or after a second."""
-        self.queue.close()
         # A step may take longer; its session is freed with the process.
-        if not self.is_busy:
+        if await self.queue.close():
             self.sessions.close()
 
-    def _run(self, request: QueuedRequest, job: Job[Answer]) -> Answer:
+    def _run(self, client: str, request: QueuedRequest, check_cancelled: CheckCancelled) -> Answer:
         answer: Answer
         try:
-            with self.sessions.lend(job.client, request.prompt) as session:
-                self._generate(request, session, job.check_cancelled)
+            with self.sessions.lend(client, request.prompt) as session:
+                self._generate(request, session, check_cancelled)
             outcome, answer = "ok", request.builder.whole()
         except RequestCancelled:
             outcome, answer = "cancelled", BadRequestError(CANCELLED, status=503)
@@ -81,7 +76,7 @@ class Worker:
         self.metrics.requests.labels(outcome).inc()
         return answer
 
-    def _generate(self, request: QueuedRequest, session: Session, check_cancelled: Callable[[], None]) -> None:
+    def _generate(self, request: QueuedRequest, session: Session, check_cancelled: CheckCancelled) -> None:
         """Generate all choices."""
         options = {**request.options, "on_progress": lambda *_: check_cancelled()}
         for index, choice in enumerate(samples(options, len(request.builder.choices))):

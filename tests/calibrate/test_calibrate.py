@@ -11,8 +11,8 @@ import torch
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.calibrate import search
+from spec_stack.calibrate.choice import Setting
 from spec_stack.calibrate.config import CalibrateConfig
-from spec_stack.calibrate.heads import Setting
 from spec_stack.calibrate.judged import ScoredPrompt, judge, needed
 from spec_stack.calibrate.prompts import Prompt, PromptMaker, Task
 from spec_stack.calibrate.report import format_calibration

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
-from spec_stack.calibrate.choice import choose
-from spec_stack.calibrate.heads import Case, HeadRanking, Setting, settings_of
+from spec_stack.calibrate.choice import Case, HeadRanking, Setting, choose, settings_of
 from spec_stack.calibrate.judged import ScoredPrompt, needed
 from spec_stack.calibrate.needles import FAMILIES
 from spec_stack.calibrate.prompts import Task, plan

@@ -42,7 +42,6 @@ def reduce(records: list[StepRecord], folder: Path) -> None:
                 record.precision,
                 gamma,
                 record.task,
-                record.step,
                 record.num_accepted,
                 record.num_accepted / record.gamma,
                 record.num_tokens,
@@ -90,7 +89,7 @@ def test_the_authors_steps_become_columns(tmp_path: Path) -> None:
     table = read_steps(tmp_path / published.STEPS_FILE)
     assert table.num_accepted.tolist() == [record.num_accepted for record in records]
     assert table.mean_entropy == pytest.approx([record.signals.mean_entropy for record in records], abs=1e-4)
-    assert len(set(table.run.tolist())) == len({(record.request_id, record.policy) for record in records})
+    assert set(table.precision) == {record.precision for record in records}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from experiments.serving import bench, parts
-from experiments.serving.client import Answer, Client, Prompts
+from experiments.serving.client import Answer, Client, document
 
 ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
 
@@ -36,7 +36,7 @@ class Parrot(Client):
 
 
 def test_a_document_has_the_tokens_asked_for(tokenizer: Any) -> None:
-    assert abs(len(Prompts(tokenizer).document(500, seed=1)) - 500) < 60
+    assert abs(len(document(tokenizer, 500, seed=1)) - 500) < 60
 
 
 def test_every_arm_is_the_first_one_equally_often_and_none_is_left_out() -> None:

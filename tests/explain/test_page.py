@@ -13,10 +13,9 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.main import main
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.explain.command import explain_live
+from spec_stack.explain.command import explain_live, render
 from spec_stack.explain.data import Explanation, PromptView, QuerySegment, RunView, TurnView, WrittenToken
 from spec_stack.explain.observe import watch_prompt, watch_turns, watching
-from spec_stack.explain.page import render
 from tests.support.models import make_model, make_tokenizer
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- {{data}} {{title}} & \u2028"

@@ -7,16 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 pytest.importorskip("fastapi")
-from openai import OpenAI
-
 from spec_stack import SpecStackGenerator
 from spec_stack.serve.app import build_app
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.worker import Worker
 from tests.support.running_app import RunningApp
-
-Connect = Callable[..., OpenAI]
 
 
 class Server(RunningApp):

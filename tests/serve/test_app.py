@@ -189,7 +189,7 @@ def test_tools_are_written_into_the_prompt(embedded: SpecStackGenerator, start: 
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS}, "the tools are look_up"),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice must be"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
-        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "--allow-request-templates"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "is not taken from requests"),
         ({"extra_body": {"policy": "nope"}}, "nope"),
         ({"extra_body": {"gamma": 99}}, "gamma"),
         ({"extra_body": {"sparse_prefill": "maybe"}}, "sparse_prefill must be one of"),
@@ -370,9 +370,9 @@ def test_a_stream_that_is_closed_ends_the_work_and_the_next_request_is_served(st
     server = start()
     stream = _open_stream(server)
     next(iter(stream))
-    assert server.worker.is_busy
+    assert server.worker.queue.is_busy
     stream.close()
-    assert until(lambda: not server.worker.is_busy)
+    assert until(lambda: not server.worker.queue.is_busy)
     assert server.client().completions.create(prompt="a", max_tokens=1, **GREEDY).choices
 
 
@@ -406,7 +406,7 @@ def test_health_and_metrics_tell_how_it_goes(start: Start) -> None:
     connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     connection.request("GET", "/health")
     assert json.loads(connection.getresponse().read()) == {"status": "ok"}
-    assert until(lambda: not server.worker.is_busy)
+    assert until(lambda: not server.worker.queue.is_busy)
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()
     assert 'spec_stack_requests_total{outcome="ok"} 1.0' in lines
@@ -423,7 +423,7 @@ def test_a_server_that_is_told_to_end_cancels_what_runs_and_ends(start: Start) -
     server.stop()
     assert monotonic() - begun < 30
     assert not [
-        thread for thread in threading.enumerate() if thread.name == "spec-stack-serve" and server.worker.is_busy
+        thread for thread in threading.enumerate() if thread.name == "spec-stack-serve" and server.worker.queue.is_busy
     ]
 
 

