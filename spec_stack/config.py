@@ -30,7 +30,7 @@ ScoringQueries = Literal["look_ahead", "prompt"]
 HeadVote = Literal["max", "mean"]
 SparsePrefill = Literal["auto", "on", "off", "draft_only"]
 Positions = Literal["original", "contiguous"]
-DraftStep = Literal["auto", "eager", "static"]
+DraftStep = Literal["auto", "eager", "static", "compiled"]
 ProposerName = Literal["auto", "model", "ngram", "both"]
 # Valid names: the keys of the registries, which append to these lists on import. No component is imported.
 KNOWN_POLICIES: list[str] = []
@@ -275,8 +275,9 @@ class LoadConfig:
     draft_step: DraftStep = option(
         "auto",
         "how forwards of 1 to 16 tokens run: 'eager', operator by operator; 'static', over whole buckets of 256 cache "
-        "slots, on CUDA in graphs that replay without Python. 'auto' is static on CUDA and eager on a CPU. A model "
-        "without fixed shapes stays eager, and the metrics say why",
+        "slots, on CUDA in graphs that replay without Python; 'compiled', as static with the draft's one-token forward "
+        "compiled by torch, which takes minutes at the first load and needs a C++ compiler. 'auto' is static on CUDA "
+        "and eager on a CPU. A model without fixed shapes stays eager, and the metrics say why",
     )
 
     def __post_init__(self) -> None:

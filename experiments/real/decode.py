@@ -5,7 +5,7 @@ speed meets all of them; seconds are CPU seconds, since machines are shared: of 
 follows the first token (decode_s). All arms run the same weights in the same layout. Ours keep over a run what they
 learn, as in a generator: *default* (draft and n-gram lookup), *draft* (the draft alone), *fixed* (--gamma tokens a
 step, by the draft alone), *whole* (the same, the draft over the whole of a long prompt), *own look-up* (no draft), and
-any policy by name, with the draft alone; *static* is *draft* with that `draft_step`. Transformers':
+any policy by name, with the draft alone; *static* and *compiled* are *draft* with that `draft_step`. Transformers':
 *assisted* (its dynamic rule), *assisted 3, 5, 10* (so many tokens a step), *look-up 10* and *look-up 10 by 3-grams*,
 its best setting over recorded texts; *assisted 5 static*, *assisted 5 compiled* and *look-up 10 static*, whose target
 has a static cache and is compiled (its assistant cannot have one in 5.24).
@@ -180,6 +180,7 @@ def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dic
         "default": ours(policy, {"proposer": "both"}),
         "draft": by_draft(policy),
         "static": by_step("static"),
+        "compiled": by_step("compiled"),
         "fixed": ours("fixed", _DRAFT, gamma=gamma),
         "whole": ours("fixed", _DRAFT | {"sparse_prefill": "off"}, gamma=gamma),
         "own look-up": ours(policy, {"proposer": "ngram"}),
@@ -190,7 +191,7 @@ def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dic
 THEIRS = ("assisted", "assisted 3", "assisted 5", "assisted 10", "look-up 10", "look-up 10 by 3-grams")
 ARMS = (PLAIN, *THEIRS, "default", "draft", "fixed", "own look-up")
 OTHER_POLICIES = tuple(name for name in POLICY_NAMES if name not in ("fixed", DecodeConfig().policy))
-FIXED_SHAPES = ("static", "assisted 5 static", "assisted 5 compiled", "look-up 10 static")
+FIXED_SHAPES = ("static", "compiled", "assisted 5 static", "assisted 5 compiled", "look-up 10 static")
 MORE_ARMS = ("whole", *FIXED_SHAPES, *OTHER_POLICIES)
 
 
@@ -307,7 +308,8 @@ def compiled_assisted(target: PreTrainedModel, draft: PreTrainedModel, num_token
 
 def with_step(generator: SpecStackGenerator, draft_step: DraftStep) -> SpecStackGenerator:
     """The same pair with forwards of another kind."""
-    return SpecStackGenerator(generator.target, generator.draft, generator.tokenizer, draft_step=draft_step)
+    draft = generator.draft if draft_step != "compiled" else with_plain_weights(generator.draft)
+    return SpecStackGenerator(generator.target, draft, generator.tokenizer, draft_step=draft_step)
 
 
 def with_plain_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -53,7 +53,7 @@ class SpecStackGenerator(GenerationMixin):
         Default policy, which chooses gamma; the configuration's by default.
     draft_tokenizer : optional
         The draft's; the target's by default (`tokenizers.vocabulary.compare`).
-    draft_step : {"auto", "eager", "static"}
+    draft_step : {"auto", "eager", "static", "compiled"}
         How short forwards run (see `LoadConfig`).
 
     Raises
@@ -137,9 +137,10 @@ class SpecStackGenerator(GenerationMixin):
             Default policy, which chooses gamma; the configuration's by default.
         prepack_linears : bool, optional
             Prepack weights for the CPU; the model can then not be trained or copied. None prepacks where possible.
-        draft_step : {"auto", "eager", "static"}
+        draft_step : {"auto", "eager", "static", "compiled"}
             How the draft's steps and the verifications run (see `LoadConfig`): "static" in fixed shapes, on CUDA in
-            graphs. "auto" is static on CUDA and eager on a CPU.
+            graphs; "compiled" with the draft compiled too, whose first load takes minutes. "auto" is static
+            on CUDA and eager on a CPU.
         calibration : str, Path or bool, optional
             A file from `spec-stack calibrate` for this pair. It replaces defaults of `PrefillConfig`; values set in
             `config` stay. None uses the file in the draft's folder, or else the one shipped for this draft, if any;

@@ -79,7 +79,7 @@ def diagnose(
             report[role] |= {
                 "precision": resolved.name,
                 "prepack_linears": can_prepack(on, resolved.dtype),
-                "step": _describe_step(config, on, asked.draft_step, resolved),
+                "step": _describe_step(role, config, on, asked.draft_step, resolved),
             }
         report["decoding"] = _describe_decoding(*configs, precisions)
         tokenizers = loading.load_tokenizers(*sources)
@@ -105,9 +105,10 @@ def report_text(report: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"problem: {report['problem']}" if report["problem"] else "the pair fits together"])
 
 
-def _describe_step(config: Any, on: torch.device, asked: DraftStep, precision: Precision) -> str:
+def _describe_step(role: str, config: Any, on: torch.device, asked: DraftStep, precision: Precision) -> str:
     is_quantized = precision.is_stored or precision.name in QUANTIZED
-    return describe_step(why_eager(config, on, asked, is_quantized), on.type == "cuda")
+    reason = why_eager(config, on, asked, role == "draft", is_quantized)
+    return describe_step(reason, asked == "compiled" and role == "draft", on.type == "cuda")
 
 
 def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Precision]) -> str:

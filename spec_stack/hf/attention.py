@@ -43,10 +43,12 @@ class LayerCapture:
 
 
 class _Running(threading.local):
-    """What forwards of this thread capture and where their tokens stand."""
+    """What forwards of this thread capture and where their tokens stand. Set from the start: a compiled forward guards
+    that an attribute exists."""
 
-    captured: dict[int, LayerCapture] | None = None
-    slots: SlotPositions | None = None
+    def __init__(self) -> None:
+        self.captured: dict[int, LayerCapture] | None = None
+        self.slots: SlotPositions | None = None
 
 
 _thread = _Running()

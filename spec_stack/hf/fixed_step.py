@@ -1,11 +1,13 @@
 """Forwards of a few tokens in fixed shapes, over whole buckets of cache slots under a mask: CUDA captures one in a
-graph. A rollback is a counter."""
+graph, and torch compiles it once for all lengths. A rollback is a counter."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +18,7 @@ from spec_stack.config import DraftStep
 from spec_stack.decode.propose import draft_statistics
 from spec_stack.devices import CapturedCall, to_device
 from spec_stack.hf.architectures import has_windows, is_recurrent, is_supported, text_config
-from spec_stack.hf.cache import cache_parameter
+from spec_stack.hf.cache import cache_argument, cache_parameter, new_cache, reserve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +31,8 @@ WIDTHS = (1, 2, 4, 8, 16)
 _FIXED = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 # Forwards of a width in a bucket before its graph is captured, which costs about as much as three of them.
 _EAGER_BEFORE_CAPTURE = 2
+# Of a compiled forward: trial rounds, and the least share of time that it must save.
+_TRIAL_ROUNDS, _LEAST_SAVING = 15, 0.1
 _LONGEST_REASON = 200
 # Largest difference of a captured forward's logits to the eager ones, relative to the largest.
 _TOLERANCE = 0.02
@@ -74,6 +78,16 @@ def fixed_forward(
     return output.logits[0]  # type: ignore[no-any-return]
 
 
+def drawing_forward(
+    model: PreTrainedModel, name: str, inputs: torch.Tensor, keys: Buffers, values: Buffers, num_ids: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fixed_forward` of one token, and `draft_statistics` of num_ids logits; inputs become the likeliest token's."""
+    logits = fixed_forward(model, name, inputs, keys, values)
+    statistics = draft_statistics(logits[0, :num_ids])
+    follow_on(inputs, statistics, inputs[1:])
+    return logits, statistics
+
+
 def follow_on(inputs: torch.Tensor, statistics: torch.Tensor, place: torch.Tensor) -> None:
     """Set inputs (3, 1) to the token of the statistics, behind the place (2, 1): a position and a slot."""
     inputs.copy_(torch.cat([statistics[2].to(inputs.dtype).view(1, 1), place + 1]))
@@ -86,21 +100,21 @@ class FixedStep:
     def __init__(self, model: PreTrainedModel, asked: DraftStep, num_ids: int | None = None) -> None:
         self.model, self.draws, self._num_ids = model, num_ids is not None, num_ids
         self.is_captured = model.device.type == "cuda"
+        self.is_compiled = asked == "compiled" and self.draws
         is_quantized = bool(getattr(model, "is_quantized", False))
-        self.why_eager = why_eager(model.config, model.device, asked, is_quantized)
+        self.why_eager = why_eager(model.config, model.device, asked, self.draws, is_quantized)
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.why_eager = self.why_eager or "it is split over devices"
         self.forward = partial(fixed_forward, model, cache_parameter(model.__class__))
+        self._drawing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(drawing_forward, *self.forward.args)
+        if self.is_compiled and not self.why_eager:
+            self._compile()
 
     def __str__(self) -> str:
-        return describe_step(self.why_eager, self.is_captured)
+        return describe_step(self.why_eager, self.is_compiled, self.is_captured)
 
     def draw(self, inputs: torch.Tensor, keys: Buffers, values: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and `draft_statistics` of one token; inputs become the likeliest next one's."""
-        logits = self.forward(inputs, keys, values)
-        statistics = self.measure(logits[0])
-        follow_on(inputs, statistics, inputs[1:])
-        return logits, statistics
+        return self._drawing(inputs, keys, values, self._num_ids)
 
     def measure(self, logits: torch.Tensor) -> torch.Tensor:
         """`draft_statistics` of a row of logits (vocab,)."""
@@ -111,22 +125,55 @@ class FixedStep:
         self.why_eager = " ".join(str(why).split())[:_LONGEST_REASON]
         logger.warning("forwards of %s are eager from now on: %s", type(self.model).__name__, self.why_eager)
 
+    def _compile(self) -> None:
+        """Compile the drawing forward, unless a trial on a CPU shows no gain."""
+        eager, compiled = self._drawing, torch.compile(drawing_forward, fullgraph=True)
+        self._drawing = partial(compiled, *self.forward.args)
+        try:
+            saving = self._saving(eager)
+        except RuntimeError as error:
+            self.give_up(error)
+        else:
+            if not self.is_captured and saving < _LEAST_SAVING:
+                self.give_up("compiled, it is no faster here")
 
-def describe_step(why_eager: str, is_captured: bool) -> str:
+    def _saving(self, eager: Callable[..., Any]) -> float:
+        """The share of the eager forward's time that the compiled one saves."""
+        with torch.inference_mode():
+            cache = new_cache(self.model.config)
+            self.model(
+                input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device),
+                use_cache=True,
+                **cache_argument(self.model, cache),
+            )
+            fixed = FixedCache(self, *reserve(cache, 1))
+            seconds: dict[Callable[..., Any], list[float]] = {eager: [], self._drawing: []}
+            for _ in range(_TRIAL_ROUNDS):
+                for run, spent in seconds.items():
+                    began = perf_counter()
+                    run(fixed.place([0], [1], 1), fixed.keys, fixed.values, self._num_ids)
+                    spent.append(perf_counter() - began)
+        before, after = (median(spent[1:]) for spent in seconds.values())
+        return 1 - after / before
+
+
+def describe_step(why_eager: str, is_compiled: bool, is_captured: bool) -> str:
     """How the short forwards of a model run, for metrics and the doctor."""
     if why_eager:
         return f"eager ({why_eager})"
-    return "static" + (", in CUDA graphs" if is_captured else "")
+    return ("compiled" if is_compiled else "static") + (", in CUDA graphs" if is_captured else "")
 
 
-def why_eager(config: Any, device: torch.device, asked: DraftStep, is_quantized: bool) -> str:
-    """The reason against fixed shapes for a model; empty if there is none."""
+def why_eager(config: Any, device: torch.device, asked: DraftStep, draws: bool, is_quantized: bool) -> str:
+    """The reason against fixed shapes for a model; empty if there is none. draws: it is a draft."""
     if asked == "eager":
         return "as asked"
     if device.type not in ("cpu", "cuda"):
         return f"graphs are for CUDA, not for {device.type}"
     if device.type == "cpu" and asked == "auto":
-        return "on a CPU fixed shapes gain nothing"
+        return 'on a CPU fixed shapes alone gain nothing; draft_step="compiled" compiles the draft'
+    if device.type == "cpu" and asked == "compiled" and not draws:
+        return "on a CPU a padded verification costs more"
     return _unfit(text_config(config), is_quantized)
 
 
@@ -150,6 +197,9 @@ class FixedCache:
         self._inputs: dict[int, torch.Tensor] = {}
         self._captured: dict[int, CapturedCall] = {}
         self._num_runs = dict.fromkeys(WIDTHS, 0)
+        if step.is_compiled:
+            for buffer in (*keys, *values):
+                torch._dynamo.mark_dynamic(buffer, 2)
 
     @property
     def num_slots(self) -> int:

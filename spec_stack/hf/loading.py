@@ -262,7 +262,7 @@ def open_pair(
         _check_quantizable_source(role, source, precision.name)
     # A mapping uses the target's module names.
     maps = device_map, device_map if isinstance(device_map, str) else None
-    packs = _packs(precisions, on, prepack_linears, device_map)
+    packs = _packs(precisions, on, prepack_linears, device_map, load.draft_step == "compiled")
     found = zip(sources, configs, precisions, map(hub.options, _ROLES), maps, packs, strict=True)
     models = (FoundModel(source, config, each, on, *others) for source, config, each, *others in found)
     return FoundPair(next(models), next(models), load_tokenizers(*sources, hub), predictors_beside(sources[1]))
@@ -285,15 +285,18 @@ def _packs(
     on: torch.device,
     asked: bool | None,
     device_map: DeviceMap | None,
+    is_draft_compiled: bool,
 ) -> tuple[bool, bool]:
     """Whether each model is prepacked: by default, where possible. Raises ValueError if requested but impossible."""
+    if asked and is_draft_compiled:
+        raise ValueError('draft_step="compiled" excludes prepack_linears=True; leave one of them out')
     # A layer that accelerate may move must stay unchanged.
     first, second = (asked is not False and device_map is None and can_prepack(on, each.dtype) for each in precisions)
     if asked and not (first and second):
         refused = precisions[1 if first else 0].name
         place = f"on {on}" if device_map is None else "under a device_map"
         raise ValueError(f"linear layers cannot be prepacked {place} in {refused}; leave prepack_linears out")
-    return first, second
+    return first, second and not is_draft_compiled
 
 
 def _put(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate, cycle
+from shutil import which
 from typing import Any
 
 import pytest
@@ -19,7 +23,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.hf import fixed_step
 from spec_stack.hf.attention import install
 from spec_stack.hf.cache import cache_parameter
-from spec_stack.hf.fixed_step import FixedCache, FixedStep, why_eager
+from spec_stack.hf.fixed_step import WIDTHS, FixedCache, FixedStep, why_eager
 from spec_stack.hf.model import CachedModel
 from tests.support.cuda import Operators, blocking_copies, read_backs
 from tests.support.models import FAMILIES, VOCAB, make_model, random_prompt
@@ -102,6 +106,75 @@ def test_running_ahead_drafts_what_reading_every_token_drafts(draft_lag: int) ->
         propose(fixed, text, 6, Sampler(), {end_id}, run_ahead=fixed.run_ahead).token_ids[-1]
         == (propose(eager, text, 6, Sampler(), {end_id}).token_ids[-1])
     )
+
+
+def compiled_step(monkeypatch: pytest.MonkeyPatch, backend: Any, eager_s: float, compiled_s: float) -> FixedStep:
+    """A compiled draft step whose trial took these seconds."""
+    clock = accumulate(cycle([0.0, eager_s, 0.0, compiled_s]))
+    monkeypatch.setattr(fixed_step, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    return FixedStep(SHARED["llama"], "compiled", num_ids=VOCAB)
+
+
+def test_one_graph_without_a_break_serves_200_steps_over_the_borders_of_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # In a thread that has run no forward: what the graph's guards read is there from the start.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(compile_once_for_200_steps, monkeypatch).result()
+
+
+def compile_counter() -> Any:
+    # Imported here, since it takes two seconds.
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend("eager")
+
+
+def compile_once_for_200_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = compile_counter()
+    step = compiled_step(monkeypatch, counter, 2.0, 1.0)
+    assert str(step) == "compiled"
+    assert counter.frame_count == 1
+    eager, compiled = CachedModel(SHARED["llama"], 4096), CachedModel(SHARED["llama"], 4096, step=step)
+    for view in (eager, compiled):
+        view.forward(random_prompt(200), range(200), 1)
+    for position in range(200, 400):
+        logits = [view.forward([position % VOCAB], [position], 1) for view in (eager, compiled)]
+        torch.testing.assert_close(*logits, **TOLERANCE)
+        if position % 7 == 0:
+            for view in (eager, compiled):
+                view.rollback(1)
+                view.forward([3], [position], 1)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.nightly
+def test_a_verification_is_one_graph_a_width_too() -> None:
+    model, counter = SHARED["qwen2"], compile_counter()
+    torch._dynamo.reset()
+    compiled = torch.compile(fixed_step.fixed_forward, fullgraph=True, backend=counter, dynamic=False)
+    shape = 1, model.config.num_key_value_heads, 256, model.config.head_dim
+    for _ in range(2):
+        keys, values = ([torch.zeros(shape) for _ in model.model.layers] for _ in range(2))
+        for width in WIDTHS[::4]:
+            inputs = torch.arange(width).expand(3, width).contiguous()
+            with torch.inference_mode():
+                compiled(model, cache_parameter(type(model)), inputs, keys, values)
+    assert counter.frame_count == len(WIDTHS[::4])
+
+
+@pytest.mark.nightly
+def test_a_trial_without_a_gain_and_a_failed_compilation_leave_the_draft_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert str(compiled_step(monkeypatch, "eager", 1.0, 1.0)) == "eager (compiled, it is no faster here)"
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    assert "no compiler here" in str(compiled_step(monkeypatch, fails, 2.0, 1.0))
 
 
 class LargestResult(TorchDispatchMode):
@@ -266,22 +339,42 @@ def test_a_step_reads_the_device_once_for_the_draft_and_once_for_the_verificatio
 )
 def test_what_has_no_fixed_shapes_stays_eager_and_says_why(kind: str, reason: str) -> None:
     on = torch.device("cuda")
-    told = why_eager(CONFIGS[kind], on, "auto", is_quantized=False)
+    told = why_eager(CONFIGS[kind], on, "auto", draws=True, is_quantized=False)
     assert (reason in told) if reason else not told
-    assert "quantized" in why_eager(CONFIGS["Llama"], on, "auto", is_quantized=True)
-    assert "as asked" in why_eager(CONFIGS["Llama"], on, "eager", is_quantized=False)
+    assert "quantized" in why_eager(CONFIGS["Llama"], on, "auto", draws=True, is_quantized=True)
+    assert "as asked" in why_eager(CONFIGS["Llama"], on, "eager", draws=True, is_quantized=False)
 
 
 def test_a_cpu_is_eager_by_default_and_the_doctor_says_so() -> None:
     report = diagnose(None, None, "fp32", "cpu")
     assert "on a CPU" in report["draft"]["step"]
-    report = diagnose(None, None, "fp32", "cpu", draft_step="static")
-    assert (report["draft"]["step"], report["target"]["step"]) == ("static", "static")
+    report = diagnose(None, None, "fp32", "cpu", draft_step="compiled")
+    assert report["draft"]["step"] == "compiled"
+    assert report["target"]["step"] == "eager (on a CPU a padded verification costs more)"
 
 
 def test_an_unknown_draft_step_is_refused_before_anything_is_loaded() -> None:
-    unknown: Any = "compiled"
+    unknown: Any = "graph"
     with pytest.raises(ValueError, match="draft_step must be one of"):
         LoadConfig(draft_step=unknown)
     with pytest.raises(ValueError, match="draft_step must be one of"):
         SpecStackGenerator.from_pretrained("/no/such/folder", "/no/such/folder", draft_step=unknown)
+    with pytest.raises(ValueError, match="excludes prepack_linears"):
+        SpecStackGenerator.from_pretrained(device="cpu", prepack_linears=True, draft_step="compiled")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
+def test_the_embedded_draft_compiled_drafts_the_same_tokens() -> None:
+    options: dict[str, Any] = {"max_tokens": 64, "gamma": 4, "proposer": "model", "return_records": True}
+    load: dict[str, Any] = {"device": "cpu", "precision": "fp32", "prepack_linears": False}
+    torch._dynamo.reset()
+    results = [
+        SpecStackGenerator.from_pretrained(**load, draft_step=step).generate("import os\n\n\ndef read(", **options)
+        for step in ("eager", "compiled")
+    ]
+    eager, compiled = results
+    assert compiled.metrics.draft_step == "compiled"
+    assert compiled.token_ids == eager.token_ids
+    assert [each.num_accepted for each in compiled.records] == [each.num_accepted for each in eager.records]
