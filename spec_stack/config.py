@@ -451,10 +451,10 @@ class SessionConfig:
         0,
     )
     recall_word_threshold: float | None = option(
-        1.0,
-        "sum of rare words in common with the new text's question, each counted as one over the segments that hold it "
-        "and short ones half, from which a dropped segment is recalled whatever its attention. None uses attention "
-        "alone",
+        0.9,
+        "sum of rare words in common with the new text's question, each over the root of the number of segments that "
+        "hold it and short ones half, from which a dropped segment is recalled whatever its attention. None uses "
+        "attention alone",
     )
     max_cached_tokens: int | None = option(
         None,

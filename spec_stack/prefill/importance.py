@@ -17,6 +17,8 @@ from spec_stack.prefill.alignment import Span
 _KEYS_PER_TILE = 1 << 14
 # Weight factor of a segment with a question mark.
 _QUESTION_MARK = 5.0
+# Most tokens between questions that count alike.
+_BETWEEN_QUESTIONS = 64
 # Factor of the subtracted background.
 _CONTRAST = 4.0
 _NO_LAYER = "no attention layer that sees the whole prompt was captured; the draft cannot score it"
@@ -93,13 +95,27 @@ def opening_attention(layers: Iterable[ScoredLayer], num_in_place: int, opening:
 
 
 def segment_weights(attention: torch.Tensor, segments: Sequence[Segment], opening: int) -> list[float]:
-    """The weight, up to 1, of each segment's queries, by `opening_attention` (num_prompt_tokens,) to the segment."""
+    """The weight, up to 1, of each segment's queries, by `opening_attention` (num_prompt_tokens,) to the segment.
+
+    Segments with a question mark near the heaviest one have its weight: two questions in one turn count alike.
+    """
     others = attention.cpu()[: len(attention) - opening]
     seen = torch.stack([others[slice(*segment.span)].mean() for segment in segments])
-    seen = seen * torch.tensor([_QUESTION_MARK if segment.is_question else 1.0 for segment in segments])
-    largest = seen.nan_to_num().max().clamp(min=torch.finfo(seen.dtype).tiny)
+    is_question = torch.tensor([segment.is_question for segment in segments])
+    seen = seen * torch.where(is_question, _QUESTION_MARK, 1.0)
+    known = seen.nan_to_num()
+    if is_question.any():
+        heaviest = int(torch.where(is_question, known, -1.0).argmax())
+        together = [_gap(segment.span, segments[heaviest].span) <= _BETWEEN_QUESTIONS for segment in segments]
+        seen = torch.where(is_question & torch.tensor(together) & ~seen.isnan(), known[heaviest], seen)
+    largest = known.max().clamp(min=torch.finfo(seen.dtype).tiny)
     weights: list[float] = (seen / largest).nan_to_num(nan=1.0).tolist()
     return weights
+
+
+def _gap(one: Span, other: Span) -> int:
+    """Tokens between two spans."""
+    return max(one[0], other[0]) - min(one[1], other[1])
 
 
 def over_queries(

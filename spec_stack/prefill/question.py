@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from math import sqrt
 
 import torch
 
@@ -77,14 +78,14 @@ def shared_rare_words(
 ) -> torch.Tensor:
     """Rare words in common with the question (num_segments,), fp32. asked: of `question_and_bodies`.
 
-    Each question word that at most six segments hold gives its weight divided by their number to each of them.
+    Each question word that at most six segments hold gives its weight divided by the root of their number to each.
     """
     weights, bodies = question_and_bodies(inputs, segments, asked)
     if inputs.pieces is not None:
         weights = {word: weight * _significance(str(word)) for word, weight in weights.items()}
     found = [weights.keys() & body for body in bodies]
     num_with = Counter(word for words in found for word in words)
-    rare = {word: weights[word] / number for word, number in num_with.items() if number <= _MOST_SEGMENTS}
+    rare = {word: weights[word] / sqrt(number) for word, number in num_with.items() if number <= _MOST_SEGMENTS}
     return torch.tensor([sum(rare.get(word, 0.0) for word in words) for words in found], dtype=torch.float32)
 
 

@@ -11,7 +11,14 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.importance import attention_to_prompt, mean_importance, pool, token_importance
+from spec_stack.prefill.importance import (
+    Segment,
+    attention_to_prompt,
+    mean_importance,
+    pool,
+    segment_weights,
+    token_importance,
+)
 from tests.support import reference
 from tests.support.models import FAMILIES, make_model, random_prompt
 from tests.support.scoring import score_prompt
@@ -106,3 +113,15 @@ def test_scores_of_half_precision_keys_are_computed_in_fp32() -> None:
     queries, keys = 8 * torch.randn(4, 3, 16).bfloat16(), 8 * torch.randn(2, 50, 16).bfloat16()
     expected = attention_to_prompt(queries.float(), keys.float(), 0.25)
     torch.testing.assert_close(attention_to_prompt(queries, keys, 0.25), expected)
+
+
+def test_questions_side_by_side_count_alike() -> None:
+    attention = torch.zeros(400)
+    for (start, stop), worth in (((10, 20), 0.1), ((100, 110), 0.4), ((112, 120), 0.2), ((130, 140), 0.3)):
+        attention[start:stop] = worth
+    spans = [(10, 20), (100, 110), (112, 120), (130, 140)]
+    segments = [
+        Segment(span, span, is_question) for span, is_question in zip(spans, (True, True, True, False), strict=True)
+    ]
+    # The first question is far from the heaviest, and the last segment is none.
+    assert segment_weights(attention, segments, 4) == pytest.approx([0.25, 1, 1, 0.15])

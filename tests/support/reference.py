@@ -110,6 +110,13 @@ def question_importance(
     means = [float(np.mean(each)) if each else None for each in others]
     seen = [None if each is None else each * (5 if mark else 1) for each, mark in zip(means, marked, strict=True)]
     largest = max(each for each in seen if each is not None)
+    asked = [(seen[at] or 0.0, -at) for at, mark in enumerate(marked) if mark]
+    if asked:
+        value, place = max(asked)
+        first, last = spans[-place]
+        for at, (start, stop) in enumerate(spans):
+            if marked[at] and seen[at] is not None and start - last <= 64 and first - stop <= 64:
+                seen[at] = value
     weights = [1.0 if each is None else each / largest for each in seen]
     queries, at = [], size
     for start, stop in repeated:

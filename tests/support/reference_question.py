@@ -63,7 +63,7 @@ def _closes(line: str, heading: str) -> bool:
 
 
 def shared(pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Mapping[int, float]) -> list[float]:
-    """The sums of the rare words' weights, each over the number of units that hold the word."""
+    """The sums of the rare words' weights, each over the root of the number of units that hold the word."""
     weights: dict[str, float] = {}
     for start in asked:
         if start - 1 not in asked:
@@ -79,7 +79,7 @@ def shared(pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Mappi
     for word, weight in weights.items():
         holders = [at for at, body in enumerate(bodies) if word in body]
         for at in holders if len(holders) <= 6 else []:
-            sums[at] += weight * (0.5 if _is_short(word) else 1) / len(holders)
+            sums[at] += weight * (0.5 if _is_short(word) else 1) / len(holders) ** 0.5
     return sums
 
 
