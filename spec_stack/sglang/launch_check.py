@@ -18,8 +18,8 @@ from spec_stack.sglang.support import (
     architecture_refusal,
     pruning_refusal,
     require_no_state,
+    require_scoring,
     require_slots,
-    scoring_refusal,
 )
 from spec_stack.sglang.threshold import with_threshold
 from spec_stack.tokenizers.chat_turns import ChatTurns
@@ -205,9 +205,7 @@ def _resolve(arguments: list[str]) -> Launch:
     else:
         backend = choose_backend(config, args, target, tokenizer, args.device)
         small = backend.config
-        refusal = scoring_refusal(args, target, small)
-        if refusal is not None:
-            raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
+        require_scoring(args, target, small)
     configs = target.hf_text_config, small.hf_text_config
     config = with_threshold(with_calibration(config, source, *configs), *configs)
     if algorithm == NAME and config.prefill.sparse_prefill == "draft_only":
