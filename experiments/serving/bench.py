@@ -6,8 +6,8 @@ defaults, and any other: --arm NAME='--LAUNCH FLAGS'. All run at once and sleep 
 request goes to one arm after the other, in a rotating order. Times are from sending a request to its first chunk.
 
 - conversations: documents with facts, one asked for in every turn: seconds to the first token, tokens given to the
-  target, right answers. With --check every reply beside Transformers' greedy text over the same tokens at the
-  same positions: where they part, and the gap of the two logits (a tie or not).
+  target, right answers. With --check every reply beside Transformers' greedy text over the kept tokens: where they
+  part, and the gap of the two logits (a tie or not).
 - lengths: one and four documents at once: tokens/s, acceptance, and whether all tokens are those of *off*.
 
 Request rates are what `python -m sglang.benchmark.serving` measures. On a CPU it needs the stand-ins of
@@ -84,20 +84,12 @@ def measure(options: argparse.Namespace, arms: Arms, tokenizer: Any) -> Iterator
 def parting(target: Target, row: Row) -> list[float] | None:
     """Where a reply parts from Transformers' greedy text, and the two logits' gap; None where it does not."""
     ids, spans, output = row["prompt_ids"], row["kept_spans"], row["output_ids"]
-    positions = [at for start, stop in spans for at in range(start, stop)] if spans else list(range(len(ids)))
-    (wanted,) = target.decode([target.prefill(ids, positions)], len(output))
+    kept = [ids[at] for start, stop in spans for at in range(start, stop)] if spans else list(ids)
+    (wanted,) = target.decode([target.prefill(kept, range(len(kept)))], len(output))
     at = next((index for index, (a, b) in enumerate(zip(wanted, output, strict=False)) if a != b), None)
     if at is None:
         return None
-    tokens = [ids[position] for position in positions] + wanted[:at]
-    places = [*positions, *range(len(ids), len(ids) + at)]
-    made = target.model(
-        torch.tensor([tokens]),
-        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
-        position_ids=torch.tensor([places]),
-        logits_to_keep=1,
-    )
-    logits = made.logits[0, -1].float()
+    logits = target.model(torch.tensor([kept + wanted[:at]]), logits_to_keep=1).logits[0, -1].float()
     return [float(at), float(logits[wanted[at]] - logits[output[at]])]
 
 

@@ -32,11 +32,13 @@ def log_failure(what: str, instead: str) -> None:
 
 
 @contextmanager
-def log_and_continue(what: str, instead: str) -> Iterator[None]:
-    """Log exceptions of the block instead of raising them. what: the name of the work, for the counts; instead: the
+def log_and_continue(what: str, instead: str, *raised: type[Exception]) -> Iterator[None]:
+    """Log exceptions of the block, but those to be raised. what: the name of the work, for the counts; instead: the
     fallback.
     """
     try:
         yield
+    except raised:
+        raise
     except Exception:
         log_failure(what, instead)

@@ -46,15 +46,9 @@ def _add_flags(add: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
 def _check_options(verify: Callable[..., None], params: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang turns the ValueError into a 400."""
     verify(params, *args, **kwargs)
-    refused: ValueError | None = None
-    with log_and_continue("reading a request's options", "the scheduler reads them again"):
+    with log_and_continue("reading a request's options", "the scheduler reads them again", ValueError):
         if params.custom_params and _is_on():
-            try:
-                RequestOptions.parse(params.custom_params, _config())
-            except ValueError as error:
-                refused = error
-    if refused is not None:
-        raise refused
+            RequestOptions.parse(params.custom_params, _config())
 
 
 # The process that writes replies

@@ -6,8 +6,7 @@ import contextlib
 import importlib.util
 import io
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,8 @@ from spec_stack.sglang.support import (
     architecture_refusal,
     pruning_refusal,
     require_no_state,
+    require_scoring,
     require_slots,
-    scoring_refusal,
 )
 from spec_stack.sglang.threshold import with_threshold
 from spec_stack.tokenizers.chat_turns import ChatTurns
@@ -31,19 +30,18 @@ def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
     """Resolve the arguments of an SGLang launch as SGLang does, and report the result as plain values.
 
     Sentences by topic; "problem": why the launch would end, or None; "warnings"; "numbers": the sentences' figures.
-    Reads configurations and tokenizers, from the hub too. Loads SGLang's plugins in this process. Raises ValueError
-    without SGLang in this Python.
+    Reads configurations and tokenizers, from the hub too. Loads SGLang's plugins, and leaves the flags in the
+    environment, as a launch does. Raises ValueError without SGLang in this Python.
     """
     if importlib.util.find_spec("sglang") is None:
         raise ValueError(f"--sglang asks SGLang itself, and this Python has none: {how_to_install('sglang')}")
     report: dict[str, Any] = {"arguments": list(arguments), "problem": None, "warnings": []}
-    with _environment_restored():
-        try:
-            report |= describe(_resolve(list(arguments)))
-        # Any exception of SGLang's here would end the launch too: it is the answer.
-        except Exception as error:
-            logging.getLogger(__name__).debug("the launch would end with", exc_info=True)
-            report["problem"] = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    try:
+        report |= describe(_resolve(list(arguments)))
+    # Any exception of SGLang's here would end the launch too: it is the answer.
+    except Exception as error:
+        logging.getLogger(__name__).debug("the launch would end with", exc_info=True)
+        report["problem"] = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     return report
 
 
@@ -205,9 +203,7 @@ def _resolve(arguments: list[str]) -> Launch:
     else:
         backend = choose_backend(config, args, target, tokenizer, args.device)
         small = backend.config
-        refusal = scoring_refusal(args, target, small)
-        if refusal is not None:
-            raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
+        require_scoring(args, target, small)
     configs = target.hf_text_config, small.hf_text_config
     config = with_threshold(with_calibration(config, source, *configs), *configs)
     if algorithm == NAME and config.prefill.sparse_prefill == "draft_only":
@@ -249,14 +245,3 @@ def _sizes_to_capture(args: Any) -> list[int] | None:
     if decode.backend == "disabled":
         return None
     return sorted({min(size, most or size) for size in decode.bs or ()})
-
-
-@contextlib.contextmanager
-def _environment_restored() -> Iterator[None]:
-    """Our flags, and some of SGLang's, are passed to other processes through the environment."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -25,7 +25,7 @@ from spec_stack.sglang.ranks import least_free_bytes
 from spec_stack.sglang.scoring import DraftScorer, Scorer
 from spec_stack.sglang.scoring_backend import ScoringBackend, choose_backend
 from spec_stack.sglang.server_args import NAME, ServerConfig
-from spec_stack.sglang.support import pruning_refusal, scoring_refusal
+from spec_stack.sglang.support import pruning_refusal, require_scoring
 from spec_stack.sglang.transformers_scoring import TransformersScorer
 
 logger = logging.getLogger(__name__)
@@ -135,9 +135,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     target = scheduler.tp_worker.model_runner
     device = target.device if target.device == "cpu" else f"{target.device}:{target.gpu_id}"
     backend = choose_backend(config, args, target.model_config, scheduler.tp_worker.tokenizer, device)
-    refusal = scoring_refusal(args, target.model_config, backend.config)
-    if refusal is not None:
-        raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
+    require_scoring(args, target.model_config, backend.config)
     kind = ScoringModel if backend.is_sglang else TransformersModel
     model = _load(backend, target, args) if backend.is_sglang else backend.config.load()
     # What `DraftScoringRunner` needs of SGLang's ModelRunner.

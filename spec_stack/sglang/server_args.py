@@ -25,7 +25,7 @@ NONE = "none"
 MOST_POOL_TOKENS = 65_536
 Backend = Literal["auto", "sglang", "transformers"]
 CONTIGUOUS = "a pruned prompt always stands at contiguous positions, as an ordinary, shorter prompt"
-"""The answer to the former settings of positions."""
+_GONE = {"positions": CONTIGUOUS, "predictor": "it was the policy speckv's, which cannot decide for a whole batch"}
 FollowUp = Literal["recall", "freeze", "afresh"]
 """Rules for the text of earlier turns. freeze: the earlier selection stays. recall: so it does, and dropped text that
 is relevant to the new turn is recalled. afresh: the whole prompt is selected anew."""
@@ -171,11 +171,9 @@ class ServerConfig:
             raise ValueError(
                 f"{', '.join(idle)} set how SPEC_STACK drafts, and beside a scoring_model it does not; leave them out"
             )
-        if "predictor" in values:
-            raise ValueError("predictor was the policy speckv's, which cannot decide for a whole batch; leave it out")
-        if "positions" in {*values, *_mapping("prefill", values.get("prefill", {}))}:
-            raise ValueError(f"leave positions out: {CONTIGUOUS}")
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
+        for name in _GONE.keys() & {*values, *prefill}:
+            raise ValueError(f"leave {name} out: {_GONE[name]}")
         prefill.update({name: values.pop(name) for name in _OF_PREFILL if name in values})
         recall = dict(_mapping("recall", values.pop("recall", {})))
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])

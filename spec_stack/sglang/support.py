@@ -84,8 +84,14 @@ def pruning_refusal(args: Any, draft: Any | None) -> str | None:
     return _DISAGGREGATED if _is_disaggregated(args) else None
 
 
-def scoring_refusal(args: Any, target: Any, scoring: Any) -> str | None:
-    """Why a scoring model cannot run beside SGLang's own algorithm, or none, or None."""
+def require_scoring(args: Any, target: Any, scoring: Any) -> None:
+    """Raise ValueError where a scoring model cannot run beside SGLang's own algorithm, or none."""
+    refusal = _scoring_refusal(args, target, scoring)
+    if refusal is not None:
+        raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
+
+
+def _scoring_refusal(args: Any, target: Any, scoring: Any) -> str | None:
     if flag := _first_set(args, *_GROUPS, "dllm_algorithm"):
         return f"{flag} is set; leave it out"
     if not target.is_generation:

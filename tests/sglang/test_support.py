@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.support import pruning_refusal, scoring_refusal
+from spec_stack.sglang.support import pruning_refusal, require_scoring
 
 
 def _model(context_len: int = 4096, architecture: str = "LlamaForCausalLM", is_generation: bool = True) -> Any:
@@ -26,7 +26,7 @@ def _args(**changed: Any) -> Any:
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"])
 def test_a_model_scores_for_a_target_of_any_architecture(architecture: str) -> None:
     args = _args(enable_hierarchical_cache=True, kv_cache_dtype="fp4_e2m1")
-    assert scoring_refusal(args, _model(architecture=architecture), _model()) is None
+    require_scoring(args, _model(architecture=architecture), _model())
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,8 @@ def test_what_a_model_cannot_score_beside_is_refused_by_name(
     args: dict[str, Any], target: dict[str, Any], named: str
 ) -> None:
     changed = SimpleNamespace(**{**vars(_args()), **args})
-    refusal = scoring_refusal(changed, _model(**target), _model())
-    assert refusal is not None
-    assert named in refusal
+    with pytest.raises(ValueError, match=named):
+        require_scoring(changed, _model(**target), _model())
 
 
 @pytest.mark.parametrize(
