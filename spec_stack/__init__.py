@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from spec_stack.config import (
         DecodeConfig,
         PrefillConfig,
-        PrefixCacheConfig,
         SamplingParams,
         SessionConfig,
         SpecStackConfig,
@@ -31,30 +30,17 @@ __version__ = "0.1.0"
 
 # Loaded on first use, so that importing only the controller does not import torch.
 _HOMES = {
-    "DecodeConfig": "config",
-    "PrefillConfig": "config",
-    "SpecStackConfig": "config",
-    "SpecStackGenerator": "api.generator",
-    "DraftSignals": "controller.base",
-    "Policy": "controller.base",
-    "StepContext": "controller.base",
-    "StepRecord": "controller.base",
-    "GenerationResult": "types",
-    "Metrics": "types",
-    "SamplingParams": "config",
-    "PruneResult": "api.pruner",
-    "Pruner": "api.pruner",
-    "PrunerConversation": "api.pruner",
-    "Session": "api.session",
-    "SessionConfig": "config",
-    "Selection": "types",
-    "StepOutput": "types",
-    "PrefixCacheConfig": "config",
-    "TokenLogprobs": "types",
-    "FidelityReport": "api.fidelity_report",
-    "measure_fidelity": "api.fidelity",
-    "with_draft": "api.custom_generate",
+    "api.custom_generate": ("with_draft",),
+    "api.fidelity": ("measure_fidelity",),
+    "api.fidelity_report": ("FidelityReport",),
+    "api.generator": ("SpecStackGenerator",),
+    "api.pruner": ("PruneResult", "Pruner", "PrunerConversation"),
+    "api.session": ("Session",),
+    "config": ("DecodeConfig", "PrefillConfig", "SamplingParams", "SessionConfig", "SpecStackConfig"),
+    "controller.base": ("DraftSignals", "Policy", "StepContext", "StepRecord"),
+    "types": ("GenerationResult", "Metrics", "Selection", "StepOutput", "TokenLogprobs"),
 }
+_GONE = {"PrefixCacheConfig": "a session keeps the caches of a prompt, and its fork() shares them"}
 __all__ = [
     "DecodeConfig",
     "DraftSignals",
@@ -63,7 +49,6 @@ __all__ = [
     "Metrics",
     "Policy",
     "PrefillConfig",
-    "PrefixCacheConfig",
     "PruneResult",
     "Pruner",
     "PrunerConversation",
@@ -83,6 +68,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"spec_stack.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'spec_stack' has no attribute {name!r}")
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"spec_stack.{home}"), name)
+    raise AttributeError(_GONE.get(name, f"module 'spec_stack' has no attribute {name!r}"))

@@ -472,23 +472,6 @@ class SessionConfig:
         )
 
 
-@documented
-@dataclass(frozen=True)
-class PrefixCacheConfig:
-    """What a generator stores of answered prompts, for calls outside a session with the same prefix."""
-
-    max_tokens: int = option(
-        0,
-        "most tokens of earlier prompts in both caches together, least recently used evicted first; a call reuses a "
-        "common prefix, and its tokens do not change. 0 is off",
-        0,
-        hint="; 0 is off",
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
 @dataclass(frozen=True)
 class SpecStackConfig:
     """The configuration of a `SpecStackGenerator` for all its requests.
@@ -501,11 +484,8 @@ class SpecStackConfig:
         Drafting.
     session : SessionConfig
         Cache limits and recall of sessions.
-    prefix_cache : PrefixCacheConfig
-        Stored prompts outside sessions.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
-    prefix_cache: PrefixCacheConfig = field(default_factory=PrefixCacheConfig)

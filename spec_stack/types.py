@@ -73,8 +73,6 @@ class Selection:
         Prompt tokens that stay in the target's cache.
     num_recomputed : int
         Tokens that were cached after recalled ones and are prefilled again. They too are among the first tokens.
-    num_new_held : int
-        Held tokens of the new text, from a stored prompt or from a turn that ended early.
 
     Raises
     ------
@@ -88,7 +86,6 @@ class Selection:
     num_recalled: int = 0
     num_held: int = 0
     num_recomputed: int = 0
-    num_new_held: int = 0
 
     def __post_init__(self) -> None:
         num_old = self.num_recalled + self.num_recomputed
@@ -107,7 +104,7 @@ class Selection:
     @property
     def num_new(self) -> int:
         """New tokens in the target's cache after prefill."""
-        return self.num_new_held + len(self.positions) - self.num_recalled - self.num_recomputed
+        return len(self.positions) - self.num_recalled - self.num_recomputed
 
     @property
     def keep_rate(self) -> float:

@@ -229,10 +229,6 @@ class SpecStackGenerator(GenerationMixin):
         with self.session(SessionConfig(recall=False)) as session:
             return session._sample(calls)
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all stored prompts (`PrefixCacheConfig.max_tokens`), and free their memory."""
-        self.engine.prefix_cache.clear()
-
 
 def calibrated(
     config: PrefillConfig,

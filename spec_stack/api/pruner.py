@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,7 @@ class Pruner:
     Raises
     ------
     ValueError
-        For a draft that cannot score, and for an invalid configuration.
+        For a draft that cannot score, a tokenizer without character offsets, and an invalid configuration.
 
     Examples
     --------
@@ -144,8 +144,8 @@ class Pruner:
     def __init__(self, draft: PreTrainedModel, tokenizer: Any, config: PrefillConfig | None = None) -> None:
         if config is not None and not isinstance(config, PrefillConfig):
             raise ValueError(f"config must be a PrefillConfig, got {type(config).__name__}")
-        if tokenizer is None:
-            raise ValueError("a Pruner needs the draft's tokenizer")
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError("a Pruner needs the draft's tokenizer, a fast one: it gives character offsets")
         self._pair = ModelPair.assemble(draft, draft, tokenizer)
         self.config = replace(
             config or PrefillConfig(), granularity="lines", scoring_queries="prompt", positions="contiguous"
@@ -232,7 +232,7 @@ class Pruner:
         Raises
         ------
         ValueError
-            For invalid values, malformed messages, and a tokenizer without character offsets.
+            For invalid values and malformed messages.
         """
         return self.conversation().prune(
             messages, keep_rate=keep_rate, max_tokens=max_tokens, question=question, protect=protect, marker=marker
@@ -341,7 +341,9 @@ class PrunerConversation:
         chat, contents = _contents(messages)
         _add_question(chat, contents, question)
         written, begins = self._write(chat, contents, isinstance(messages, str))
-        token_ids, starts, ends = _tokenize(self._pair, written)
+        encoded = self._pair.tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        token_ids = list(encoded.input_ids)
+        starts, ends = ([span[side] for span in encoded.offset_mapping] for side in (0, 1))
         num_old = max(0, min(num_shared(self._token_ids, token_ids), len(token_ids) - 1))
         pieces = self._pair.pieces(token_ids) or []
         borders, texts = line_borders(pieces), []
@@ -425,23 +427,6 @@ def _add_question(chat: list[Message], contents: list[list[_Part]], question: st
         chat.append({"role": "user"})
         contents.append([])
     contents[-1].append((_QUESTION, question))
-
-
-def _tokenize(pair: ModelPair, text: str) -> tuple[list[int], list[int], list[int]]:
-    """Token ids and character offsets of a text. Raises ValueError without offsets."""
-    tokenizer = pair.tokenizer
-    if tokenizer.is_fast:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        begins, ends = zip(*encoded.offset_mapping, strict=True) if encoded.input_ids else ((), ())
-        return list(encoded.input_ids), list(begins), list(ends)
-    token_ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-    pieces = pair.pieces(token_ids) or []
-    if "".join(pieces) != text:
-        raise ValueError(
-            f"{type(tokenizer).__name__} gives no offsets, and its tokens do not spell this text; use a fast tokenizer"
-        )
-    bounds = [0, *accumulate(map(len, pieces))]
-    return token_ids, bounds[:-1], bounds[1:]
 
 
 def _segments(text: str, borders: Sequence[int], characters: Sequence[int]) -> list[_Segment]:

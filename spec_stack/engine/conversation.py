@@ -135,8 +135,8 @@ class Conversation:
 class Turn:
     """A conversation's caches during one request. start: end of the earlier turns."""
 
-    # Whether all layers of the draft go over the prompt, and whether it drops what the selection drops.
-    _reads_whole, _drops_unselected = True, False
+    # Whether the draft, of which then all layers go over the prompt, keeps what the selection drops.
+    _keeps_index = True
 
     def __init__(
         self,
@@ -158,8 +158,6 @@ class Turn:
             self._dropped = dropped_positions(self.held, request.num_cached)
         # Whether the draft scores the prompt before the target's prefill.
         self.needs_scoring = request.scores or bool(self._dropped)
-        # Tokens of the prompt's prefix that neither model has to prefill again.
-        self.num_cached = request.num_cached
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         """Score the prompt: the target's selection, and the first proposal."""
@@ -172,21 +170,17 @@ class Turn:
             request.protected,
             request.tokenization,
             self._pair.pieces(request.prompt_ids),
-            self._reads_whole,
-            self._on_prefilled,
-            request.observer,
+            whole=self._keeps_index,
+            observer=request.observer,
             # Earlier questions have been scored, and count again only where new text is pruned.
-            0 if request.scores else self.start,
+            first_query=0 if request.scores else self.start,
         )
         room = max(0, self._room)
         recalled = recall_dropped(inputs, self._dropped, request.num_cached, request.prefill, self._config, room)
         selection = self._select(inputs, recalled, request.prefill if request.scores else None)
-        if self._drops_unselected:
-            drop_unselected(self.draft, inputs, selection, request.prefill, self._reads_whole)
+        if not self._keeps_index:
+            drop_unselected(self.draft, inputs, selection, request.prefill)
         return selection, proposal
-
-    def _on_prefilled(self) -> None:
-        """The draft has prefilled the prompt but the scoring queries."""
 
     def select_everything(self) -> Selection:
         """The selection of a turn without scoring."""
@@ -225,11 +219,8 @@ class Turn:
 class SingleTurn(Turn):
     """A request with its own caches; the draft drops what the selection drops."""
 
-    _reads_whole, _drops_unselected = False, True
+    _keeps_index = False
 
     def __init__(self, pair: ModelPair, request: Request) -> None:
         conversation = Conversation(pair, request.prefill.prefill_chunk)
         super().__init__(conversation, pair, request, _NO_RECALL, math.inf)
-
-    def select_everything(self) -> Selection:
-        return Selection.everything(self._request.prompt_ids)

@@ -21,10 +21,9 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.conversation import SingleTurn, Turn
 from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.prefix_cache import CachedPrefixTurn, PrefixCache
 from spec_stack.engine.request import Request, plan_request
-from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
+from spec_stack.hf.sampling import ignored_sampling
 from spec_stack.settings.warning import OnceEach
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
@@ -40,9 +39,8 @@ class Engine:
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}
         self._pool = PolicyPool(policy if policy is not None else config.decode.policy, options)
         self._ngram_policies = ObjectPool(NgramPolicy)
-        self.prefix_cache = PrefixCache(config.prefix_cache.max_tokens)
-        self._model_samples = ignored_sampling(pair.target.generation_config, SamplingParams()) != ""
         self._warnings = OnceEach()
+        self._model_samples = ignored_sampling(pair.target.generation_config, SamplingParams()) != ""
 
     def plan(
         self,
@@ -71,20 +69,8 @@ class Engine:
             )
 
     def run(self, request: Request) -> Generator[StepOutput, None, None]:
-        """Answer a planned request over its own caches, which begin with the stored prefix of its prompt."""
-        if self.prefix_cache.max_tokens:
-            return self._run_stored(request)
+        """Answer a planned request over its own caches."""
         return self.answer(request, SingleTurn(self.pair, request))
-
-    def _run_stored(self, request: Request) -> Generator[StepOutput, None, None]:
-        request.clock.resume()
-        caches = CachedPrefixTurn(self.pair, request, self.prefix_cache)
-        try:
-            yield from self.answer(request, caches)
-        except GeneratorExit:
-            caches.remember()
-            raise
-        caches.remember()
 
     def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
         """The steps of a planned request over these caches. Its clock pauses between the steps."""
@@ -154,10 +140,10 @@ class Engine:
             text = "new text" if request.num_cached else "prompt"
             reason += f", but chunks and protected spans cover the whole {text}"
         num_scored_tokens = len(request.prompt_ids) if scored else 0
-        return selection, proposal, self._begin_metrics(request, caches, selection, num_scored_tokens, reason, policy)
+        return selection, proposal, self._begin_metrics(request, selection, num_scored_tokens, reason, policy)
 
     def _begin_metrics(
-        self, request: Request, caches: Turn, selection: Selection, num_scored_tokens: int, reason: str, policy: str
+        self, request: Request, selection: Selection, num_scored_tokens: int, reason: str, policy: str
     ) -> Metrics:
         """A request's metrics before its first step."""
         return Metrics(
@@ -173,8 +159,8 @@ class Engine:
             draft_weight_bytes=self.pair.draft_weight_bytes,
             seed=None if request.sampler.is_greedy else request.params.seed,
             proposer=request.proposer,
-            num_new_tokens=len(request.prompt_ids) - caches.num_cached,
-            num_cached_tokens=caches.num_cached,
+            num_new_tokens=request.num_new_tokens,
+            num_cached_tokens=request.num_cached,
             num_recalled_tokens=selection.num_recalled,
             num_recomputed_tokens=selection.num_recomputed,
             decode_reason=request.decode_note,

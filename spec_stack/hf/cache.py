@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 BUCKET = 256
 """Slots by which a layer's buffers grow, so that the cache is copied only once per this many tokens."""
-# Spare memory above which `compact` copies the slots; below it less than a twentieth is wasted.
-_MOST_SLACK = 1.05
 # Attributes of recurrent states, and the options of `lazy_initialization` that allocate them.
 STATES = ("conv_states", "recurrent_states")
 
@@ -207,17 +205,6 @@ def show(cache: DynamicCache, num_slots: int) -> None:
     """Take the first num_slots of all reserved buffers for cached."""
     for layer in cache.layers:
         layer.show(num_slots)
-
-
-def compact(cache: DynamicCache) -> None:
-    """Move keys and values out of larger buffers, which cropping keeps alive."""
-    for layer in _attention_layers(cache):
-        for name in ("keys", "values"):
-            tensor = getattr(layer, name)
-            if tensor.untyped_storage().nbytes() > _MOST_SLACK * tensor.nbytes:
-                setattr(layer, name, tensor.clone())
-        if isinstance(layer, PreallocatedLayer):
-            layer.unshare()
 
 
 def _attention_layers(cache: DynamicCache) -> Iterable[Any]:

@@ -138,12 +138,6 @@ class CachedModel:
         other.num_to_recompute, other._recalled_end = self.num_to_recompute, self._recalled_end
         return other
 
-    def compact(self) -> None:
-        """Free memory reserved for further tokens, for a cache that is stored."""
-        with torch.inference_mode():
-            model_cache.compact(self._cache)
-        self._fixed = None
-
     def release(self) -> None:
         """Free what a request captured; the next one captures its own."""
         self._settle()

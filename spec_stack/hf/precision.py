@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +32,6 @@ _PACKAGES = ("bitsandbytes", "accelerate")
 _CPU_TILE = (32, 64)
 # Number of weights above which a CPU keeps stored bf16; below it bf16 gains nothing and fp32 is more accurate.
 _LEAST_BF16_WEIGHTS = 50_000_000
-# nf4: half a byte per weight, a byte per 64 weights, a float per 256 of those bytes.
-_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass(frozen=True)
@@ -156,9 +153,9 @@ def _check_quantizable(role: str, name: str, config: Any) -> None:
 
 
 def estimate_bytes(config: Any, precision: Precision) -> int:
-    """Weight bytes at a precision, from the config; without prepacked copies."""
+    """Weight bytes at a precision, from the config; without prepacked copies and quantization constants."""
     linear, _, total = _count_weights(config)
-    per_linear = {"int8": 1.0, "nf4": _NF4_BYTES}.get(precision.name, precision.dtype.itemsize)
+    per_linear = {"int8": 1.0, "nf4": 0.5}.get(precision.name, precision.dtype.itemsize)
     return round(linear * per_linear + (total - linear) * precision.dtype.itemsize)
 
 
@@ -197,22 +194,9 @@ def _count_weights(config: Any) -> tuple[int, int, int]:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Weight memory in bytes, quantization constants and prepacked copies included; shared memory counts once."""
-    # Not from state_dict(): bitsandbytes undoes its CPU layout in it.
-    tensors = [*model.parameters(), *(tensor for module in model.modules() for tensor in _constants(module))]
+    """Weight memory in bytes, prepacked copies included; without quantization constants."""
     packed: int = sum(module.num_bytes for module in model.modules() if isinstance(module, PrepackedLinear))
-    held: int = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
-    return held + packed
-
-
-def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield a quantized layer's scales and codes (nested for double quantization)."""
-    codes = getattr(getattr(module, "weight", None), "quant_state", None)
-    scales = getattr(getattr(module, "state", None), "SCB", None)
-    holders = [vars(holder) for holder in (codes, getattr(codes, "state2", None)) if holder is not None]
-    for value in (scales, *(value for holder in holders for value in holder.values())):
-        if isinstance(value, torch.Tensor):
-            yield value
+    return int(model.get_memory_footprint(return_buffers=False)) + packed
 
 
 def precision_of(model: PreTrainedModel) -> str:

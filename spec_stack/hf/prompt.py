@@ -57,27 +57,6 @@ class EncodedPrompt:
             return self
         return replace(self, token_ids=[*self.token_ids, *token_ids], text=self.text + text)
 
-    def tail(self, start: int) -> EncodedPrompt:
-        """The prompt from this token on."""
-        protected = [(max(0, first - start), stop - start) for first, stop in self.protected if stop > start]
-        question = self.question
-        if question is not None:
-            question = (question[0] - start, question[1] - start) if question[0] >= start else None
-        return replace(self, token_ids=self.token_ids[start:], protected=protected, question=question)
-
-    def going_on(self, tail: EncodedPrompt) -> EncodedPrompt:
-        """This prompt followed by another one's tail, which is part of its text."""
-        length = len(self.token_ids)
-        protected = list(self.protected)
-        behind = [(first + length, stop + length) for first, stop in tail.protected]
-        if protected and behind and protected[-1][1] == behind[0][0]:
-            behind[0] = protected.pop()[0], behind[0][1]
-        question = self.question
-        if tail.question is not None:
-            question = tail.question[0] + length, tail.question[1] + length
-        token_ids = [*self.token_ids, *tail.token_ids]
-        return replace(tail, token_ids=token_ids, protected=protected + behind, question=question)
-
 
 def encode_prompt(
     tokenizer: Any, vocab_size: int, source: PromptSource, known: EncodedPrompt | None = None
@@ -297,7 +276,15 @@ def _splice(tokenizer: Any, encoded: EncodedPrompt, known: EncodedPrompt) -> Enc
     places = [at for at, token_id in enumerate(encoded.token_ids) if token_id == joint_id]
     if len(places) != text.count(joint):
         return encoded
-    return known.going_on(encoded.tail(places[text.count(joint, 0, length)]))
+    start = places[text.count(joint, 0, length)]
+    shift = len(known.token_ids) - start
+    behind = (at + shift for first, stop in encoded.protected for at in range(max(first, start), stop))
+    protected = _runs([*(at for span in known.protected for at in range(*span)), *behind])
+    question = known.question
+    if encoded.question is not None and encoded.question[0] >= start:
+        question = encoded.question[0] + shift, encoded.question[1] + shift
+    token_ids = [*known.token_ids, *encoded.token_ids[start:]]
+    return replace(encoded, token_ids=token_ids, protected=protected, question=question)
 
 
 def num_shared(one: Any, other: Any) -> int:

@@ -99,7 +99,7 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         try:
-            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
+            return from_tokenizer(self._tokenizer, n_vocab=max(self._vocab_size, len(self._tokenizer)))
         except Exception as error:
             # Any error on an unsupported tokenizer; the caller can only skip it.
             raise ValueError(f"response_format cannot be had with this tokenizer: {error}") from error
@@ -112,8 +112,9 @@ class Grammars:
 
     @cached_property
     def _unspoken(self) -> list[int]:
-        """Ids of special tokens, and ids without a token."""
-        return [*special_ids(self._tokenizer), *range(len(self._tokenizer), self._vocab_size)]
+        """Ids of special tokens, ids without a token, and tokens without a row of the model."""
+        beyond = range(*sorted((len(self._tokenizer), self._vocab_size)))
+        return [*special_ids(self._tokenizer), *beyond]
 
 
 def read_format(response_format: object) -> tuple[str, str]:

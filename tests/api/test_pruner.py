@@ -203,29 +203,7 @@ def test_without_a_template_roles_stand_in_its_place_and_a_text_is_read_as_it_is
         assert is_subsequence(shorter, text)
 
 
-class Slow:
-    """A tokenizer without offsets: one token a character, whose texts may be others."""
-
-    is_fast, chat_template, bos_token_id, eos_token_id = False, None, None, None
-
-    def __init__(self, spells: bool) -> None:
-        self._spells, self.added_tokens_decoder = spells, dict[int, Any]()
-
-    def __call__(self, text: str, **options: Any) -> Any:
-        return SimpleNamespace(input_ids=[ord(each) % 64 for each in text])
-
-    def decode(self, token_ids: list[int], **options: Any) -> str:
-        return "".join(self.convert_ids_to_tokens(token_id) for token_id in token_ids)
-
-    def convert_ids_to_tokens(self, token_id: int) -> str:
-        return "#" if not self._spells else "\n" if token_id == 10 else chr(token_id + 64)
-
-
-def test_a_tokenizer_without_offsets_has_to_spell_the_text() -> None:
-    config = PrefillConfig(chunk_size=4, keep_last=1)
-    text = "abcde\nfghij\n" * 20
-    result = Pruner(models.make_model(), Slow(spells=True), config).prune(text, keep_rate=0.3)
-    assert 0 < len(result.messages) < len(text)
-    assert is_subsequence(result.messages, text)
-    with pytest.raises(ValueError, match="Slow gives no offsets"):
-        Pruner(models.make_model(), Slow(spells=False), config).prune(text, keep_rate=0.3)
+def test_a_tokenizer_without_offsets_is_refused() -> None:
+    for tokenizer in (None, SimpleNamespace(is_fast=False)):
+        with pytest.raises(ValueError, match="character offsets"):
+            Pruner(models.make_model(), tokenizer)

@@ -17,7 +17,6 @@ from spec_stack.config import (
     HubConfig,
     LoadConfig,
     PrefillConfig,
-    PrefixCacheConfig,
     SamplingParams,
     SessionConfig,
 )
@@ -62,7 +61,6 @@ NOT_ANYWHERE = {
     "anchor_threshold": "recall_word_threshold",
     "draft[-_]slots": "draft_kv_budget",
     "skipped_layers": "first_scoring_layer",
-    "StoreConfig": "PrefixCacheConfig",
     "TextMemory": "SharedNgramCache",
     "controller_s": "policy_s",
     "not_wanted|not_possible|no_room": "disabled, unsupported, draft_pool_full",
@@ -72,7 +70,7 @@ NOT_ANYWHERE = {
     "refused?": "rejected",
 }
 _CONFIGS = (
-    *(PrefillConfig, DecodeConfig, SamplingParams, SessionConfig, PrefixCacheConfig, LoadConfig, HubConfig),
+    *(PrefillConfig, DecodeConfig, SamplingParams, SessionConfig, LoadConfig, HubConfig),
     *(CalibrateConfig, ServeConfig, ProxyConfig, ServerConfig),
 )
 # The project's own name, SpecPrefill the paper, a script, a generated table or a name that the library still has.

@@ -25,7 +25,7 @@ from transformers import (
     RwkvConfig,
 )
 
-from spec_stack import PrefillConfig, PrefixCacheConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.hf.architectures import check_architecture
 from tests.support import reference, tiny_architectures
 from tests.support.matrix import RandomGamma
@@ -226,19 +226,6 @@ def test_an_edited_turn_goes_back_and_a_dense_turn_stays_dense() -> None:
     for edited in ([*prompt, *first.token_ids, 5, 6], [*prompt[:70], 9, 9]):
         result = session.generate(input_ids=edited, max_tokens=8, sparse_prefill="off")
         assert result.token_ids == reference.greedy(make_model("Bloom"), kept_of(session, edited), 8)
-
-
-def test_a_store_changes_no_token() -> None:
-    prompt = random_prompt(100)
-    for name in ("Llama", "Bloom"):
-        plain = make_generator(name)
-        config = SpecStackConfig(plain.config.prefill, prefix_cache=PrefixCacheConfig(max_tokens=1000))
-        storing = SpecStackGenerator(make_model(name), tiny_architectures.make_model("Llama"), config=config)
-        for end in (80, 80, 100):
-            options = {"input_ids": prompt[:end], "max_tokens": 8, "sparse_prefill": "on"}
-            one, other = storing.generate(**options), plain.generate(**options)
-            assert one.token_ids == other.token_ids
-        assert storing.generate(**options).metrics.num_cached_tokens > 0
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -335,6 +335,19 @@ def test_a_recurrent_state_goes_back_without_reading_the_prompt_again() -> None:
     assert model.num_cached == NUM_PROMPT + 2 + 40 * 2
 
 
+def test_a_checkpoint_counts_no_tokens_that_wait_to_be_recomputed() -> None:
+    text = [*random_prompt(NUM_PROMPT), *random_prompt(6, seed=1)]
+    model, fresh = cached("Qwen3.5"), cached("Qwen3.5")
+    model.forward(text, range(len(text)), 7)
+    model.rollback(4)
+    assert model.num_to_recompute
+    model.checkpoint()
+    model.forward([5], [len(text) - 4], 1)
+    model.rollback(1)
+    expected = fresh.forward([*text[:-4], 7], range(len(text) - 3), 1)
+    torch.testing.assert_close(model.forward([7], [len(text) - 4], 1), expected, atol=1e-3, rtol=1e-3)
+
+
 def test_a_drafts_states_are_kept_per_token_so_that_it_reads_nothing_again() -> None:
     model = cached("Qwen3.5")
     model.forward(random_prompt(NUM_PROMPT), range(NUM_PROMPT), 1)

@@ -175,6 +175,18 @@ def test_a_forced_calls_marks_are_the_tokens_that_the_template_writes() -> None:
             assert max(int(row.sum()) for row in allowed) > 100
 
 
+@pytest.mark.parametrize("surplus", [-1, 5])
+def test_a_tokenizer_has_more_tokens_than_the_model_or_fewer(surplus: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
+    vocab_size = len(tokenizer) + surplus
+    grammar = Grammars(tokenizer, vocab_size).compile({"type": "regex", "pattern": "a+"}, [tokenizer.eos_token_id], 0)
+    assert grammar is not None
+    allowed = grammar.mask([], torch.zeros(1, vocab_size))[0].isfinite().nonzero()[:, 0].tolist()
+    assert allowed
+    assert set("".join(tokenizer.convert_ids_to_tokens(allowed))) == {"a"}
+
+
 def test_in_a_session_every_answer_begins_its_grammar_anew(embedded: SpecStackGenerator) -> None:
     session, messages = embedded.session(), list(MESSAGES)
     for _ in range(2):
