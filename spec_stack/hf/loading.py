@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,9 +78,10 @@ class FoundModel:
             if self.device_map is not None:
                 options["device_map"] = self.device_map
             # Without attn_implementation: SDPA, or eager attention for models without it (GPT-OSS).
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
-            )
+            with _quiet_bars(self.source):
+                model, loaded = AutoModelForCausalLM.from_pretrained(
+                    folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
+                )
         except (OSError, ImportError, SafetensorError, NotImplementedError) as error:
             raise ValueError(f"cannot load the weights of {self.source!r}: {error}") from error
         self._check_loaded(model, sorted(loaded["mismatched_keys"]), sorted(loaded["missing_keys"]))
@@ -119,7 +121,8 @@ class FoundPair:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.target.config), self.draft.load()
+            shell: PreTrainedModel = AutoModelForCausalLM.from_config(self.target.config)
+        return shell, self.draft.load()
 
 
 def resolve_device(device: str | None) -> torch.device:
@@ -297,6 +300,21 @@ def _packs(
         place = f"on {on}" if device_map is None else "under a device_map"
         raise ValueError(f"linear layers cannot be prepacked {place} in {refused}; leave prepack_linears out")
     return first, second and not is_draft_compiled
+
+
+@contextmanager
+def _quiet_bars(source: str) -> Iterator[None]:
+    """Hide the progress bar of the embedded models, which load in milliseconds."""
+    from transformers.utils import logging as transformers_logging
+
+    is_hidden = Path(source).is_relative_to(ASSETS) and transformers_logging.is_progress_bar_enabled()
+    if is_hidden:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_hidden:
+            transformers_logging.enable_progress_bar()
 
 
 def _put(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
