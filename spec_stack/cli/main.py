@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, ImportError) as error:
-        is_extra = isinstance(error, ImportError) and arguments.command in ("serve", "proxy")
+        is_extra = isinstance(error, ImportError) and getattr(arguments, "command", None) in ("serve", "proxy")
         problem = f"{error}; {how_to_install('serve')}" if is_extra else str(error)
         if getattr(arguments, "json", False):
             print(json.dumps({"error": problem}))
