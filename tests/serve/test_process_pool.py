@@ -14,9 +14,9 @@ pytest.importorskip("fastapi")
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.protocol import BadRequestError
-from tests.serve.hostile import CHAT, chat
+from tests.serve.hostile import CHAT, chat, schema
 
-LONG = [{"role": "user", "content": "many words " * 300_000}]
+LONG = [{"role": "user", "content": "many words " * 100_000}]
 
 
 def process(pool: RequestPool, body: bytes, **options: object) -> list[int]:
@@ -38,8 +38,9 @@ def test_workers_that_died_are_replaced(pool: RequestPool) -> None:
 def test_a_request_that_takes_too_long_ends_its_worker_and_no_other_request(pool: RequestPool) -> None:
     hello = chat()[1]
     token_ids = process(pool, hello)
-    with pytest.raises(BadRequestError, match=r"takes more than 0\.2 s of work or 256 MiB"):
-        process(pool, chat(messages=LONG)[1])
+    wide = {"type": "object", "properties": {f"p{at}": {"type": "string", "pattern": "^a{1,9}$"} for at in range(3000)}}
+    with pytest.raises(BadRequestError, match=r"takes more than 1\.\d s of work or 256 MiB"):
+        process(pool, schema(wide)[1])
     assert process(pool, hello) == token_ids
 
 
