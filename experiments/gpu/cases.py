@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from experiments.gpu.shapes import Models, random_prompt
-from experiments.gpu.timing import Budget, Timings, interleave, once
+from experiments.gpu.timing import interleave, once, rounded, summary
 from spec_stack import PrefillConfig, Selection, SpecStackConfig, SpecStackGenerator
 from spec_stack.config import DraftStep
 from spec_stack.hf.attention import install
@@ -28,24 +28,15 @@ GROWN = 64
 APART = 37
 
 
-def _ratio(over: Timings, under: Timings) -> float | None:
-    """Ratio of two medians; None where one is missing."""
-    return over.median_s / under.median_s if over.seconds and under.seconds else None
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
-
-
 def select_anything(prompt: list[int], keep_rate: float) -> Selection:
     """As many tokens as a keep_rate keeps, in chunks, chosen by random importance."""
     importance = torch.rand(len(prompt), generator=torch.Generator().manual_seed(1))
     return select(ScoringInputs(prompt, importance=importance), PrefillConfig(keep_rate=keep_rate))
 
 
-def bench_prefill(models: Models, length: int, repeats: int, budget: Budget) -> dict[str, Any]:
+def bench_prefill(models: Models, length: int, repeats: int) -> dict[str, Any]:
     """Time to first token through the generator, beside the bare forwards that bound it."""
-    shape, device = models.shape, models.device
+    shape = models.shape
     config = SpecStackConfig(prefill=PrefillConfig(prefill_chunk=shape.prefill_chunk))
     generator = SpecStackGenerator(models.target, models.draft, config=config)
     prompt = random_prompt(shape.num_tokens(length), shape.target.vocab_size)
@@ -53,55 +44,45 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget) -> 
     scoring_s: dict[float, list[float]] = {rate: [] for rate in selections}
 
     def first_step(keep_rate: float | None) -> None:
-        options = {"gamma": 0} if keep_rate is None else {"keep_rate": keep_rate}
-        step = next(
-            generator.stream(
-                input_ids=prompt, sparse_prefill="off" if keep_rate is None else "on", max_tokens=16, **options
-            )
-        )
+        options: dict[str, Any] = {"gamma": 0, "sparse_prefill": "off"}
+        if keep_rate is not None:
+            options = {"keep_rate": keep_rate, "sparse_prefill": "on"}
+        step = next(generator.stream(input_ids=prompt, max_tokens=16, **options))
         if keep_rate is not None:
             if step.record.keep_rate == 1:
                 raise RuntimeError("scoring failed and the prompt was prefilled densely; the warning above says why")
             scoring_s[keep_rate].append(step.record.draft_s)
 
-    def bare(model: Any, part: Selection, chunk: int = shape.prefill_chunk) -> Callable[[], Any]:
-        return lambda: CachedModel(model, chunk).forward(part.token_ids, part.positions, 1)
+    def bare(model: Any, part: Selection) -> Callable[[], Any]:
+        return lambda: CachedModel(model, shape.prefill_chunk).forward(part.token_ids, part.positions, 1)
 
-    whole = Selection.everything(prompt)
     variants: dict[str, Callable[[], Any]] = {
         "dense": partial(first_step, None),
-        "dense, one forward": bare(generator.target, whole, len(prompt)),
-        "draft, whole prompt": bare(generator.draft, whole),
+        "draft, whole prompt": bare(generator.draft, Selection.everything(prompt)),
     }
     for rate, selection in selections.items():
         variants[f"kept {rate}"] = bare(generator.target, selection)
         variants[f"sparse {rate}"] = partial(first_step, rate)
-    times = interleave(variants, repeats, device, budget)
-
-    dense, r = times["dense"], _ratio(times["draft, whole prompt"], times["dense"])
+    times = interleave(variants, repeats, models.device)
+    medians = {name: median(own) for name, own in times.items()}
+    r = medians["draft, whole prompt"] / medians["dense"]
     rows = []
     for rate, selection in selections.items():
-        gain, s = _ratio(dense, times[f"sparse {rate}"]), _ratio(times[f"kept {rate}"], dense)
-        bound = 1 / (r + s) if r is not None and s is not None else None
+        gain, s = medians["dense"] / medians[f"sparse {rate}"], medians[f"kept {rate}"] / medians["dense"]
         row = {
             "keep_rate": rate,
             "kept_tokens": len(selection.positions),
             "ttft_gain": gain,
             "s": s,
-            "bound": bound,
-            "share_of_bound": gain / bound if gain is not None and bound is not None else None,
-            "scoring_s": median(scoring_s[rate]) if scoring_s[rate] else None,
+            "bound": 1 / (r + s),
+            "share_of_bound": gain * (r + s),
+            "scoring_s": median(scoring_s[rate]),
         }
-        rows.append({name: _rounded(value) for name, value in row.items()})
-    return {
-        "tokens": len(prompt),
-        "r": _rounded(r),
-        "rows": rows,
-        "times": {name: timings.summary() for name, timings in times.items()},
-    }
+        rows.append({name: rounded(value) for name, value in row.items()})
+    return {"tokens": len(prompt), "r": rounded(r), "rows": rows, "times": summary(times)}
 
 
-def bench_decode(models: Models, role: str, cached: int, repeats: int, budget: Budget) -> dict[str, Any]:
+def bench_decode(models: Models, role: str, cached: int, repeats: int) -> dict[str, Any]:
     """Time a block of 1 to 9 tokens over a cache; of 1 and 2 for the draft, which is fed the last token or two."""
     model = models.draft if role == "draft" else models.target
     install(model)
@@ -114,14 +95,9 @@ def bench_decode(models: Models, role: str, cached: int, repeats: int, budget: B
         stepped.rollback(num_tokens)
 
     sizes = (1, 2) if role == "draft" else BLOCKS
-    times = interleave({str(size): partial(block, size) for size in sizes}, repeats, models.device, budget)
-    ratios = {name: _rounded(_ratio(timings, times["1"])) for name, timings in times.items()}
-    return {
-        "role": role,
-        "cached": cached,
-        "over_one": ratios,
-        "times": {name: timings.summary() for name, timings in times.items()},
-    }
+    times = interleave({str(size): partial(block, size) for size in sizes}, repeats, models.device)
+    over_one = {name: rounded(median(own) / median(times["1"])) for name, own in times.items()}
+    return {"role": role, "cached": cached, "over_one": over_one, "times": summary(times)}
 
 
 def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
@@ -147,7 +123,7 @@ def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
             run = partial(prompt, num_tokens, window)
             with torch.inference_mode():
                 cold, warm = once(run, device), min(once(run, device) for _ in range(3))
-            rows[f"{name} {num_tokens}"] = {"cold_ms": _rounded(cold * 1e3), "warm_ms": _rounded(warm * 1e3)}
+            rows[f"{name} {num_tokens}"] = {"cold_ms": rounded(cold), "warm_ms": rounded(warm)}
     return {"chunk": chunk, "rows": rows}
 
 
@@ -155,10 +131,10 @@ def _fixed_steps_ms(stepped: CachedModel, cached: int, device: torch.device, dra
     """A verification of five tokens and, of a draft, a token drafted eight at once, both warm."""
     spent: dict[str, list[float]] = {"verify_5_ms": []} | ({"ahead_ms": []} if drafts else {})
     for _ in range(8):
-        spent["verify_5_ms"].append(1e3 * once(partial(stepped.forward, [5] * 5, range(cached, cached + 5), 5), device))
+        spent["verify_5_ms"].append(once(partial(stepped.forward, [5] * 5, range(cached, cached + 5), 5), device))
         stepped.rollback(5)
         if drafts:
-            spent["ahead_ms"].append(1e3 / DRAFTED * once(partial(stepped.run_ahead, [5], [cached], DRAFTED), device))
+            spent["ahead_ms"].append(once(partial(stepped.run_ahead, [5], [cached], DRAFTED), device) / DRAFTED)
             stepped.rollback(stepped.num_cached - cached)
     return {name: median(values[4:]) for name, values in spent.items()}
 
@@ -174,10 +150,10 @@ def bench_growing(models: Models, cached: int, draft_step: DraftStep = "eager") 
         stepped = CachedModel(model, models.shape.prefill_chunk, step=step)
         stepped.forward(prompt, range(cached), 1)
         steps = [partial(stepped.forward, [5], [cached + step], 1) for step in range(GROWN)]
-        spent = [1e3 * once(step, models.device) for step in steps]
+        spent = [once(step, models.device) for step in steps]
         told = {"median_ms": median(spent), "first_ms": spent[0], "longest_ms": max(spent[1:])}
         if draft_step != "eager":
             told |= _fixed_steps_ms(stepped, cached + GROWN, models.device, drafts=role == "draft")
-        report[role] = {name: _rounded(value) for name, value in told.items()} | {"ran": str(step)}
-    report["c"] = _rounded(report["draft"]["median_ms"] / report["target"]["median_ms"])
+        report[role] = {name: rounded(value) for name, value in told.items()} | {"ran": str(step)}
+    report["c"] = rounded(report["draft"]["median_ms"] / report["target"]["median_ms"])
     return report

@@ -41,7 +41,7 @@ class Shape:
 
     target: LlamaConfig
     draft: LlamaConfig
-    lengths: tuple[int, ...] = (8192, 16384, 32768, 65536, 131072)
+    lengths: tuple[int, ...] = (8192, 16384, 32768, 65536)
     keep_rates: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5)
     cached: tuple[int, ...] = (1024, 8192, 32768)
     prefill_chunk: int = PrefillConfig.prefill_chunk

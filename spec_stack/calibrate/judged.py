@@ -4,7 +4,7 @@ evidence under these scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,14 +63,12 @@ def needed(judged: ScoredPrompt, scores: torch.Tensor) -> torch.Tensor:
     return share.clamp(max=1.0)
 
 
-def judge(
-    pair: ModelPair, index: CachedModel, prompt: Prompt, on_piece: Callable[[int, float], None] | None = None
-) -> ScoredPrompt:
+def judge(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
     """Score the part of a prompt that the index does not hold yet. index: the draft (`ModelPair.new_draft_cache`),
-    empty or with the previous prompt. on_piece: as in `hf.model.CachedModel`. The target's weights are not used."""
+    empty or with the previous prompt. The target's weights are not used."""
     token_ids, protected = prompt.token_ids, prompt.protected
     pieces = pair.pieces(token_ids)
-    draft = open_prompt(pair, index, prompt, on_piece)
+    draft = open_prompt(pair, index, prompt)
     look, _ = run_draft(
         draft, token_ids, lambda *_: Proposal(), BY_HEAD, prompt.tokenization, pieces=pieces, protected=protected
     )
@@ -93,11 +91,8 @@ def judge(
     )
 
 
-def open_prompt(
-    pair: ModelPair, index: CachedModel, prompt: Prompt, on_piece: Callable[[int, float], None] | None = None
-) -> DraftModel:
+def open_prompt(pair: ModelPair, index: CachedModel, prompt: Prompt) -> DraftModel:
     """The draft with the prompt's prefix that it shares with the previous prompt."""
-    index.on_piece = on_piece
     index.truncate(num_shared(index.token_ids, draft_ids(prompt)))
     return pair.draft_in_target_vocab(index, prompt.tokenization)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from spec_stack.api.fidelity import prompt_of
@@ -106,8 +107,8 @@ def fidelity_lines(report: FidelityReport) -> list[str]:
             f"prompt {example.number}, {example.what} at {example.setting}: {example.kind}, "
             f"{example.lost:+.3f} nats/token",
             f"  asked:  {example.question}",
-            f"  dense:  {_one_line(example.dense_answer)}",
-            f"  pruned: {_one_line(example.pruned_answer)}",
+            f"  dense:  {shorten(example.dense_answer, _ANSWER_CHARACTERS, placeholder=' …')}",
+            f"  pruned: {shorten(example.pruned_answer, _ANSWER_CHARACTERS, placeholder=' …')}",
         ]
     return lines
 
@@ -159,8 +160,3 @@ def _by_kind(report: FidelityReport) -> str:
     counts = Counter(row.kind for row in report.prompts)
     told = [f"{kind} {lost.value:+.3f} ({counts[kind]} prompts)" for kind, lost in by_kind]
     return f"nats/token lost at {report.shown.setting}, most first: {', '.join(told)}"
-
-
-def _one_line(text: str) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= _ANSWER_CHARACTERS else f"{flat[:_ANSWER_CHARACTERS]} …"

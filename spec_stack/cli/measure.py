@@ -4,6 +4,7 @@ draft's plus the target's at the keep rate, and two sparse prompts fit the rest.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -134,17 +135,15 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
         # One curve does not fit prompts both with and without a window.
         most = min(most, window[0] - 1)
     prompt = long_prompt(generator, most)
-    dense: dict[int, list[float]] = {}
-    sparse: dict[int, list[float]] = {}
-    draft: dict[int, list[float]] = {}
+    dense, sparse, draft = (defaultdict[int, list[float]](list) for _ in range(3))
     ttft(generator, prompt[:64], False, timer)
 
     def run(length: int) -> None:
         for _ in range(_REPEATS):
             ids = prompt[:length]
-            dense.setdefault(length, []).append(ttft(generator, ids, False, timer))
-            sparse.setdefault(length, []).append(ttft(generator, ids, True, timer))
-            draft.setdefault(length, []).append(_draft_pass(generator, ids, timer))
+            dense[length].append(ttft(generator, ids, False, timer))
+            sparse[length].append(ttft(generator, ids, True, timer))
+            draft[length].append(_draft_pass(generator, ids, timer))
 
     run(LENGTH)
     longer = _longer(LENGTH, median(dense[LENGTH]), len(prompt))

@@ -33,15 +33,7 @@ _MAX_HEADER = 300
 
 
 def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
-    """Build the proxy, whose scoring thread runs from its startup to its shutdown.
-
-    Parameters
-    ----------
-    pruner : Pruner
-        The draft, with its keep rate and threshold.
-    config : ProxyConfig
-        The upstream server and the limits.
-    """
+    """Build the proxy, whose scoring thread runs from its startup to its shutdown."""
     prompts, upstream = PromptPruner(pruner, config), Upstream(config)
 
     @asynccontextmanager

@@ -44,15 +44,8 @@ class Upstream:
         )
 
     async def send(self, request: Request, body: bytes) -> httpx2.Response:
-        """Forward a request, and return its response as soon as its headers are there.
-
-        Raises
-        ------
-        BadRequestError
-            For a path outside the upstream URL.
-        httpx2.HTTPError
-            Without a response.
-        """
+        """Forward a request, and return its response as soon as its headers are there. Raises BadRequestError for a
+        path outside the upstream URL, and httpx2.HTTPError without a response."""
         headers = _end_to_end(request.headers.raw, _NOT_FORWARDED)
         # Built by hand: the client would add headers of its own.
         forwarded = httpx2.Request(request.method, self._url(request.scope), headers=headers, content=body)

@@ -107,5 +107,9 @@ class FairExecutor:
         running.add_done_callback(release)
         try:
             return await asyncio.wrap_future(running)
+        except Exception as error:
+            # A traceback would keep the work's tensors.
+            error.with_traceback(None)
+            raise
         finally:
             is_over.set()

@@ -80,7 +80,7 @@ def test_the_budget_is_kept_and_what_is_judged_by_then_makes_a_calibration(
 ) -> None:
     now, told = [0.0], []
 
-    def judge_slowly(pair: ModelPair, index: CachedModel, prompt: Prompt, *rest: object) -> ScoredPrompt:
+    def judge_slowly(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
         now[0] += max(160, len(prompt.token_ids) - num_shared(index.token_ids, prompt.token_ids)) / 512
         return judge(pair, index, prompt)
 
@@ -172,7 +172,8 @@ def test_a_shape_more_of_a_document_goes_over_its_last_tokens_alone(pair: ModelP
 
     for shape, most in (("question last", 1400), ("JSON object", 400), ("tags", 1400)):
         read.clear()
-        judge(pair, index, maker.make(Task(1400, "fact", 1, False, shape)), count)
+        index.on_piece = count
+        judge(pair, index, maker.make(Task(1400, "fact", 1, False, shape)))
         assert most / 4 < sum(read) < most + 256
 
 
