@@ -28,3 +28,10 @@ def test_tracebacks_of_one_kind_do_not_fill_the_disk(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.ERROR), log_and_continue("a test of many", "nothing is lost"):
         raise ValueError("another failure")
     assert "another failure" in caplog.text
+
+
+def test_what_a_client_did_wrong_is_raised() -> None:
+    before = num_failures().get("a test of a client", 0)
+    with pytest.raises(ValueError, match="from a client"), log_and_continue("a test of a client", "", ValueError):
+        raise ValueError("from a client")
+    assert num_failures().get("a test of a client", 0) == before
