@@ -115,17 +115,16 @@ def _best(votes: torch.Tensor, least: float, segments: Segments, num_chunks: int
 def plan_cache_writes(
     held: Sequence[int],
     recalled: Sequence[int],
-    lost: Sequence[int] = (),
     place: RecallPlace = "last",
 ) -> tuple[int, list[int]]:
     """How many held slots stay, and the positions written behind them, increasing.
 
-    held: positions in the cache, in write order. recalled: recalled positions. lost: positions to be prefilled again.
+    held: positions in the cache, in write order. recalled: recalled positions.
     """
     num_unchanged = len(held)
     if recalled and place == "in_text":
         num_unchanged = bisect_left(held, recalled[0])
-    return num_unchanged, sorted([*held[num_unchanged:], *recalled, *lost])
+    return num_unchanged, sorted([*held[num_unchanged:], *recalled])
 
 
 def select_turn(
@@ -135,7 +134,6 @@ def select_turn(
     recalled: Sequence[int] = (),
     config: PrefillConfig | None = None,
     protected: Sequence[Span] = (),
-    lost: Sequence[int] = (),
     place: RecallPlace = "last",
 ) -> Selection:
     """Select the target's prefill in a turn: recalled old text, then the kept new text.
@@ -143,7 +141,7 @@ def select_turn(
     config: None keeps all of the new text. The other arguments are those of `plan_cache_writes`. The selection's
     num_held says how many held slots stay; the others are rolled back, and are part of it.
     """
-    num_unchanged, back = plan_cache_writes(held, recalled, lost, place)
+    num_unchanged, back = plan_cache_writes(held, recalled, place)
     prompt_ids = inputs.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:

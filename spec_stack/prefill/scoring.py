@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -61,7 +61,6 @@ def run_draft(
     config: PrefillConfig,
     tokenization: DraftTokenization | None = None,
     num_layers: int | None = None,
-    on_prefilled: Callable[[], None] | None = None,
     pieces: Sequence[str] | None = None,
     protected: Sequence[Span] = (),
     first_query: int = 0,
@@ -72,8 +71,7 @@ def run_draft(
     queries. The draft holds nothing or a prefix of the text, and afterwards the whole text and the look-ahead.
 
     tokenization: the text in the draft's own tokens. num_layers: layers that run; None is all, and fewer make the draft
-    useless for anything else. on_prefilled: called when the draft has seen all but the last queries. first_query: first
-    token whose segment may hold the question.
+    useless for anything else. first_query: first token whose segment may hold the question.
     """
     num_tokens, found = len(prompt_ids), None
     if config.queries_from_prompt:
@@ -84,8 +82,6 @@ def run_draft(
         unseen = range(draft.next_position, start)
         window = config.window_for(num_tokens)
         draft.prefill(prompt_ids[unseen.start : start], unseen, window, config.draft_sinks, num_layers)
-    if on_prefilled is not None:
-        on_prefilled()
     if found is not None:
         return _capture_candidates(draft, prompt_ids, found, tokenization, num_layers), Proposal()
     proposal = Proposal()
@@ -174,7 +170,6 @@ def gather_inputs(
     tokenization: DraftTokenization | None = None,
     pieces: Sequence[str] | None = None,
     whole: bool = False,
-    on_prefilled: Callable[[], None] | None = None,
     observer: Observer | None = None,
     first_query: int = 0,
 ) -> tuple[ScoringInputs, Proposal]:
@@ -194,7 +189,6 @@ def gather_inputs(
             config,
             tokenization,
             num_layers,
-            on_prefilled,
             pieces,
             protected,
             first_query,
@@ -206,12 +200,10 @@ def gather_inputs(
     return inputs, proposal
 
 
-def drop_unselected(
-    draft: ScoringModel, inputs: ScoringInputs, selection: Selection, config: PrefillConfig, whole: bool = False
-) -> None:
-    """Leave to the draft the kept slots of the prompt, and any look-ahead. whole: as in `gather_inputs`."""
+def drop_unselected(draft: ScoringModel, inputs: ScoringInputs, selection: Selection, config: PrefillConfig) -> None:
+    """Leave to the draft the kept slots of the prompt, and any look-ahead."""
     prompt_ids = inputs.prompt_ids
-    num_layers = config.num_scoring_layers if whole else num_layers_needed(config, draft.num_layers)
+    num_layers = num_layers_needed(config, draft.num_layers)
     if inputs.attention is None or num_layers is not None:
         # The last token is left to the first proposal.
         draft.reset_to(prompt_ids, [position for position in selection.positions if position < len(prompt_ids) - 1])

@@ -46,9 +46,12 @@ def _add_flags(add: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
 def _check_options(verify: Callable[..., None], params: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang turns the ValueError into a 400."""
     verify(params, *args, **kwargs)
-    with log_and_continue("reading a request's options", "the scheduler reads them again", ValueError):
-        if params.custom_params and _is_on():
-            RequestOptions.parse(params.custom_params, _config())
+    config = None
+    with log_and_continue("reading a launch's settings", "the scheduler reads the request's options"):
+        config = _config() if params.custom_params and _is_on() else None
+    if config is not None:
+        with log_and_continue("reading a request's options", "the scheduler reads them again", ValueError):
+            RequestOptions.parse(params.custom_params, config)
 
 
 # The process that writes replies

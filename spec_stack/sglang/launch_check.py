@@ -19,6 +19,7 @@ from spec_stack.sglang.support import (
     require_no_state,
     require_scoring,
     require_slots,
+    untested_refusal,
 )
 from spec_stack.sglang.threshold import with_threshold
 from spec_stack.tokenizers.chat_turns import ChatTurns
@@ -214,7 +215,7 @@ def _resolve(arguments: list[str]) -> Launch:
         target=target,
         small=small,
         config=config,
-        refusal=pruning_refusal(args, small if algorithm == NAME else None),
+        refusal=pruning_refusal(args, small if algorithm == NAME else None) or untested_refusal(args, target, config),
         vocabularies=backend.vocabularies(target.vocab_size),
         scoring=str(backend),
         own_bytes=0 if backend.is_sglang else small.bytes_per_token,

@@ -25,7 +25,7 @@ from spec_stack.sglang.ranks import least_free_bytes
 from spec_stack.sglang.scoring import DraftScorer, Scorer
 from spec_stack.sglang.scoring_backend import ScoringBackend, choose_backend
 from spec_stack.sglang.server_args import NAME, ServerConfig
-from spec_stack.sglang.support import pruning_refusal, require_scoring
+from spec_stack.sglang.support import pruning_refusal, require_scoring, untested_refusal
 from spec_stack.sglang.transformers_scoring import TransformersScorer
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class ScoringModel:
         self,
         source: str,
         runner: Any,
+        target_config: Any,
         server_args: Any,
         config: ServerConfig,
         algorithm: str = NAME,
@@ -51,7 +52,8 @@ class ScoringModel:
     ) -> None:
         self.source, self.runner, self.algorithm, self.backend = source, runner, algorithm, backend
         # Of another model the choice of its backend has seen to it.
-        self.refusal = pruning_refusal(server_args, runner.model_config if algorithm == NAME else None)
+        draft = runner.model_config if algorithm == NAME else None
+        self.refusal = pruning_refusal(server_args, draft) or untested_refusal(server_args, target_config, config)
         self.prunes = self.refusal is None and config.prunes
         self._reserve(config)
 
@@ -141,7 +143,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     # What `DraftScoringRunner` needs of SGLang's ModelRunner.
     of_runner = {"model_config": backend.config, "dtype": backend.config.dtype, "gpu_id": target.gpu_id}
     runner = SimpleNamespace(model=model, device=target.device, **of_runner)
-    found = kind(config.scoring_model, runner, args, config, algorithm, str(backend))
+    found = kind(config.scoring_model, runner, target.model_config, args, config, algorithm, str(backend))
     setattr(scheduler, _PLACE, found)
     logger.info("%s: %s scores prompts, and %s decodes", NAME, config.scoring_model, algorithm or "plain decoding")
     logger.info("%s: scoring backend: %s", NAME, backend)

@@ -27,11 +27,16 @@ _ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+# Targets that tests prune beside those.
+_TESTED = (*_ARCHITECTURES, "Gemma3ForCausalLM", "GPT2LMHeadModel")
 # Fields of configurations with linear attention or Mamba layers.
 _OF_STATES = ("linear_num_key_heads", "mamba_d_state", "ssm_state_size")
 # Arguments of SGLang's. attn_dp_size is there since 0.5.22.
 _GROUPS = ("pp_size", "enable_dp_attention", "attn_dp_size")
 _STORES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
+# Stores of KV that look a waiting request's prompt up before it is pruned.
+_EARLY_LOOKUPS = ("enable_lmcache", "hicache_storage_backend")
+_UNTESTED_STORES = ("enable_hierarchical_cache", "enable_flexkv", "kv_events_config")
 _DISAGGREGATED = "prefill and decode run on different servers"
 # An environment variable of SGLang's.
 _SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
@@ -81,7 +86,29 @@ def pruning_refusal(args: Any, draft: Any | None) -> str | None:
     """Why no prompt of a server may be pruned, or None. draft: SPEC_STACK's; None for a scoring model."""
     if draft is not None and (reason := architecture_refusal(draft)):
         return f"the draft {reason}"
+    if flag := next((name for name in _EARLY_LOOKUPS if getattr(args, name, None)), None):
+        return f"--{flag.replace('_', '-')} looks up the KV of a whole prompt before it is pruned"
     return _DISAGGREGATED if _is_disaggregated(args) else None
+
+
+def untested_refusal(args: Any, target: Any, config: ServerConfig) -> str | None:
+    """Why a server prunes no prompt unless `sparse_prefill` is "on": no test covers its target or its cache."""
+    if config.prefill.sparse_prefill == "on":
+        return None
+    reason = _untested(args, target)
+    return reason and f"{reason}, where pruning has not been tested; --spec-stack-sparse-prefill on tries it"
+
+
+def _untested(args: Any, target: Any) -> str | None:
+    architecture = target.hf_config.architectures[0]
+    if architecture not in _TESTED:
+        return f"the target is a {architecture}"
+    if (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
+        return "decode context parallelism is set"
+    if str(getattr(args, "kv_cache_dtype", None) or "auto").startswith("fp4"):
+        return "the KV cache is FP4"
+    flag = _first_set(args, *_UNTESTED_STORES)
+    return flag and f"{flag} is set"
 
 
 def require_scoring(args: Any, target: Any, scoring: Any) -> None:

@@ -95,7 +95,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self._config = config = ServerConfig.from_environment()
         # The record holds the launch arguments; SGLang's and the algorithm's changes are an overlay.
         resolved = resolving_view(self.server_args)
-        self.scoring_model = ScoringModel(source, draft, resolved, config)
+        self.scoring_model = ScoringModel(source, draft, runner.model_config, resolved, config)
         if config.prefill.sparse_prefill == "draft_only":
             self._give_slots(draft, resolved)
         self.batch_policy = BatchPolicy(

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.support import pruning_refusal, require_scoring
+from spec_stack.config import PrefillConfig
+from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.support import pruning_refusal, require_scoring, untested_refusal
 
 
 def _model(context_len: int = 4096, architecture: str = "LlamaForCausalLM", is_generation: bool = True) -> Any:
@@ -66,3 +68,24 @@ def test_a_draft_whose_attention_the_scoring_lacks_prunes_nothing(
     )
     refusal = pruning_refusal(_args(), draft)
     assert refusal is None if said is None else said in (refusal or "")
+
+
+@pytest.mark.parametrize("store", [{"enable_lmcache": True}, {"hicache_storage_backend": "file"}])
+def test_a_store_that_looks_up_a_prompt_before_it_is_pruned_prunes_nothing(store: dict[str, Any]) -> None:
+    assert "before it is pruned" in (pruning_refusal(_args(**store), None) or "")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "args"),
+    [
+        ("DeepseekV3ForCausalLM", {}),
+        ("LlamaForCausalLM", {"enable_hierarchical_cache": True}),
+        ("LlamaForCausalLM", {"kv_cache_dtype": "fp4_e2m1"}),
+        ("LlamaForCausalLM", {"dcp_size": 2}),
+    ],
+)
+def test_what_no_test_covers_is_pruned_on_request_alone(architecture: str, args: dict[str, Any]) -> None:
+    target = _model(architecture=architecture)
+    assert "sparse-prefill on" in (untested_refusal(_args(**args), target, ServerConfig()) or "")
+    assert untested_refusal(_args(**args), target, ServerConfig(prefill=PrefillConfig(sparse_prefill="on"))) is None
+    assert untested_refusal(_args(), _model(architecture="Gemma3ForCausalLM"), ServerConfig()) is None

@@ -48,20 +48,6 @@ def dropped_chunks_to_restore(
     return sorted(near & set(range(num_cached)) - set(held))
 
 
-def slots_with_restored(held: Sequence[int], restored: Sequence[int], num_cached: int, order: str) -> list[int]:
-    """Positions in the order written once some of them have come back, by looking at each slot: in order of position
-    from the first one on behind which nothing was dropped, and of the last 256 slots only."""
-    slots, behind = list(held), []
-    if restored and order == "position":
-        dropped = {position for position in range(num_cached) if position not in held}
-        first = [slot for slot, position in enumerate(held) if all(position > other for other in dropped)][:1]
-        for slot in first:
-            slots, behind = slots[:slot], slots[slot:]
-            while len(behind) > 256:
-                slots.append(behind.pop(0))
-    return slots + sorted([*behind, *restored])
-
-
 @dataclass
 class Trace:
     """A random conversation in token ids: what is asked next, given what was answered so far."""
