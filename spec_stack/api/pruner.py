@@ -103,12 +103,13 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt to score: token ids, their pieces, texts, and protected token spans."""
+    """A prompt to score: token ids, their pieces and texts; token spans that are kept, and that hold no question."""
 
     token_ids: list[int]
     pieces: list[str]
     texts: list[_Text]
     protected: list[Span]
+    template: list[Span]
 
 
 class Pruner:
@@ -330,7 +331,7 @@ class PrunerConversation:
         draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
             return gather_inputs(
-                draft, token_ids, lambda *_: Proposal(), self._config, prompt.protected, pieces=prompt.pieces
+                draft, token_ids, lambda *_: Proposal(), self._config, prompt.template, pieces=prompt.pieces
             )[0]
         except BaseException:
             self._draft = self._pair.new_draft_cache(self._config.prefill_chunk)
@@ -357,7 +358,10 @@ class PrunerConversation:
                 is_whole = part == _QUESTION or role in KEPT_ROLES or is_new_answer
                 texts.append(_Text(message, part, text, is_whole, segments))
                 char += len(text) + len(_JOINT)
-        return _Prompt(token_ids, pieces, texts, _protected(len(token_ids), texts, protect)), num_old
+        protected = _protected(len(token_ids), texts, protect)
+        # The question and protected lines are kept, but the question is searched in them too.
+        turns = [replace(text, is_whole=text.is_whole and text.part != _QUESTION) for text in texts]
+        return _Prompt(token_ids, pieces, texts, protected, _protected(len(token_ids), turns, ())), num_old
 
     def _write(
         self, chat: Sequence[Message], contents: Sequence[Sequence[_Part]], is_text: bool

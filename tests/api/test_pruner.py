@@ -44,6 +44,13 @@ def test_kept_spans_are_the_text_and_the_counts_are_within_the_budget(pruner: Pr
     assert 'on: sparse_prefill="on"' in result.reason
 
 
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_a_question_of_its_own_finds_its_answer(pruner: Pruner, as_chat: bool) -> None:
+    given = chat(CODE) if as_chat else CODE
+    shorter = pruner.prune(given, keep_rate=0.2, question=QUESTION).messages
+    assert "MAX_OCCURRENCES = " in str(shorter)
+
+
 def test_lines_are_whole_and_a_marker_stands_for_every_gap(pruner: Pruner) -> None:
     text = "".join(f"    line {at}: value_{at} = {at}\n" for at in range(120))
     result = pruner.prune(text, keep_rate=0.3, marker="[gap]")

@@ -253,6 +253,20 @@ def test_new_tokens_are_written_in_place_while_there_is_room() -> None:
     assert places() == moved
 
 
+@pytest.mark.parametrize("fork_writes", [False, True])
+def test_a_fork_and_its_origin_never_change_each_other(fork_writes: bool) -> None:
+    prompt, other_end = random_prompt(40), random_prompt(10, seed=1)
+    origin, fresh = CachedModel(SHARED["llama"], 4096), CachedModel(SHARED["llama"], 4096)
+    for model in (origin, fresh):
+        model.forward(prompt, range(40), 1)
+    fork = origin.fork()
+    writer, reader = (fork, origin) if fork_writes else (origin, fork)
+    # A rollback leaves room for tokens in place of those that both share.
+    writer.rollback(10)
+    writer.forward(other_end, range(30, 40), 1)
+    torch.testing.assert_close(reader.forward([7], [40], 1), fresh.forward([7], [40], 1), **TOLERANCE)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_cache_with_room_gives_the_logits_of_a_growing_one(family: str) -> None:
     """Past the room set aside, over rollbacks and a selection of slots."""

@@ -183,6 +183,20 @@ def test_a_request_sets_its_own_keep_rate(pruner: Pruner, start: Start, upstream
         assert post(url, CHAT, {"messages": LONG}, **{"x-spec-stack-keep-rate": wrong}).status_code == 400
 
 
+def test_a_turn_goes_on_from_turns_at_its_own_keep_rate_alone(
+    pruner: Pruner, start: Start, upstream: FakeUpstream
+) -> None:
+    url, answered = start().url, {"role": "assistant", "content": "Four."}
+    turns = [LONG, [*LONG, answered, {"role": "user", "content": "Are you sure?"}]]
+    for keep_rate in (0.1, 0.5, None, 0.2):
+        headers = {} if keep_rate is None else {"x-spec-stack-keep-rate": str(keep_rate)}
+        conversation = pruner.conversation()
+        for messages in turns:
+            post(url, CHAT, {"messages": messages}, **headers)
+            expected = conversation.prune(messages, keep_rate=keep_rate).messages
+            assert upstream.seen[-1].json["messages"] == expected
+
+
 def test_a_draft_that_fails_is_busy_or_too_slow_forwards_the_whole_prompt(start: Start, upstream: FakeUpstream) -> None:
     def whole(url: str, body: dict[str, Any]) -> str:
         content = json.dumps(body).encode()
