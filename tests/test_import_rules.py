@@ -165,8 +165,8 @@ def internal(path: Path) -> set[str]:
     found = {name.removeprefix("spec_stack.") for name in imports(path) if name.startswith("spec_stack.")}
     if path == PACKAGE / "__init__.py":
         # The table of what is loaded on first use.
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        found |= {each.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for each in node.values}  # type: ignore[attr-defined]
+        assigned = (node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign))
+        found |= {*next(ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "_HOMES")}
     return found
 
 

@@ -42,10 +42,20 @@ def awaitable(function: Callable[Parameters, Generator[Item]]) -> Callable[Param
 
 
 async def _in_thread(items: Generator[Item]) -> AsyncGenerator[Item]:
+    is_over = False
+
+    def step() -> Item | None:
+        """The next item. A future cannot carry StopIteration."""
+        try:
+            return next(items, None)
+        finally:
+            if is_over:
+                items.close()
+
     try:
-        # A future cannot carry StopIteration.
-        while (item := await asyncio.to_thread(next, items, None)) is not None:
+        while (item := await asyncio.to_thread(step)) is not None:
             yield item
     finally:
-        # A cancelled `await` does not stop the running step, which this tells to end.
+        # A cancelled `await` does not stop the running step: this tells it to end, and it closes the generator.
+        is_over = True
         items.close()

@@ -122,6 +122,7 @@ class Conversation:
         self.target.rollback(self.target.num_cached - num_same)
         if self.token_ids and (lost := turn.held[num_same:]):
             self._forget_from(min(lost))
+            self.encoded = None
 
     def _forget_from(self, num_tokens: int, num_read: int | None = None) -> None:
         """Forget all tokens from num_tokens on. num_read: how many the draft keeps, where it differs."""
@@ -224,3 +225,6 @@ class SingleTurn(Turn):
     def __init__(self, pair: ModelPair, request: Request) -> None:
         conversation = Conversation(pair, request.prefill.prefill_chunk)
         super().__init__(conversation, pair, request, _NO_RECALL, math.inf)
+
+    def select_everything(self) -> Selection:
+        return Selection.everything(self._request.prompt_ids)

@@ -21,8 +21,8 @@ def json_grammar(schema: str) -> dict[str, Any]:
     from llguidance import LLMatcher
 
     # A composed object takes its keys from several schemas, of which none may exclude those of another.
-    closes = '"allOf"' not in schema
-    rewritten = json.dumps(_rewritten(json.loads(schema), closes))
+    parsed = json.loads(schema)
+    rewritten = json.dumps(_rewritten(parsed, not _composes(parsed)))
     grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_json_schema(rewritten, defaults=_AS_DUMPED))
     return grammar["grammars"][0]  # type: ignore[no-any-return]
 
@@ -32,16 +32,33 @@ def _rewritten(schema: Any, closes: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     schema = _with_parts(schema, lambda part: _rewritten(part, closes))
+    for number in (schema.get("const"), *_as_list(schema.get("enum"))):
+        if isinstance(number, int) and abs(number) >= 1 << 63:
+            raise ValueError(f"{number} has more than 64 bits; write it as a string")
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
     if schema.get("format") in _HINTS:
         del schema["format"]
-    if "discriminator" in schema and "oneOf" in schema:
+    if "discriminator" in schema and "oneOf" in schema and "anyOf" not in schema:
         # A discriminator tells the branches apart, so that at most one matches.
         schema["anyOf"] = schema.pop("oneOf")
     if closes and _names_all_keys(schema):
         schema["additionalProperties"] = False
     return schema
+
+
+def _as_list(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else []
+
+
+def _composes(schema: Any) -> bool:
+    """Whether an object takes its keys from several schemas, anywhere in a schema."""
+    if isinstance(schema, list):
+        return any(map(_composes, schema))
+    if not isinstance(schema, dict):
+        return False
+    is_composed = "properties" in schema and not {"$ref", "anyOf", "oneOf"}.isdisjoint(schema)
+    return is_composed or "allOf" in schema or any(map(_composes, schema.values()))
 
 
 def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -67,7 +67,10 @@ def keeps_nothing(processor: object) -> bool:
 
 def _holds_model(processor: object) -> bool:
     """Whether a deep copy would copy a model's weights in every step."""
-    return any(isinstance(value, torch.nn.Module) for value in getattr(processor, "__dict__", {}).values())
+    holders = [processor, getattr(processor, "__self__", None), getattr(processor, "func", None)]
+    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    values += [*getattr(processor, "args", ()), *(getattr(processor, "keywords", None) or {}).values()]
+    return any(isinstance(value, torch.nn.Module) for value in [*holders, *values])
 
 
 def name_of(processor: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -150,14 +151,19 @@ def read_format(response_format: object) -> tuple[str, str]:
 def _rules(kind: str, content: str) -> dict[str, Any]:
     """A format as a grammar of llguidance."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if kind == "json_schema":
         return json_grammar(content)
     if kind == "grammar":
-        return {"lark_grammar": any_to_lark(content)}
+        return {"lark_grammar": gbnf_to_lark(_on_one_line(content))}
     grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(content))
     return grammar["grammars"][0]  # type: ignore[no-any-return]
+
+
+def _on_one_line(ebnf: str) -> str:
+    """Alternatives of a rule that begin a line are part of the line before, as in EBNF."""
+    return re.sub(r"[ \t]*(?:#[^\n\"]*)?\n\s*\|", " |", ebnf)
 
 
 def _with_start(rules: Sequence[dict[str, Any]], closes: str) -> list[dict[str, Any]]:

@@ -25,6 +25,8 @@ _FEWEST_LETTERS, _SHORT_WORD = 5, 0.5
 _HEADING_ENDS = (":", "\uff1a", "{")
 # Least share of rare words that names a heading, what its section gets of its score, and the section's most tokens.
 _NAMED, _OF_HEADING, _SECTION = 0.5, 0.8, 64
+# Least sum of rare words for which a follow-up names a heading.
+_NAMED_FOR_RECALL = 1 / 3
 # Scripts without spaces count by the character.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 _WORD = re.compile(f"[{_CHARACTERS}]|[^\\W{_CHARACTERS}]+")
@@ -69,7 +71,8 @@ def score_for_recall(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
     scores = shared.clone()
     if inputs.pieces is not None:
         for heading, section in _named_sections(shared, inputs.pieces, segments):
-            scores[heading : section.stop].clamp_(min=1)
+            if shared[heading] >= _NAMED_FOR_RECALL:
+                scores[heading : section.stop].clamp_(min=1)
     return scores
 
 

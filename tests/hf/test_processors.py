@@ -191,6 +191,24 @@ class Uncopyable(Counting):
         raise TypeError("no")
 
 
+def test_a_processor_that_reaches_a_model_is_not_copied() -> None:
+    model = torch.nn.Linear(2, 2)
+
+    class Guided:
+        def __init__(self) -> None:
+            self.model = model
+
+        def process(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores
+
+    def with_model(model: torch.nn.Module, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    for processor in (Guided().process, partial(with_model, model)):
+        with pytest.raises(CannotCopyError):
+            copy_processor(processor)
+
+
 def test_a_processor_is_copied_by_its_own_way_by_deepcopy_or_not_at_all(target: PreTrainedModel) -> None:
     assert copy_processor(far_from_the_last) is far_from_the_last
     known = RepetitionPenaltyLogitsProcessor(1.5)

@@ -247,3 +247,25 @@ def test_without_the_library_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[structured\]'"):
         embedded.stream(messages=MESSAGES, response_format=FORMAT)
+
+
+@pytest.mark.parametrize(
+    "grammar", ['root ::= "a"\n  | "b"', 'root ::= "a" # the first\n  | "b"', 'root ::= ("a"\n | "b")']
+)
+def test_alternatives_of_a_grammar_may_begin_a_line(embedded: SpecStackGenerator, behind: str) -> None:
+    wanted = {"type": "grammar", "grammar": f'root ::= "a"{behind}'}
+    answer = embedded.generate("Say: ", max_tokens=8, response_format=wanted)
+    assert answer.text in ("a", "b")
+
+
+def test_an_object_may_take_keys_from_a_reference_and_of_its_own(embedded: SpecStackGenerator) -> None:
+    named = {"A": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+    schema = {"$defs": named, "$ref": "#/$defs/A", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert embedded.generate("Give a and b: ", max_tokens=16, response_format=wanted).text.startswith('{"a": ')
+
+
+def test_a_constant_over_64_bits_is_refused(embedded: SpecStackGenerator) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"const": 1 << 70}}}
+    with pytest.raises(ValueError, match="more than 64 bits"):
+        embedded.generate("Say: ", max_tokens=8, response_format=wanted)

@@ -25,7 +25,7 @@ def recalled(pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Map
     sums = shared(pieces, spans, asked)
     scores = list(sums)
     for above, below in _sections(sums, pieces, spans):
-        for at in [above, *below]:
+        for at in [above, *below] if sums[above] >= 1 / 3 else []:
             scores[at] = max(scores[at], 1.0)
     return scores
 
