@@ -69,4 +69,4 @@ def test_a_pool_that_does_not_fit_names_its_flag(free: Any) -> None:
     )
     config = ServerConfig(draft_pool_tokens=2**24)
     with pytest.raises(ValueError, match="set --spec-stack-draft-pool-tokens to fewer"):
-        ScoringModel("draft", runner, SimpleNamespace(), config)
+        ScoringModel("draft", runner, runner.model_config, SimpleNamespace(), config)
