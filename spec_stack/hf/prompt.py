@@ -57,17 +57,35 @@ class EncodedPrompt:
             return self
         return replace(self, token_ids=[*self.token_ids, *token_ids], text=self.text + text)
 
+    def tail(self, start: int) -> EncodedPrompt:
+        """The prompt from this token on."""
+        protected = [(max(0, first - start), stop - start) for first, stop in self.protected if stop > start]
+        question = self.question
+        if question is not None:
+            question = (question[0] - start, question[1] - start) if question[0] >= start else None
+        return replace(self, token_ids=self.token_ids[start:], protected=protected, question=question)
+
+    def going_on(self, tail: EncodedPrompt) -> EncodedPrompt:
+        """This prompt followed by another one's tail, which is part of its text."""
+        length = len(self.token_ids)
+        protected = list(self.protected)
+        behind = [(first + length, stop + length) for first, stop in tail.protected]
+        if protected and behind and protected[-1][1] == behind[0][0]:
+            behind[0] = protected.pop()[0], behind[0][1]
+        question = self.question
+        if tail.question is not None:
+            question = tail.question[0] + length, tail.question[1] + length
+        token_ids = [*self.token_ids, *tail.token_ids]
+        return replace(tail, token_ids=token_ids, protected=protected + behind, question=question)
+
 
 def encode_prompt(
     tokenizer: Any, vocab_size: int, source: PromptSource, known: EncodedPrompt | None = None
 ) -> EncodedPrompt:
     """Token ids and protected spans of a prompt. tokenizer: None allows only input_ids. known: an earlier chat, whose
     token ids are kept where this one continues it. Raises ValueError for user errors."""
-    encoded = source.encoded or _encode(tokenizer, vocab_size, source)
-    return encoded if known is None else _splice(tokenizer, encoded, known)
-
-
-def _encode(tokenizer: Any, vocab_size: int, source: PromptSource) -> EncodedPrompt:
+    if source.encoded is not None:
+        return source.encoded if known is None else splice(tokenizer, source.encoded, known)
     if (source.prompt is None) + (source.messages is None) + (source.input_ids is None) != 2:
         raise ValueError("give exactly one of prompt, messages or input_ids")
     _check_chat_options(source)
@@ -77,7 +95,7 @@ def _encode(tokenizer: Any, vocab_size: int, source: PromptSource) -> EncodedPro
     elif tokenizer is None:
         raise ValueError("this generator was made without a tokenizer; give input_ids")
     elif source.messages is not None:
-        encoded = _encode_chat(tokenizer, source)
+        encoded = _encode_chat(tokenizer, source, known)
     elif isinstance(source.prompt, str):
         encoded = _encode_plain(tokenizer, source.prompt, source.protected)
     else:
@@ -228,11 +246,11 @@ def _check_unicode(text: str) -> None:
 
 def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
     """Token ids of a chat, and its protected spans: all but contents of user, assistant and tool messages."""
-    encoded = _encode_chat(tokenizer, PromptSource(messages=messages))
+    encoded = _encode_chat(tokenizer, PromptSource(messages=messages), None)
     return encoded.token_ids, encoded.protected
 
 
-def _encode_chat(tokenizer: Any, source: PromptSource) -> EncodedPrompt:
+def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | None) -> EncodedPrompt:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template; give prompt= instead of messages=")
     template = source.template(tokenizer)
@@ -244,16 +262,19 @@ def _encode_chat(tokenizer: Any, source: PromptSource) -> EncodedPrompt:
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         return EncodedPrompt(ids, [(0, len(ids))], "the tokenizer gives no offsets, so all is protected", text)
     contents = chat.contents(text)
-    encoded = _tokenize(tokenizer, text, contents)
+    if known is not None and _joint(tokenizer, text, known) is not None:
+        encoded = known.going_on(_tokenize(tokenizer, text, len(known.text), contents))
+    else:
+        encoded = _tokenize(tokenizer, text, 0, contents)
     edits = f"the chat template edits {contents.num_edited} of {len(chat.messages)} messages, which stay dense"
     return replace(encoded, text=text, note=edits if contents.num_edited else "")
 
 
-def _tokenize(tokenizer: Any, text: str, contents: Contents) -> EncodedPrompt:
-    """Tokens of a rendered chat."""
+def _tokenize(tokenizer: Any, text: str, begin: int, contents: Contents) -> EncodedPrompt:
+    """Tokens of a rendered chat from a character index on."""
     # The template has already rendered the special tokens.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    offsets = encoded.offset_mapping
+    encoded = tokenizer(text[begin:], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = [(begin + start, begin + stop) for start, stop in encoded.offset_mapping]
     starts = [start for start, _ in contents.prunable]
     within = [bisect_right(starts, start) - 1 for start, _ in offsets]
     protected = _runs(
@@ -265,26 +286,23 @@ def _tokenize(tokenizer: Any, text: str, contents: Contents) -> EncodedPrompt:
     return EncodedPrompt(list(encoded.input_ids), protected, question=question)
 
 
-def _splice(tokenizer: Any, encoded: EncodedPrompt, known: EncodedPrompt) -> EncodedPrompt:
-    """An encoded chat, with a known chat's token ids where it continues that chat at a special token: later tokens do
-    not depend on earlier text. Tokenizes nothing."""
-    text, length = encoded.text, len(known.text)
-    joint = next((token for token in special_tokens(tokenizer) if text.startswith(token, length)), None)
-    if joint is None or not known.text or not text.startswith(known.text):
+def _joint(tokenizer: Any, text: str, known: EncodedPrompt) -> str | None:
+    """The special token at which a chat continues a known one, if any; later tokens do not depend on earlier text."""
+    if not known.text or not text.startswith(known.text):
+        return None
+    return next((token for token in special_tokens(tokenizer) if text.startswith(token, len(known.text))), None)
+
+
+def splice(tokenizer: Any, encoded: EncodedPrompt, known: EncodedPrompt) -> EncodedPrompt:
+    """A separately encoded chat, with a known chat's token ids where it continues that chat. Tokenizes nothing."""
+    joint = _joint(tokenizer, encoded.text, known)
+    if joint is None:
         return encoded
     joint_id = tokenizer.convert_tokens_to_ids(joint)
     places = [at for at, token_id in enumerate(encoded.token_ids) if token_id == joint_id]
-    if len(places) != text.count(joint):
+    if len(places) != encoded.text.count(joint):
         return encoded
-    start = places[text.count(joint, 0, length)]
-    shift = len(known.token_ids) - start
-    behind = (at + shift for first, stop in encoded.protected for at in range(max(first, start), stop))
-    protected = _runs([*(at for span in known.protected for at in range(*span)), *behind])
-    question = known.question
-    if encoded.question is not None and encoded.question[0] >= start:
-        question = encoded.question[0] + shift, encoded.question[1] + shift
-    token_ids = [*known.token_ids, *encoded.token_ids[start:]]
-    return replace(encoded, token_ids=token_ids, protected=protected, question=question)
+    return known.going_on(encoded.tail(places[encoded.text.count(joint, 0, len(known.text))]))
 
 
 def num_shared(one: Any, other: Any) -> int:

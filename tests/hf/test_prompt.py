@@ -17,6 +17,7 @@ from spec_stack.hf.prompt import (
     encode_text,
     num_shared,
     special_ids,
+    splice,
 )
 
 Chat = list[dict[str, Any]]
@@ -324,6 +325,25 @@ def test_a_longer_chat_has_the_same_tokens_whether_or_not_its_beginning_is_known
         known = fresh.with_answer(tokenizer(said, add_special_tokens=False).input_ids, said)
 
 
+def test_only_the_tail_of_a_known_chat_is_tokenized(embedded: SpecStackGenerator) -> None:
+    tokenizer = copy.copy(embedded.tokenizer)
+    messages = [{"role": "user", "content": "word " * 4000}, {"role": "assistant", "content": "Fine."}]
+    known = encode(tokenizer, messages[:1])
+    known = known.with_answer(tokenizer("Fine.", add_special_tokens=False).input_ids, "Fine.")
+    seen: list[int] = []
+
+    class ProgressListener(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: str, **options: Any) -> Any:
+            seen.append(len(text))
+            return super().__call__(text, **options)
+
+    tokenizer.__class__ = ProgressListener
+    again = encode(tokenizer, [*messages, {"role": "user", "content": "Why?"}], known)
+    assert len(seen) == 1
+    assert seen[0] < 100
+    assert again.token_ids[: len(known.token_ids)] == known.token_ids
+
+
 def test_an_answer_that_tokenizes_otherwise_keeps_the_tokens_it_was_generated_in(embedded: SpecStackGenerator) -> None:
     tokenizer = embedded.tokenizer
     messages = [{"role": "user", "content": "Go on."}]
@@ -438,3 +458,27 @@ def test_messages_that_can_be_read_only_once_are_refused(embedded: SpecStackGene
     messages: Any = iter([{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="must be a list"):
         embedded.stream(messages=messages)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_spliced_chat_is_the_one_encoded_beside_the_known(embedded: SpecStackGenerator, seed: int) -> None:
+    draw = random.Random(seed)
+    tokenizer = embedded.tokenizer
+    words = ["a", "b ", "\n", "<|end|>", "code", " 12", "é"]
+
+    def said() -> str:
+        return "".join(draw.choices(words, k=draw.randint(0, 6)))
+
+    messages: Chat = [{"role": "system", "content": said()}, {"role": "user", "content": said()}]
+    known = encode(tokenizer, messages)
+    for _ in range(4):
+        answer = said()
+        # In other tokens than its text has by itself, as a model may generate it.
+        ids = [token for letter in answer for token in tokenizer(letter, add_special_tokens=False).input_ids]
+        known = known.with_answer(ids, answer)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": said()}]
+        if draw.random() < 0.3:
+            messages[draw.randrange(len(messages))]["content"] = said()
+        wanted = encode(tokenizer, messages, known)
+        assert splice(tokenizer, encode(tokenizer, messages), known) == wanted
+        known = wanted
