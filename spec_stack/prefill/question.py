@@ -108,14 +108,16 @@ def _named_sections(shared: torch.Tensor, pieces: Sequence[str], segments: Segme
 
     A section ends before the next heading of the same kind that is no deeper.
     """
-    stops = segments.borders[1:]
-    headings = [_heading(_line(pieces, *segment)) for segment in segments]
-    for at, is_named in enumerate((_shares(shared) >= _NAMED).tolist()):
-        if not is_named or (heading := headings[at]) is None:
-            continue
-        end = bisect_right(stops, stops[at] + _SECTION)
-        below = (other for other in range(at + 1, end) if _ends_section(headings[other], heading))
-        yield at, slice(at + 1, next(below, end))
+    borders = segments.borders
+
+    def heading_of(segment: int) -> tuple[str, int] | None:
+        return _heading(_line(pieces, borders[segment], borders[segment + 1]))
+
+    for at in torch.nonzero(_shares(shared) >= _NAMED)[:, 0].tolist():
+        if (heading := heading_of(at)) is not None:
+            end = bisect_right(borders, borders[at + 1] + _SECTION) - 1
+            below = (other for other in range(at + 1, end) if _ends_section(heading_of(other), heading))
+            yield at, slice(at + 1, next(below, end))
 
 
 def _line(pieces: Sequence[str], start: int, stop: int) -> str:
