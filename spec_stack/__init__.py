@@ -40,7 +40,6 @@ _HOMES = {
     "controller.base": ("DraftSignals", "Policy", "StepContext", "StepRecord"),
     "types": ("GenerationResult", "Metrics", "Selection", "StepOutput", "TokenLogprobs"),
 }
-_GONE = {"PrefixCacheConfig": "a session keeps the caches of a prompt, and its fork() shares them"}
 __all__ = [
     "DecodeConfig",
     "DraftSignals",
@@ -71,4 +70,4 @@ def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"spec_stack.{home}"), name)
-    raise AttributeError(_GONE.get(name, f"module 'spec_stack' has no attribute {name!r}"))
+    raise AttributeError(f"module 'spec_stack' has no attribute {name!r}")
