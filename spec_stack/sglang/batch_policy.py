@@ -94,6 +94,8 @@ class BatchPolicy:
         self._last: StepRecord | None = None
         self._previous_end: float | None = None
         self._only_steps_ran = False
+        # Batch sizes and gammas of the steps so far.
+        self._known_shapes: set[tuple[int, int]] = set()
         self.graph_sizes: list[int] | None = None
         self.num_proposed = self.num_accepted = self.num_steps = 0
 
@@ -131,6 +133,10 @@ class BatchPolicy:
         if not all_know:
             # Where one rank accepts nothing of a proposal, none may.
             caps, gamma = [0] * len(caps), gammas[0]
+        if (padded, gamma) not in self._known_shapes:
+            # Its kernels are compiled on the host while the results of the steps before it wait.
+            self._known_shapes.add((padded, gamma))
+            self.invalidate_step_timing()
         self._pending.append(
             Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps, lag)
         )

@@ -327,3 +327,24 @@ def test_a_result_that_comes_a_step_late_teaches_about_its_own_step() -> None:
     # Four, two more for all accepted, one less for none: five, and the largest candidate under it is four.
     assert gamma.get_steps_for_batch(1) == 4
     assert math.isclose(sum(item[1] for item in request.customized_info[STATE] if isinstance(item, list)), 0)
+
+
+def test_what_the_first_step_of_a_shape_compiles_is_no_steps_cost() -> None:
+    """Under overlap the host compiles for a gamma's first step while an earlier step's result waits; the draft is
+    useless, so plain steps are the fastest."""
+    clock = _Clock()
+    gamma = BatchPolicy(ServerConfig(), "fp32", clock=clock)
+    requests, ends, compiled, chosen = [request_of("a")], [0.0], set(), []
+    for step in range(400):
+        gamma.begin_step(requests)
+        chosen.append(gamma.get_steps_for_batch(1))
+        if chosen[-1] not in compiled:
+            compiled.add(chosen[-1])
+            clock.now += 0.4
+        ends.append(max(clock.now, ends[-1]) + 0.004 * (1 + 0.2 * chosen[-1]))
+        if step:
+            clock.now = max(clock.now, ends[-2])
+            gamma.on_verify_complete([0], 1)
+    assert chosen[50:].count(0) > 320
+    known = gamma.state()["step_seconds"][1]
+    assert all(known[drafted] == pytest.approx(0.004 * (1 + 0.2 * drafted), rel=0.3) for drafted in (0, 1))
