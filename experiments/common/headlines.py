@@ -75,25 +75,6 @@ def _repeats(calibration: Path) -> Callable[..., str]:
     return _by_length(lambda _, row: str(row["n"]), calibration)
 
 
-def _evidence(*contents: Content) -> str:
-    return "; ".join(
-        f"{content['num_tokens'] // 1024}K "
-        + " / ".join(around(content["recall"]["calibrated"][rate]) for rate in ("0.1", "0.2"))
-        for content in contents
-    )
-
-
-def _rivals(content: Content) -> str:
-    names = ("default", "BM25, lines", "paper")
-    return ", ".join(" / ".join(f"{content['recall'][name][rate][0]:.2f}" for rate in ("0.1", "0.2")) for name in names)
-
-
-def _answers(content: Content) -> str:
-    arms = content["arms"]
-    names = ("dense", "default 0.2", "calibrated 0.2", "calibrated 0.1", "BM25 0.2", "paper 0.2")
-    return ", ".join(str(round(arms[name]["right"][0] * arms[name]["n"])) for name in names)
-
-
 def _decoding(content: Content) -> str:
     arms = {name: arm["speed_over_plain"] for name, arm in content["all"].items()}
     assisted = max(arm[0] for name, arm in arms.items() if name.startswith("assisted"))
@@ -126,7 +107,6 @@ def _agents(cold: Content, warm: Content) -> str:
     return f"{around(sooner)}× sooner; {around(later)} of a kept dense cache"
 
 
-_LENGTHS = ("evidence_calibrated_qwen_2k", "evidence_calibrated_qwen_4k", "evidence_calibrated_qwen_8k")
 ROWS = (
     Row(
         "Time to first token, dense over calibrated at 0.1, 0.5B draft",
@@ -141,27 +121,6 @@ ROWS = (
         ("real_speed_smollm2_1k", "real_speed_smollm2"),
         _times_sooner(_SMALLER),
         _repeats(_SMALLER),
-    ),
-    Row(
-        "Prompts whose evidence is kept whole, calibrated, 0.1 / 0.2 kept",
-        "evidence_calibrated",
-        _LENGTHS,
-        _evidence,
-        lambda *contents: ", ".join(str(content["n"]) for content in contents),
-    ),
-    Row(
-        "at 2K: default, BM25, the paper's rule",
-        "evidence_calibrated",
-        _LENGTHS[:1],
-        _rivals,
-        lambda content: str(content["n"]),
-    ),
-    Row(
-        "Right answers at 2K: dense, default 0.2, calibrated 0.2 and 0.1, BM25 0.2, the paper's rule 0.2",
-        "real_answers",
-        ("real_answers",),
-        _answers,
-        lambda content: str(content["arms"]["dense"]["n"]),
     ),
     Row(
         "LongBench's scores to 4K over dense: default 0.2, calibrated 0.2 and 0.1, BM25, random, another rounding",

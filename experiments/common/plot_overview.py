@@ -37,17 +37,17 @@ def charts() -> list[Chart]:
     seconds = speed["lengths"][str(num_tokens)]
     ttft = {"dense": seconds["dense_ttft_s"], "paper 0.2": seconds["paper 0.2"]["ttft_s"]}
     ttft |= {"calibrated 0.1": shipped(speed)[str(num_tokens)]["ttft_s"]}
-    evidence, live = load("evidence_calibrated_qwen_2k"), load("real_decode")
-    names = {"paper": "paper's rule", "BM25, lines": "BM25, no\u00a0draft", "default": "default"}
+    evidence, live = load("evidence_shapes_qwen_2k"), load("real_decode")
+    names = {"paper": "paper's rule", "BM25": "BM25, no\u00a0draft", "default": "default"}
     names |= {"calibrated": "calibrated"}
-    kept = {shown: evidence["recall"][name]["0.1"][0] * 100 for name, shown in names.items()}
+    kept = {shown: evidence["whole"][name]["0.1"][0] * 100 for name, shown in names.items()}
     speed_of = {name: arm["speed_over_plain"][0] for name, arm in live["all"].items()}
     # At the best of its settings.
     assisted = max(speed for name, speed in speed_of.items() if name.startswith("assisted"))
     decoding = {"plain": speed_of["plain"], "HF, assisted": assisted, "HF, look-up": speed_of["look-up 10"]}
     decoding |= {"draft alone": speed_of["draft"], "default": speed_of["default"]}
     prompt = f"{num_tokens:,}-token prompt; behind a name, the share kept"
-    unseen = f"{evidence['n']} prompts of 2K in unseen wordings, 10 % kept"
+    unseen = f"unseen prompts of 2K in {len(evidence['shape'])} shapes, 10 % kept"
     tasks = f"{live['num_prompts']} prompts live: code, maths, chat, summaries, edits"
     return [
         Chart("Time to first token", "seconds, lower is better", prompt, ttft, 1),

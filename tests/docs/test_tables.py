@@ -79,13 +79,20 @@ def turns_on_a_server() -> list[str]:
     return rows
 
 
-def lookup_live() -> list[str]:
-    found = result("lookup_live")
-    own = found["all"]["own look-up"]
-    speed, low, high = own["speed_over_plain"]
-    assert own["same_tokens"] == found["num_prompts"] == 130
-    over = found["all"]["look-up 10 by 3-grams"]["cpu_s"] / own["cpu_s"]
-    return [f"{speed:.2f} [{low:.2f}, {high:.2f}]", f"{over:.2f} times"]
+def first_tokens_on_a_gpu() -> list[str]:
+    cases = result("bench_gpu")["cases"]
+    rows = []
+    for length in (8192, 16384, 32768, 65536):
+        case = cases[f"prefill {length}"]
+        gains = " / ".join(f"{own['ttft_gain']:.2f}×" for own in case["rows"][:3])
+        rows.append(row([f"{length:,}", f"{case['times']['dense']['ms'] / 1000:.2f}", gains]))
+    return rows
+
+
+def steps_on_a_gpu() -> list[str]:
+    cases = [result("bench_gpu")["cases"][f"growing {step}"] for step in ("eager", "static", "compiled")]
+    rows = [row([role, *(f"{case[role]['median_ms']:.1f}" for case in cases)]) for role in ("draft", "target")]
+    return [*rows, row(["draft over target, c", *(f"{case['c']:.2f}" for case in cases)])]
 
 
 def published_tables() -> list[str]:
@@ -101,7 +108,8 @@ def published_tables() -> list[str]:
         decoding_by_task,
         draft_budget_on_a_server,
         turns_on_a_server,
-        lookup_live,
+        first_tokens_on_a_gpu,
+        steps_on_a_gpu,
         published_tables,
     ],
 )

@@ -9,15 +9,12 @@ export OMP_NUM_THREADS=1
 measure() { # draft, name of its calibration, name of the result, tokens, options
   .venv/bin/python -m experiments.real.evidence --data "$DATA" --target "$TARGET" --draft "$1" --num-tokens "$4" \
     --calibration "spec_stack/assets/calibrations/$2.json" --rows "$OUT/$3.jsonl" \
-    --out "experiments/results/evidence_calibrated_$3.json" "${@:5}"
+    --out "experiments/results/evidence_$3.json" "${@:5}"
 }
-measure "$QWEN" qwen2.5-coder-0.5b qwen_shapes_2k 2048 --shapes
-measure "$QWEN" qwen2.5-coder-0.5b qwen_shapes_4k 4096 --shapes --documents 8
-measure "$QWEN" qwen2.5-coder-0.5b qwen_2k 2048 --per-kind 9
-measure "$QWEN" qwen2.5-coder-0.5b qwen_4k 4096 --per-kind 3
-measure "$QWEN" qwen2.5-coder-0.5b qwen_8k 8192 --per-kind 2
+SHAPES=(--shapes --per-shape 1)
+measure "$QWEN" qwen2.5-coder-0.5b shapes_qwen_2k 2048 "${SHAPES[@]}" --documents 12 --seed 307
+measure "$QWEN" qwen2.5-coder-0.5b shapes_qwen_4k 4096 "${SHAPES[@]}" --documents 8 --seed 308
 for questions in musique hotpotqa 2wikimultihopqa; do
-  measure "$QWEN" qwen2.5-coder-0.5b "$questions" 2048 --multi-hop "$DATA/multihop/$questions.jsonl" --limit 40
+  measure "$QWEN" qwen2.5-coder-0.5b "$questions" 2048 --multi-hop "$DATA/multihop/$questions.jsonl" --limit 25
 done
-measure "$SMOLLM2" smollm2-135m smollm2_shapes_2k 2048 --shapes
-measure "$SMOLLM2" smollm2-135m smollm2_2k 2048 --per-kind 5
+measure "$SMOLLM2" smollm2-135m shapes_smollm2_2k 2048 "${SHAPES[@]}" --documents 12 --seed 307
