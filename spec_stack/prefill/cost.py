@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from spec_stack.config import PrefillConfig
@@ -19,7 +19,12 @@ Cost = Callable[[float], float]
 LONGEST = 1 << 20
 _SHORTEST, _LENGTHS_PER_DOUBLING = 64, 8
 TOKENS_PER_READ = 128
-"""A guess for accelerators; a CPU does less arithmetic in that time, so pruning pays from shorter prompts on there."""
+"""Tokens whose arithmetic takes as long as reading the weights once, the least time of any forward; a guess."""
+LAUNCHES_PER_LAYER = 1.4e11
+"""Multiply-adds in the time in which a GPU's host launches a layer's kernels, the least time of an eager forward there:
+0.62 ms on an H100, whose prefills do 2.3e14 a second (experiments/results/bench_gpu.json)."""
+NEVER = 1 << 30
+"""Longer than any prompt."""
 
 
 @dataclass(frozen=True)
@@ -102,27 +107,43 @@ def expected_gain(
     return Gain((_without_logits(draft, num_tokens, seen, num_layers) + rest) / dense, s)
 
 
-def counted_break_even(
-    target: Shape, draft: Shape, config: PrefillConfig, tokens_per_read: float = TOKENS_PER_READ
-) -> int:
+def counted_break_even(target: Shape, draft: Shape, config: PrefillConfig, on_gpu: bool = False) -> int:
     """The shortest prompt, in tokens, that sparse prefill is expected to speed up; 0 for none.
 
-    tokens_per_read: tokens whose arithmetic takes as long as reading the weights once, the least time of any forward.
+    on_gpu: whether a forward takes at least as long as the launches of its kernels.
     """
     num_looking = 1 if config.queries_from_prompt else config.look_ahead + 1
+    launches = LAUNCHES_PER_LAYER if on_gpu else 0
+
+    def least(shape: Shape, num_seen: int | None = None) -> float:
+        return max(TOKENS_PER_READ * prefill_flops(shape, 1, num_seen), launches * shape.num_layers)
 
     def prefill(num_tokens: float) -> float:
-        return max(prefill_flops(target, round(num_tokens)), prefill_flops(target, 1) * tokens_per_read)
+        return max(prefill_flops(target, round(num_tokens)), least(target))
 
     def sparse(num_tokens: float) -> float:
         length = round(num_tokens)
         # The forced ends count.
         kept = min(length, max(sum(config.forced_tokens), config.rate_for(length) * length))
         gain = expected_gain(target, draft, length, config, kept / length)
-        looking = num_looking * tokens_per_read * prefill_flops(draft, 1, length)
-        return gain.r * prefill_flops(target, length) + looking + prefill(kept)
+        scoring = max(gain.r * prefill_flops(target, length), launches * draft.num_layers)
+        return scoring + num_looking * least(draft, length) + prefill(kept)
 
     return shortest_gain(prefill, sparse)
+
+
+def with_threshold(config: PrefillConfig, target: object, draft: object, on_gpu: bool = False) -> PrefillConfig:
+    """Raise min_prompt_tokens to where pruning is expected to pay, unless it was given or calibrated.
+
+    target, draft: transformers text configurations; the default stays for layers without a cost model.
+    """
+    if "min_prompt_tokens" in config.given:
+        return config
+    try:
+        even = counted_break_even(Shape.of(target), Shape.of(draft), config, on_gpu) or NEVER
+    except ValueError:
+        return config
+    return config if even <= config.min_prompt_tokens else replace(config, min_prompt_tokens=even)
 
 
 def shortest_gain(dense: Cost, sparse: Cost, longest: int = LONGEST) -> int:

@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig, Mamba2Config
 
 from spec_stack import PrefillConfig
-from spec_stack.prefill.cost import Shape, counted_break_even, expected_gain, prefill_flops
+from spec_stack.prefill.cost import Shape, counted_break_even, expected_gain, prefill_flops, with_threshold
 
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128256)
 LLAMA_70B = Shape(80, 8192, 28672, 64, 8, 128256)
@@ -67,9 +67,49 @@ def test_sparse_prefill_pays_from_a_length_on_that_what_is_cheaper_lowers() -> N
     default, bm25 = PrefillConfig(), PrefillConfig(scorer="bm25", look_ahead=0)
     assert 96 < counted_break_even(LLAMA_405B, LLAMA_8B, default) < 32768
     assert counted_break_even(LLAMA_70B, LLAMA_8B, bm25) <= counted_break_even(LLAMA_70B, LLAMA_8B, default)
-    assert counted_break_even(LLAMA_70B, LLAMA_8B, default, 1) < counted_break_even(LLAMA_70B, LLAMA_8B, default, 1024)
     # A draft as dear as its target never pays.
     assert counted_break_even(LLAMA_8B, LLAMA_8B, default) == 0
     windowed = PrefillConfig(draft_window=256)
     half = Shape(16, 4096, 14336, 32, 8, 128256)
     assert counted_break_even(LLAMA_8B, half, windowed) > 0
+
+
+QWEN_05B, QWEN_15B = Shape(24, 896, 4864, 14, 2, 151936), Shape(28, 1536, 8960, 12, 2, 151936)
+LLAMA_1B, QWEN_32B = Shape(16, 2048, 8192, 32, 8, 128256), Shape(64, 5120, 27648, 40, 8, 152064)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "loses_at", "gains_at"),
+    [(QWEN_15B, QWEN_05B, 4096, 32768), (LLAMA_8B, LLAMA_1B, 512, 8192), (QWEN_32B, LLAMA_1B, 64, 2048)],
+)
+def test_on_a_gpu_short_prompts_of_small_targets_do_not_pay(
+    target: Shape, draft: Shape, loses_at: int, gains_at: int
+) -> None:
+    """The launches of two models take longer than a small target's whole prefill (LOG.md, "On one H100")."""
+    config = PrefillConfig(keep_rate=0.1)
+    assert loses_at < counted_break_even(target, draft, config, on_gpu=True) <= gains_at
+    assert counted_break_even(target, draft, config) < counted_break_even(target, draft, config, on_gpu=True)
+
+
+def _config_of(shape: Shape) -> LlamaConfig:
+    return LlamaConfig(
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        vocab_size=shape.vocab_size,
+    )
+
+
+def test_a_threshold_rises_to_the_break_even_unless_it_was_given() -> None:
+    pair = _config_of(QWEN_15B), _config_of(QWEN_05B)
+    default = PrefillConfig(keep_rate=0.1)
+    assert with_threshold(default, *pair) == default
+    raised = with_threshold(default, *pair, on_gpu=True)
+    assert raised.min_prompt_tokens == counted_break_even(QWEN_15B, QWEN_05B, default, on_gpu=True) > 2048
+    given = PrefillConfig(keep_rate=0.1, min_prompt_tokens=100)
+    assert with_threshold(given, *pair, on_gpu=True) == given
+    assert with_threshold(default, Mamba2Config(), pair[1], on_gpu=True) == default
+    twins = [_config_of(LLAMA_8B)] * 2
+    assert with_threshold(PrefillConfig(), *twins).min_prompt_tokens > 1 << 20
