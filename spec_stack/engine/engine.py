@@ -22,8 +22,10 @@ from spec_stack.engine.conversation import SingleTurn, Turn
 from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request, plan_request
+from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.hf.sampling import ignored_sampling
+from spec_stack.prefill.cost import with_threshold
 from spec_stack.settings.warning import OnceEach
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
@@ -34,7 +36,7 @@ class Engine:
     """Plans requests and runs them over their caches; several threads may run requests at once."""
 
     def __init__(self, pair: ModelPair, config: SpecStackConfig, policy: str | Policy | None = None) -> None:
-        self.pair, self.config = pair, config
+        self.pair, self.config = pair, _for_device(pair, config)
         options: dict[str, Mapping[str, Any]] = {"fixed": {"gamma": config.decode.gamma}}
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}
         self._pool = PolicyPool(policy if policy is not None else config.decode.policy, options)
@@ -174,3 +176,11 @@ def _score(request: Request, caches: Turn) -> tuple[Selection, Proposal]:
     num_tokens = max(0, request.num_draft_tokens - caches.draft.num_cached)
     with request.clock.measure("scoring"), request.progress.watch(caches.draft, "scoring", num_tokens):
         return caches.score(look_ahead)
+
+
+def _for_device(pair: ModelPair, config: SpecStackConfig) -> SpecStackConfig:
+    """On a GPU, launches make short prompts of small targets as slow as longer ones: "auto" leaves them dense."""
+    if pair.target.device.type != "cuda":
+        return config
+    target, draft = (text_config(model.config) for model in (pair.target, pair.draft))
+    return replace(config, prefill=with_threshold(config.prefill, target, draft, on_gpu=True))

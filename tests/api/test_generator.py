@@ -604,6 +604,15 @@ def test_the_step_in_which_the_draft_reads_the_prompt_is_marked(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_auto_leaves_prompts_dense_that_would_gain_nothing() -> None:
+    least = PrefillConfig.min_prompt_tokens
+    assert SpecStackGenerator.from_pretrained(device="cuda").config.prefill.min_prompt_tokens > least
+    given = SpecStackConfig(PrefillConfig(min_prompt_tokens=least))
+    assert SpecStackGenerator.from_pretrained(device="cuda", config=given).config.prefill.min_prompt_tokens == least
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_the_tokens_are_those_of_the_cpu(embedded: SpecStackGenerator) -> None:
     on_cuda = SpecStackGenerator.from_pretrained(device="cuda", precision="fp32")
     options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
