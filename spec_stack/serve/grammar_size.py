@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Nesting of a format or tool (one rule per level), and of groups in a pattern.
 _MAX_DEPTH, _MAX_GROUP_DEPTH = 34, 32
-# Longest pattern or grammar in characters, per unit of size.
-_CHARS_PER_SIZE = 4
+# Longest pattern or grammar in characters, and of any other string, per unit of size.
+_CHARS_PER_SIZE, _PLAIN_CHARS_PER_SIZE = 4, 64
 # A repetition with its counts, or one part: an escape, a character class or a character.
 _PIECE = re.compile(r"\{\s*(?P<least>\d*)\s*(?:,\s*(?P<most>\d*)\s*)?\}|\\.?|\[\^?\]?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
-def check_grammar_size(request: Mapping[str, Any], most: int) -> None:
-    """Raise ValueError if a parsed request's format, or a tool of it, is larger."""
-    contents = [("response_format", request.get("response_format"))]
-    for what, content in contents + [("a tool", tool) for tool in request.get("tools") or ()]:
+def check_grammar_size(response_format: Any, tools: Sequence[Any] | None, most: int) -> None:
+    """Raise ValueError if the format or a tool is larger, or a pattern in it ends too early."""
+    for what, content in (("response_format", response_format), *(("a tool", tool) for tool in tools or ())):
         if schema_size(content, most) > most:
             raise ValueError(
                 f"{what} is larger than this server compiles ({most} parts, each times the repetitions around it)"
@@ -37,6 +36,8 @@ def pattern_size(pattern: str, most: int) -> int:
             count = max(1, *(int(number[:9] or 1) for number in piece.groups("")))
             sums[-1] += last * (count - 1)
             last *= count
+        elif piece[0] == "\\":
+            raise ValueError(r"a pattern ends with \, which escapes the character after it")
         elif piece[0] == "(":
             sums.append(0)
         else:
@@ -54,6 +55,8 @@ def schema_size(schema: Any, most: int, depth: int = 0) -> int:
         return most + 1
     if isinstance(schema, list):
         return sum(schema_size(part, most, depth + 1) for part in schema)
+    if isinstance(schema, str):
+        return 1 + len(schema) // _PLAIN_CHARS_PER_SIZE
     if not isinstance(schema, Mapping):
         return 1
     size = 1 + sum(_entry_size(name, value, most, depth + 1) for name, value in schema.items())

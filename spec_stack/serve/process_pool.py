@@ -99,11 +99,21 @@ def _process(path: str, body: bytes, config: ServeConfig, cpu_s: float) -> Proce
     with _limited(cpu_s, config.max_prepare_bytes):
         try:
             return _processor.process(path, body, config)
-        except Exception as error:
-            if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+        except BaseException as error:
+            if _is_out_of_memory(error):
                 # Left-over memory would count against later requests.
                 os._exit(1)
             raise
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or a cause of it, is a failed allocation."""
+    while isinstance(error, Exception):
+        if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+            return True
+        error = error.__cause__
+    # A panic of Rust code is no Exception.
+    return error is not None
 
 
 @contextmanager

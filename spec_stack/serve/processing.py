@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from spec_stack.hf.answer_format import AnswerFormat, tool_names
 from spec_stack.hf.answer_parser import AnswerParser
@@ -17,7 +17,13 @@ from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, spe
 from spec_stack.hf.structured import Grammars, SerializedFormat, structured_problem
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.grammar_size import check_grammar_size
-from spec_stack.serve.protocol import REQUESTS, BadRequestError, ChatCompletionRequest, GenerationRequest
+from spec_stack.serve.protocol import (
+    MAX_NAME_CHARS,
+    REQUESTS,
+    BadRequestError,
+    ChatCompletionRequest,
+    GenerationRequest,
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,13 @@ class RequestProcessor:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise BadRequestError(f"{where}: {first['msg']}" if where else first["msg"], where or None) from error
-        except RecursionError as error:
-            raise BadRequestError("the request is nested deeper than this server takes") from error
-        except (ValueError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise BadRequestError(str(error)) from error
 
     def _process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
         request, ignored = self._validated(path, body, config)
         options, source = request.options(config), request.source()
+        check_grammar_size(request.response_format, source.tools, config.max_grammar_size)
         self._check_template_kwargs(source.chat_template_kwargs)
         if config.strip_special_tokens and source.messages is not None:
             special = list(special_tokens(self._tokenizer))
@@ -84,16 +89,18 @@ class RequestProcessor:
     def _validated(self, path: str, body: bytes, config: ServeConfig) -> tuple[GenerationRequest, list[str]]:
         """The request and its ignored fields."""
         try:
-            values = json.loads(body)
+            # Refuses NaN, lone surrogates, and nesting of more than 200 levels.
+            values = from_json(body, allow_inf_nan=False)
         except ValueError as error:
-            raise ValueError(f"the body is not JSON: {error}") from error
+            raise ValueError(f"the body cannot be read as JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError("the body must be a JSON object")
-        check_grammar_size(values, config.max_grammar_size)
         request = REQUESTS[path].model_validate(values)
         if request.model not in (None, config.model_name):
             raise BadRequestError(f"there is no model {request.model!r} here, only {config.model_name!r}", "model", 404)
         ignored = [name for name in values if name not in type(request).model_fields]
+        if any(len(name) > MAX_NAME_CHARS for name in ignored):
+            raise ValueError(f"the name of a field is over {MAX_NAME_CHARS} characters")
         if ignored and config.strict:
             raise BadRequestError(f"{', '.join(ignored)}: not known; leave it out", ignored[0])
         return request, ignored

@@ -25,6 +25,8 @@ from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.checks import require
 
 MAX_TOP_LOGPROBS = 20
+# Longest role of a message, and longest name of an unknown field.
+MAX_NAME_CHARS = 64
 MAX_STOPS, MAX_STOP_CHARS = 64, 1000
 CANCELLED = "the request was cancelled"
 FAILED = "the server could not answer this request; its log says why"
@@ -41,17 +43,11 @@ class BadRequestError(Exception):
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's format."""
         kind = _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        param = self.param and _escaped(self.param)
-        return {"error": {"message": _escaped(self.message), "type": kind, "param": param, "code": self.status}}
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
     def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
         """The error as an HTTP response."""
         return JSONResponse(self.body(), self.status, headers)
-
-
-def _escaped(text: str) -> str:
-    """The text with lone surrogates escaped, which UTF-8 cannot encode."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _one_of(forms: str) -> WrapValidator:
@@ -72,12 +68,10 @@ def _unbatched(prompt: Any) -> Any:
     return prompt[0] if is_batch else prompt
 
 
-def _without_null_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without null fields such as `"tool_calls": null`, because templates test for presence."""
-    return [
-        {name: value for name, value in message.items() if value is not None or name == "content"}
-        for message in messages
-    ]
+def _message(given: dict[str, Any]) -> dict[str, Any]:
+    """A message without null fields such as `"tool_calls": null`, because templates test for presence."""
+    require(len(str(given.get("role"))) <= MAX_NAME_CHARS, f"the role is over {MAX_NAME_CHARS} characters")
+    return {name: value for name, value in given.items() if value is not None or name == "content"}
 
 
 class _Options(BaseModel):
@@ -169,7 +163,7 @@ class GenerationRequest(_Options, ABC):
 class ChatCompletionRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], AfterValidator(_without_null_fields)]
+    messages: list[Annotated[dict[str, Any], AfterValidator(_message)]]
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[str | dict[str, Any] | None, _one_of("a string or an object")] = None

@@ -207,7 +207,12 @@ def test_a_bad_request_is_refused_with_openais_error(start: Start, options: dict
 def test_bodies_that_are_none_are_refused_and_too_long_ones_are_not_read(start: Start) -> None:
     server = start(max_body_bytes=2000)
     path = "/v1/chat/completions"
-    for body in (b"", b"{", b"[1, 2]", b"null", b'{"messages": "hello"}', b"[" * 900, b"\xff\xfe"):
+    chat = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, %s}'
+    assert post(server, path, chat % b'"metadata": {"a": [1e99]}, "store": true, "user": "me"')[0] == 200
+    deep, long_name = b"[" * 300 + b"]" * 300, b"x" * 99
+    ignored = (b'"metadata": {"a": NaN}', b'"x": -Infinity', b'"x": %s' % deep, b'"%s": 1' % long_name)
+    refused = (b"", b"{", b"[1, 2]", b"null", b'{"messages": "hello"}', b"[" * 900, b"\xff\xfe")
+    for body in (*refused, *(chat % field for field in ignored)):
         status, answer = post(server, path, body)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), body
     long = json.dumps({"messages": [{"role": "user", "content": "x" * 3000}]}).encode()

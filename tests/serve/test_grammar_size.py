@@ -68,7 +68,17 @@ def test_a_schema_is_as_large_as_its_parts_times_their_counts() -> None:
     ids=["regex", "grammar"],
 )
 def test_a_format_and_a_tool_are_measured_before_anything_else(wanted: Any) -> None:
-    for body in ({"response_format": wanted}, {"tools": [wanted]}):
-        check_grammar_size(body, 60)
+    for parts in ((wanted, None), (None, [wanted])):
+        check_grammar_size(*parts, 60)
         with pytest.raises(ValueError, match="larger than this server compiles"):
-            check_grammar_size(body, 50)
+            check_grammar_size(*parts, 50)
+
+
+def test_long_strings_are_large_and_an_unfinished_escape_is_refused() -> None:
+    check_grammar_size(None, [{"name": "x" * 1000}], 50)
+    with pytest.raises(ValueError, match="a tool is larger"):
+        check_grammar_size(None, [{"name": "x" * 10000}], 50)
+    for pattern in ("\\", "a\\", "[\\"):
+        with pytest.raises(ValueError, match="escapes the character after it"):
+            check_grammar_size({"type": "regex", "pattern": pattern}, None, 50)
+    check_grammar_size({"type": "regex", "pattern": "\\\\"}, None, 50)

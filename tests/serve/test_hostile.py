@@ -99,7 +99,7 @@ def chats(server: Process, until: threading.Event, num_least: int) -> list[float
     return taken
 
 
-def test_hostile_bodies_are_refused_or_harmless_while_others_chat(server: Process) -> None:
+def test_hostile_bodies_are_refused_while_others_chat(server: Process) -> None:
     over = threading.Event()
     over.set()
     usual = chats(server, over, 10)
@@ -108,19 +108,13 @@ def test_hostile_bodies_are_refused_or_harmless_while_others_chat(server: Proces
     beside: list[float] = []
     other = threading.Thread(target=lambda: beside.extend(chats(server, over, 10)))
     other.start()
-    taken, num_answered = [], 0
+    taken = []
     for index, (path, body) in enumerate(hostile()):
         status, content, seconds = server.post(body, "hostile", path)
         taken.append(seconds)
-        assert status in (200, 400, 413), (index, status, body[:200], content)
-        if status == 200:
-            # What the server ignores.
-            num_answered += 1
-            assert content["usage"]["completion_tokens"] <= 4
-            continue
+        assert status in (400, 413), (index, status, body[:200], content)
         assert content["error"]["type"] == "invalid_request_error"
         assert content["error"]["message"]
-    assert num_answered < 10
     over.set()
     other.join()
     figures = {

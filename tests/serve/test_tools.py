@@ -89,18 +89,13 @@ def test_what_a_model_writes_as_arguments_is_what_a_client_gets(server: Server, 
 @pytest.mark.parametrize(
     "options", [{"messages": [{"role": "\ud83d", "content": "x"}]}, {"messages": CHAT, "\ud83d": 1}]
 )
-def test_half_a_character_in_a_request_is_no_failure_of_the_server(
-    server: Server, options: dict[str, Any], stream: bool
-) -> None:
+def test_half_a_character_in_a_request_is_refused(server: Server, options: dict[str, Any], stream: bool) -> None:
     body = json.dumps({"max_tokens": 2, "stream": stream} | options).encode()
     request = urllib.request.Request(f"{server.url}/v1/chat/completions", body)
-    if options["messages"] is CHAT:
-        assert urllib.request.urlopen(request).headers["x-spec-stack-ignored"] == "?"
-        return
     with pytest.raises(urllib.error.HTTPError) as refusal:
         urllib.request.urlopen(request)
     assert refusal.value.code == 400
-    assert "no such role: \\ud83d" in json.load(refusal.value)["error"]["message"]
+    assert "cannot be read as JSON" in json.load(refusal.value)["error"]["message"]
 
 
 def test_tool_choices_that_mean_nothing_are_refused(server: Server) -> None:
