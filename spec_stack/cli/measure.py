@@ -17,6 +17,7 @@ from spec_stack.config import MAX_LOOK_AHEAD
 from spec_stack.devices import synchronize
 from spec_stack.prefill.cost import shortest_gain
 from spec_stack.prefill.registry import needs_attention
+from spec_stack.types import Metrics
 
 Timer = Callable[[], float]
 LENGTH = 512
@@ -126,8 +127,9 @@ def _medians(runs: dict[int, list[float]]) -> list[tuple[int, float]]:
 
 
 def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer = perf_counter) -> Measured:
-    """Measure a pair; no prompt starts after two thirds of `minutes`. timer: returns seconds; use processor seconds on
-    a shared machine."""
+    """Measure a pair. Every variant runs once before it is timed, since first runs load kernels and capture graphs.
+    After two thirds of `minutes` nothing is repeated and no further prompt starts. timer: returns seconds; use
+    processor seconds on a shared machine."""
     until = perf_counter() + 40 * minutes
     most = min(min(generator.pair.max_positions) - MAX_LOOK_AHEAD, _LONGEST)
     window = generator.config.prefill.draft_window
@@ -136,14 +138,17 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
         most = min(most, window[0] - 1)
     prompt = long_prompt(generator, most)
     dense, sparse, draft = (defaultdict[int, list[float]](list) for _ in range(3))
-    ttft(generator, prompt[:64], False, timer)
 
     def run(length: int) -> None:
-        for _ in range(_REPEATS):
-            ids = prompt[:length]
+        ids = prompt[:length]
+        for repeat in range(1 + _REPEATS):
+            if repeat > 1 and perf_counter() > until:
+                break
             dense[length].append(ttft(generator, ids, False, timer))
             sparse[length].append(ttft(generator, ids, True, timer))
             draft[length].append(_draft_pass(generator, ids, timer))
+        for runs in (dense, sparse, draft):
+            del runs[length][0]
 
     run(LENGTH)
     longer = _longer(LENGTH, median(dense[LENGTH]), len(prompt))
@@ -220,25 +225,31 @@ def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: 
 
 def _answers(generator: SpecStackGenerator, until: float, timer: Timer) -> dict[str, Any]:
     """Tokens per second of the built-in prompts, alternately without and with the draft; the first one always runs."""
-    speeds: dict[str, dict[str, float]] = {"plain": {}, "drafted": {}}
+
+    def answer(text: str, gamma: int | None) -> tuple[float, Metrics]:
+        began = _now(generator, timer)
+        result = generator.generate(
+            **_prompt(generator, text),
+            max_tokens=_ANSWER_TOKENS,
+            ignore_eos=True,
+            gamma=gamma,
+            sparse_prefill="draft_only",
+        )
+        return len(result.token_ids) / (_now(generator, timer) - began), result.metrics
+
+    for gamma in (0, None):
+        answer(next(iter(_PROMPTS.values())), gamma)
+    plain: dict[str, float] = {}
+    drafted: dict[str, float] = {}
     num_proposed = num_accepted = 0
     for name, text in _PROMPTS.items():
-        if speeds["plain"] and perf_counter() > until:
+        if plain and perf_counter() > until:
             break
-        for arm, gamma in (("plain", 0), ("drafted", None)):
-            began = _now(generator, timer)
-            result = generator.generate(
-                **_prompt(generator, text),
-                max_tokens=_ANSWER_TOKENS,
-                ignore_eos=True,
-                gamma=gamma,
-                sparse_prefill="draft_only",
-            )
-            speeds[arm][name] = len(result.token_ids) / (_now(generator, timer) - began)
-            if arm == "drafted":
-                num_proposed += result.metrics.num_proposed
-                num_accepted += result.metrics.num_accepted
-    return {**speeds, "num_proposed": num_proposed, "num_accepted": num_accepted}
+        plain[name], _ = answer(text, 0)
+        drafted[name], metrics = answer(text, None)
+        num_proposed += metrics.num_proposed
+        num_accepted += metrics.num_accepted
+    return {"plain": plain, "drafted": drafted, "num_proposed": num_proposed, "num_accepted": num_accepted}
 
 
 def _prompt(generator: SpecStackGenerator, text: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -175,6 +176,66 @@ class Stream:
         self.host = max(self.host, self.device)
 
 
+def simulated(
+    stream: Stream, generate: Callable[..., Any], draft_s: Callable[[list[int]], float], step_s: float
+) -> Any:
+    """A generator whose models run on a simulated device."""
+    view = SimpleNamespace(
+        prefill=lambda ids, *arguments: stream.launch(draft_s(ids)),
+        forward=lambda *arguments: stream.launch(step_s),
+        rollback=lambda num_tokens: None,
+    )
+    model = SimpleNamespace(device=torch.device("cuda"))
+    pair = SimpleNamespace(
+        target=model,
+        draft=model,
+        new_draft_cache=lambda chunk: view,
+        open_target=lambda chunk: view,
+        tokenize_for_draft=lambda ids: (None, None),
+        max_positions=(16384, 16384),
+        vocabulary=SimpleNamespace(can_propose=True),
+    )
+
+    def tokenize(text: str, **options: Any) -> Any:
+        return SimpleNamespace(input_ids=[1] * 50)
+
+    return SimpleNamespace(config=SpecStackConfig(), pair=pair, generate=generate, tokenizer=tokenize)
+
+
+@pytest.mark.parametrize(("minutes", "num_runs", "num_prompts"), [(60.0, 2, 4), (0.0, 1, 1)])
+def test_what_a_first_run_costs_beyond_others_is_not_measured(
+    minutes: float, num_runs: int, num_prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(0.0)
+    monkeypatch.setattr(torch.accelerator, "synchronize", stream.synchronize)
+    warm: set[object] = set()
+
+    def cost(seconds: float, *variant: object) -> float:
+        """Its first run loads kernels and captures graphs."""
+        is_first = variant not in warm
+        warm.add(variant)
+        return seconds + 10 * is_first
+
+    def generate(
+        sparse_prefill: str, max_tokens: int, input_ids: Sequence[int] = (), gamma: int | None = None, **options: Any
+    ) -> Any:
+        if input_ids:
+            share = 0.5 if sparse_prefill == "on" else 1.0
+            stream.launch(cost(share * len(input_ids) / 1000, sparse_prefill, len(input_ids)))
+        else:
+            stream.launch(cost(1.0 if gamma == 0 else 0.5, gamma))
+        metrics = SimpleNamespace(num_proposed=8, num_accepted=4)
+        return SimpleNamespace(token_ids=[0] * max_tokens, metrics=metrics)
+
+    generator = simulated(stream, generate, lambda ids: cost(len(ids) / 10_000, "draft", len(ids)), 0.01)
+    measured = measure(generator, minutes, timer=lambda: stream.host)
+    for kind, share in ((measured.dense, 1.0), (measured.sparse, 0.5), (measured.draft, 0.1)):
+        assert {length: pytest.approx(runs) for length, runs in kind.items()} == {
+            length: [share * length / 1000] * num_runs for length in (512, 2048)
+        }
+    assert (len(measured.plain), measured.decode_gain) == (num_prompts, pytest.approx(2.0))
+
+
 @pytest.mark.parametrize("launch_s", [0.0, 0.02, 0.3])
 @pytest.mark.parametrize(
     ("dense_s", "sparse_s", "draft_s", "step_s"), [(1.0, 0.62, 0.25, 0.05), (0.4, 0.9, 0.7, 0.5), (2.0, 1.0, 0.0, 0.0)]
@@ -190,20 +251,8 @@ def test_what_is_measured_has_ended(
         stream.launch(sparse_s if sparse_prefill == "on" else dense_s)
         stream.synchronize()
 
-    view = SimpleNamespace(
-        prefill=lambda *arguments: stream.launch(draft_s),
-        forward=lambda *arguments: stream.launch(step_s),
-        rollback=lambda num_tokens: None,
-    )
-    model = SimpleNamespace(device=torch.device("cuda"))
-    pair = SimpleNamespace(
-        target=model,
-        draft=model,
-        new_draft_cache=lambda chunk: view,
-        open_target=lambda chunk: view,
-        tokenize_for_draft=lambda ids: (None, None),
-    )
-    generator: Any = SimpleNamespace(config=SpecStackConfig(), pair=pair, generate=generate)
+    generator = simulated(stream, generate, lambda ids: draft_s, step_s)
+    model = generator.pair.target
     found: dict[str, list[float]] = {"dense": [], "sparse": [], "draft": [], "step": []}
     for _ in range(2):
         found["dense"].append(measuring.ttft(generator, [1] * 8192, False, lambda: stream.host))
