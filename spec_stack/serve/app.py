@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED, _MAX_NAME = 20, 40
+_MAX_NAMED = 20
 
 
 def build_app(
@@ -200,5 +200,5 @@ def _event(content: Json) -> bytes:
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:
     """A header with the first ignored fields, reduced to safe characters because clients choose the names."""
-    named = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:_MAX_NAME] for name in names[:_MAX_NAMED]]
+    named = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII) for name in names[:_MAX_NAMED]]
     return {IGNORED_HEADER: ", ".join(named)} if named else {}

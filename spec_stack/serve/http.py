@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import uvicorn
@@ -106,21 +106,19 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def unless_disconnected(request: Request, work: asyncio.Future[Result]) -> Result:
     """The result of work, which is cancelled if the client disconnects. The body must have been read. Raises
     ClientDisconnect for cancelled work."""
-    gone: asyncio.Future[None] = asyncio.create_task(_until_disconnect(request))
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        gone.cancel()
-        # No effect on work that is done.
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
         work.cancel()
-    with suppress(asyncio.CancelledError):
+
+    watching = asyncio.create_task(watch())
+    try:
         return await work
-    raise ClientDisconnect
-
-
-async def _until_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    except asyncio.CancelledError:
+        raise ClientDisconnect from None
+    finally:
+        watching.cancel()
 
 
 def run_app(app: FastAPI, host: str, port: int, shutdown_s: float, **settings: Any) -> None:

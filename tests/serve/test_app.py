@@ -18,6 +18,7 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.fair_executor import RequestCancelled
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.sessions import SessionStore
 from tests.serve.conftest import Server
@@ -116,47 +117,37 @@ def test_a_conversation_goes_on_in_its_session_and_in_nobody_elses(embedded: Spe
     assert until(lambda: len(server.worker.sessions) == 2)
 
 
-def test_answers_are_remembered_for_look_ups_client_by_client(embedded: SpecStackGenerator) -> None:
-    store, nothing = SessionStore(embedded, 2, 1000), SessionStore(embedded, 2, 0)
-    prompt = EncodedPrompt([5, 6, 7], [])
-
-    def answer(client: str) -> None:
-        with store.lend(client, prompt):
-            pass
-
-    answer("one")
-    answer("other")
-    memories = dict(store._memories)
-    assert memories["one"] is not memories["other"]
-    answer("one")
-    # Who has got no answer takes nobody's place.
-    for client in ("refused", "refused too"):
-        with pytest.raises(ZeroDivisionError), store.lend(client, prompt):
-            _ = 1 / 0
-    assert dict(store._memories) == memories
-    # Of two clients it remembers, the one that has been silent for longest is forgotten.
-    answer("third")
-    assert store._memories["one"] is memories["one"]
-    assert store._memories.keys() == {"one", "third"}
-    with nothing.lend("one", prompt):
-        assert not nothing._memories
-
-
-def test_a_clients_second_conversation_finds_what_the_first_was_answered(
-    embedded: SpecStackGenerator, start: Start
-) -> None:
-    server = start(max_sessions=1)
+def test_a_clients_answers_are_remembered_for_n_gram_lookup(embedded: SpecStackGenerator) -> None:
     prompt = "def read_lines(path):\n"
-    answers, looked_up = [], []
-    for name in ("one", "other", "one"):
-        text = server.client(name).completions.create(prompt=prompt, max_tokens=48, **GREEDY)
-        answers.append(text.choices[0].text)
-        client = {memory: each.num_tokens for memory, each in server.worker.sessions._memories.items()}
-        looked_up.append(client)
-    assert answers[0] == answers[1] == answers[2] == embedded.generate(prompt, max_tokens=48).text
-    # With room for one client the second one's answers took the place of the first one's.
-    assert [len(each) for each in looked_up] == [1, 1, 1]
-    assert looked_up[0].keys() == looked_up[2].keys() != looked_up[1].keys()
+    encoded = EncodedPrompt(embedded.tokenizer(prompt).input_ids, [])
+    expected = embedded.generate(prompt, max_tokens=48)
+
+    def num_looked_up(store: SessionStore, clients: str) -> list[int]:
+        """Accepted tokens of lookups. A repeated question begins a session of its own."""
+        counts = []
+        for client in clients:
+            with store.lend(client, encoded) as session:
+                result = session.generate(input_ids=encoded.token_ids, max_tokens=48, proposer="ngram")
+            assert result.token_ids == expected.token_ids
+            counts.append(result.metrics.num_ngram_accepted)
+        return counts
+
+    alone, again, other = num_looked_up(SessionStore(embedded, 2, 1000), "aab")
+    assert again > alone == other
+    assert num_looked_up(SessionStore(embedded, 2, 0), "aa") == [alone, alone]
+    # With room for two clients the one that has been silent for longest is forgotten.
+    assert num_looked_up(SessionStore(embedded, 2, 1000), "abaca") == [alone, alone, again, alone, again]
+    assert num_looked_up(SessionStore(embedded, 2, 1000), "abca")[-1] == alone
+
+
+def test_a_session_that_fails_is_dropped_and_one_of_a_cancelled_request_is_kept(embedded: SpecStackGenerator) -> None:
+    store, prompt = SessionStore(embedded, 2), EncodedPrompt([5, 6, 7], [])
+    for error, num_kept in ((RequestCancelled, 1), (ZeroDivisionError, 1)):
+        with pytest.raises(error), store.lend("one", prompt) as session:
+            raise error
+        assert len(store) == num_kept
+    with pytest.raises(ValueError, match="closed"):
+        session.generate(input_ids=[5])
 
 
 TOOLS: list[Any] = [
