@@ -9,10 +9,11 @@ import select
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from spec_stack import __version__
 from spec_stack.calibrate.config import CalibrateConfig
@@ -21,13 +22,10 @@ from spec_stack.config import (
     MAX_GAMMA,
     PRECISIONS,
     DecodeConfig,
-    DraftStep,
     LoadConfig,
     PrefillConfig,
-    ProposerName,
     SamplingParams,
     SessionConfig,
-    SparsePrefill,
 )
 from spec_stack.controller.registry import POLICIES
 from spec_stack.prefill.calibration import CHOSEN
@@ -39,7 +37,9 @@ Config = TypeVar("Config")
 DEMO_TOKENS = 8200
 NONE = "none"
 _SILENT_S = 1.0
-_PRECISIONS = "|".join(("auto", *PRECISIONS))
+_PRECISIONS = ("auto", *PRECISIONS)
+# Names that help lists; a wrong one is an error of the configuration.
+_KNOWN: dict[str, Iterable[str]] = {"policy": POLICIES, "precision": _PRECISIONS, "draft_precision": _PRECISIONS}
 PAIR = ("target", "draft", "precision", "draft_precision", "draft_step", "device")
 # Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
 PRUNING = (*CHOSEN, "draft_kv_budget", "positions")
@@ -60,10 +60,10 @@ _EXAMPLES = """examples:
 def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Let a flag accept "none"."""
 
+    @wraps(read)
     def read_or_none(text: str) -> Any:
         return None if text == NONE else read(text)
 
-    read_or_none.__name__ = read.__name__
     return read_or_none
 
 
@@ -79,26 +79,7 @@ def window(text: str) -> int | tuple[int, int]:
     return (int(shortest), int(size)) if found else int(text)
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "keep_rate": float,
-    "draft_window": _or_none(window),
-    "num_scoring_layers": _or_none(int),
-    "scoring_heads": _or_none(heads),
-}
-
-
-# Former flags of `serve`.
-_REMOVED = {
-    "--max-prompt-chars": "use --max-prompt-tokens and --max-body-bytes",
-    "--allow-request-templates": "give the tokenizer's folder the template",
-}
-
-
-class _Removed(argparse.Action):
-    """A former flag, and its replacement."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
-        parser.error(f"{self.option_strings[0]} has been removed; {self.const}")
+_PARSERS: dict[str, Callable[[str], Any]] = {"draft_window": window, "scoring_heads": heads}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -183,7 +164,7 @@ def _add_calibrate(commands: Any) -> None:
     )
     _add_pair_arguments(parser)
     parser.add_argument("--documents", type=Path, help="folder of your texts to hide needles in (.txt, .md, .py)")
-    _add(parser, CalibrateConfig, "lengths", type=int, nargs="+")
+    _add(parser, CalibrateConfig, "lengths", nargs="+")
     _add(parser, CalibrateConfig, "prompts", "margin", "seed")
     budget = CalibrateConfig.budget_s / 60
     parser.add_argument("--budget", type=float, default=budget, help="time budget in minutes (default: %(default)g)")
@@ -208,12 +189,9 @@ def _add_serve(commands: Any) -> None:
     _add_pair_arguments(parser)
     _add(parser, ServeConfig, but=("api_keys", "cors_origins"))
     _add_pruning_arguments(parser)
-    _add(parser, DecodeConfig, "policy", metavar="|".join(POLICIES))
-    _add(parser, DecodeConfig, "proposer", choices=[*get_args(ProposerName)])
+    _add(parser, DecodeConfig, "policy", "proposer")
     _add_list(parser, "--api-key", "API key that requests must have (or SPEC_STACK_API_KEY)", dest="api_keys")
     _add_list(parser, "--cors-origin", meaning(ServeConfig, "cors_origins"), dest="cors_origins")
-    for flag, advice in _REMOVED.items():
-        parser.add_argument(flag, action=_Removed, nargs="?", const=advice, help=argparse.SUPPRESS)
 
 
 def _add_proxy(commands: Any) -> None:
@@ -226,7 +204,7 @@ def _add_proxy(commands: Any) -> None:
     )
     parser.add_argument("--upstream", required=True, help=meaning(ProxyConfig, "upstream"))
     _add_draft_arguments(parser)
-    _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer", default=argparse.SUPPRESS)
+    _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer")
     # The upstream is required, and recall can only be turned off.
     _add(parser, ProxyConfig, but=("upstream", "recall"))
     parser.add_argument(
@@ -254,20 +232,28 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add(parser: Any, config: type, *names: str, but: Sequence[str] = (), **settings: Any) -> None:
-    """Add a flag for each of these configuration fields (all but some by default), with its name, type and help."""
-    known = {entry.name: entry for entry in fields(config)}
+    """Add a flag for each of these configuration fields (all but some by default), with its name, type and help. One
+    that is not given is not in the namespace, where the configuration's default holds."""
+    known, kinds = {entry.name: entry for entry in fields(config)}, get_type_hints(config)
     for name in names or [name for name in known if name not in but]:
-        default, own = known[name].default, dict(settings)
-        if default is False:
-            own["action"] = "store_true"
-        elif not {"type", "choices", "action"} & set(own):
-            # Names are strings.
-            of_kind = {"int": int, "float": float}.get(str(known[name].type).split(" ")[0], str)
-            own["type"] = _PARSERS.get(name, of_kind)
+        default = known[name].default
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
         help_text = meaning(config, name) + ("" if shown is False or shown in (None, "") else f" ({shown})")
-        own.setdefault("default", default)
-        parser.add_argument(f"--{name.replace('_', '-')}", help=help_text.replace("%", "%%"), **own)
+        own = _reading(name, kinds[name]) | settings
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, help=help_text.replace("%", "%%"), default=argparse.SUPPRESS, **own)
+
+
+def _reading(name: str, kind: Any) -> dict[str, Any]:
+    """How argparse reads a field of this type."""
+    if kind is bool:
+        return {"action": "store_true"}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    parts = (kind, *get_args(kind))
+    read = _PARSERS.get(name) or next((each for each in (float, int) if each in parts), str)
+    metavar = "|".join(_KNOWN[name]) if name in _KNOWN else None
+    return {"type": _or_none(read) if type(None) in parts else read, "metavar": metavar}
 
 
 _COMMANDS = (
@@ -288,8 +274,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="target model: a folder, hub id or GGUF file (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model, likewise")
-    _add(parser, LoadConfig, "precision", metavar=_PRECISIONS)
-    _add(parser, LoadConfig, "draft_step", metavar="|".join(get_args(DraftStep)))
+    _add(parser, LoadConfig, "precision", "draft_step")
     _add_placement(parser)
 
 
@@ -302,7 +287,7 @@ def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_placement(parser: argparse.ArgumentParser) -> None:
     """The draft's precision and calibration, and the device."""
-    _add(parser, LoadConfig, "draft_precision", metavar=_PRECISIONS)
+    _add(parser, LoadConfig, "draft_precision")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA if available)")
     parser.add_argument(
         "--calibration",
@@ -321,17 +306,15 @@ def _add_prompt_arguments(parser: argparse.ArgumentParser, how: Any = None) -> N
 def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, SamplingParams, *_SAMPLED)
     parser.add_argument("--sampling", choices=["model"], help="use the checkpoint's generation config by default")
-    _add(parser, SamplingParams, "stop", action="append", default=[])
+    _add(parser, SamplingParams, "stop", action="append")
     _add(parser, SamplingParams, "ignore_eos")
     _add_pruning_arguments(parser)
-    _add(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICIES))
-    _add(parser, DecodeConfig, "proposer", default=None, choices=[*get_args(ProposerName)])
+    _add(parser, DecodeConfig, "policy", "proposer")
     parser.add_argument("--gamma", type=int, help=f"fixed tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding")
 
 
 def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
-    _add(parser, PrefillConfig, "sparse_prefill", default=argparse.SUPPRESS, choices=[*get_args(SparsePrefill)])
-    _add(parser, PrefillConfig, *PRUNING, default=argparse.SUPPRESS)
+    _add(parser, PrefillConfig, "sparse_prefill", *PRUNING)
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
@@ -416,13 +399,17 @@ def _response_format(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of `stream` without the prompt."""
-    return {name: getattr(arguments, name, None) for name in ANSWERED}
+    return given(arguments, ANSWERED)
+
+
+def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the named arguments that the namespace has."""
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
 def config_of(config: type[Config], arguments: argparse.Namespace) -> Config:
     """A configuration from the arguments that have its fields' names."""
-    names = [entry.name for entry in fields(config) if hasattr(arguments, entry.name)]  # type: ignore[arg-type]
-    return config(**{name: getattr(arguments, name) for name in names})
+    return config(**given(arguments, [entry.name for entry in fields(config)]))  # type: ignore[arg-type]
 
 
 def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:

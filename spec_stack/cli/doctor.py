@@ -41,8 +41,8 @@ _ROUGHLY_AS_LARGE = 1.1
 def diagnose(
     target: str | None,
     draft: str | None,
-    precision: str,
-    device: str | None,
+    precision: str = LoadConfig.precision,
+    device: str | None = None,
     draft_precision: str = LoadConfig.draft_precision,
     draft_step: DraftStep = LoadConfig.draft_step,
 ) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import shorten
@@ -22,6 +22,7 @@ from spec_stack.cli.arguments import (
     build_parser,
     check_writable,
     config_of,
+    given,
     prefill_of,
     read_documents,
     read_prompt,
@@ -30,7 +31,7 @@ from spec_stack.cli.arguments import (
 )
 from spec_stack.cli.chat import Chat, read_document, status_line
 from spec_stack.cli.progress import progress_line
-from spec_stack.config import DecodeConfig, PrefillConfig, SessionConfig, SpecStackConfig, how_to_install
+from spec_stack.config import DecodeConfig, LoadConfig, PrefillConfig, SessionConfig, SpecStackConfig, how_to_install
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.records import add_records, check_record_path
 from spec_stack.serve.config import ServeConfig
@@ -46,12 +47,8 @@ def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) 
     from spec_stack.api.generator import SpecStackGenerator
 
     return SpecStackGenerator.from_pretrained(
-        **_named(arguments, PAIR), config=config, calibration=_calibration(arguments)
+        **given(arguments, PAIR), config=config, calibration=_calibration(arguments)
     )
-
-
-def _named(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in names}
 
 
 def _calibration(arguments: argparse.Namespace) -> Any:
@@ -120,16 +117,16 @@ def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = N
         arguments.draft,
         arguments.tokenizer,
         config=config,
-        precision=arguments.draft_precision,
+        precision=getattr(arguments, "draft_precision", LoadConfig.draft_precision),
         device=arguments.device,
         calibration=_calibration(arguments),
     )
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    given, body = read_prunable(arguments.file)
+    text, body = read_prunable(arguments.file)
     result = _load_pruner(arguments).prune(
-        given, **_named(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker"))
+        text, **given(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker"))
     )
     if arguments.json:
         print(json.dumps(asdict(result)))
@@ -188,7 +185,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     arguments.budget_s = 60 * arguments.budget
     config = config_of(CalibrateConfig, arguments)
     documents = read_documents(arguments.documents)
-    pair = ModelPair.load(**_named(arguments, PAIR), target_weights=False)
+    pair = ModelPair.load(**given(arguments, PAIR), target_weights=False)
 
     def show(done: int, total: int, what: str) -> None:
         spent = monotonic() - started
@@ -248,7 +245,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise ValueError("--keep-rates and --rows go with --prompts or --documents")
     from spec_stack.cli.doctor import diagnose, report_text
 
-    report = diagnose(**_named(arguments, PAIR))
+    report = diagnose(**given(arguments, PAIR))
     if arguments.measure and not report["problem"]:
         report |= _measured(arguments)
     print(json.dumps(report) if arguments.json else report_text(report))

@@ -11,7 +11,7 @@ import pytest
 
 from spec_stack import PrefillConfig, SpecStackGenerator, __version__
 from spec_stack.calibrate.documents import MODULES
-from spec_stack.cli.arguments import build_parser, prefill_of, request_of
+from spec_stack.cli.arguments import answer_options, build_parser, config_of, prefill_of, request_of
 from spec_stack.cli.demo import format_demo, hide_fact, run_demo
 from spec_stack.cli.main import main
 from spec_stack.cli.progress import ProgressLine
@@ -24,7 +24,8 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
     arguments = build_parser().parse_args(["generate", "x"])
     assert prefill_of(arguments) == PrefillConfig()
     assert prefill_of(arguments).given == ()
-    assert (arguments.precision, arguments.draft_precision) == (LoadConfig.precision, LoadConfig.draft_precision)
+    assert config_of(LoadConfig, arguments) == LoadConfig()
+    assert answer_options(arguments) == {"sampling": None, "gamma": None}
 
 
 def test_every_option_of_the_command_line_arrives() -> None:
@@ -50,7 +51,6 @@ def test_every_option_of_the_command_line_arrives() -> None:
         "stop": ["a", "b"],
         "ignore_eos": True,
         "sparse_prefill": "off",
-        "policy": None,
         "gamma": 5,
         "proposer": "both",
     }
