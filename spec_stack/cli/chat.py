@@ -10,6 +10,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from spec_stack.cli.progress import ProgressLine
+
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
     from spec_stack.types import Metrics, StepOutput
@@ -60,7 +62,7 @@ def status_line(metrics: Metrics) -> str:
 
 
 class Chat:
-    """Answers lines in one session, and prints the cost below each answer. settle: called after every turn."""
+    """Answers lines in one session, and prints the cost below each answer."""
 
     def __init__(
         self,
@@ -70,10 +72,9 @@ class Chat:
         documents: Sequence[str] = (),
         read: Callable[[str], str] = read_block,
         out: TextIO | None = None,
-        settle: Callable[[], object] = lambda: None,
     ) -> None:
         self._generator, self._options = generator, options
-        self._read, self._out, self._settle = read, out or sys.stdout, settle
+        self._read, self._out, self._progress = read, out or sys.stdout, ProgressLine()
         self._head = [] if system is None else [{"role": "system", "content": system}]
         self._begin(documents)
 
@@ -179,14 +180,14 @@ class Chat:
 
     def _stream(self, asked: Sequence[Mapping[str, str]], answer: list[StepOutput]) -> None:
         """Print an answer as it streams, and append its steps to `answer`."""
-        with closing(self.session.stream(messages=asked, **self._options)) as outputs:
+        with closing(self.session.stream(messages=asked, on_progress=self._progress, **self._options)) as outputs:
             try:
                 for output in outputs:
                     answer.append(output)
                     self._out.write(output.text)
                     self._out.flush()
             finally:
-                self._settle()
+                self._progress.clear()
 
     def _say(self, text: str, dim: bool = False) -> None:
         if dim and self._out.isatty():

@@ -30,7 +30,7 @@ from spec_stack.cli.arguments import (
     request_of,
 )
 from spec_stack.cli.chat import Chat, read_document, status_line
-from spec_stack.cli.progress import progress_line
+from spec_stack.cli.progress import ProgressLine
 from spec_stack.config import DecodeConfig, LoadConfig, PrefillConfig, SessionConfig, SpecStackConfig, how_to_install
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.records import add_records, check_record_path
@@ -69,15 +69,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
     request = request_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
     outputs: list[StepOutput] = []
-    line = progress_line()
+    line = ProgressLine()
     try:
         for output in generator.stream(**request, on_progress=line):
             outputs.append(output)
             if not arguments.json:
                 print(output.text, end="", flush=True)
     finally:
-        if line is not None:
-            line.clear()
+        line.clear()
         # Interrupted answers count too.
         if arguments.records is not None and outputs:
             add_records([output.record for output in outputs], arguments.records)
@@ -103,10 +102,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     documents = [read_document(path) for path in arguments.file]
     config = SpecStackConfig(prefill_of(arguments), session=config_of(SessionConfig, arguments))
     generator = _load(arguments, config)
-    line = progress_line()
-    options = answer_options(arguments) | {"on_progress": line}
-    settle = (lambda: None) if line is None else line.clear
-    Chat(generator, options, arguments.system, documents, settle=settle).run()
+    Chat(generator, answer_options(arguments), arguments.system, documents).run()
     return 0
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 
-def progress_line() -> ProgressLine | None:
-    """A progress bar, only on a terminal."""
-    return ProgressLine(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None
-
-
 class ProgressLine:
-    """Shows each phase of a prefill on one line of `out` after `wait_s` seconds, and erases it afterwards."""
+    """Shows each phase of a prefill on one line of a terminal after `wait_s` seconds, and erases it afterwards. out:
+    standard error by default."""
 
-    def __init__(self, out: TextIO, wait_s: float = 1.0) -> None:
+    def __init__(self, out: TextIO | None = None, wait_s: float = 1.0) -> None:
         self._out, self._wait_s = out, wait_s
         self._phase = ""
         self._bar: Any = None
@@ -25,7 +20,8 @@ class ProgressLine:
         if self._bar is None or phase != self._phase:
             self.clear()
             self._phase = phase
-            self._bar = tqdm(total=num_total, desc=phase, file=self._out, delay=self._wait_s, leave=False)
+            # disable=None shows nothing where `out` is no terminal.
+            self._bar = tqdm(total=num_total, desc=phase, file=self._out, delay=self._wait_s, leave=False, disable=None)
         self._bar.update(num_done - self._bar.n)
         if num_done >= num_total:
             self.clear()

@@ -166,15 +166,20 @@ def test_a_missing_library_is_one_line(capsys: pytest.CaptureFixture[str], monke
     assert captured.err.count("\n") == 1
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_the_progress_line_waits_and_leaves_nothing_behind() -> None:
-    quiet, shown = io.StringIO(), io.StringIO()
-    for out, wait_s in ((quiet, 60.0), (shown, 1e-9)):
+    quiet, shown, file = Terminal(), Terminal(), io.StringIO()
+    for out, wait_s in ((quiet, 60.0), (shown, 1e-9), (file, 1e-9)):
         line = ProgressLine(out, wait_s)
         for phase, total in (("scoring", 100), ("prefill", 20)):
             for done in (0, total // 2, total):
                 line(done, total, phase)
                 time.sleep(0.11)
-    assert quiet.getvalue() == ""
+    assert quiet.getvalue() == file.getvalue() == ""
     assert "scoring:  50%" in shown.getvalue()
     assert "50/100" in shown.getvalue()
     assert "10/20" in shown.getvalue()
@@ -183,7 +188,7 @@ def test_the_progress_line_waits_and_leaves_nothing_behind() -> None:
 
 
 def test_the_progress_line_of_an_interrupted_prefill_is_taken_away() -> None:
-    out = io.StringIO()
+    out = Terminal()
     line = ProgressLine(out, 1e-9)
     line(0, 8000, "scoring")
     time.sleep(0.11)
