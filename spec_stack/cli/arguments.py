@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from spec_stack import __version__
 from spec_stack.calibrate.config import CalibrateConfig
-from spec_stack.cli.chat import read_document
+from spec_stack.cli.chat import read_document, system_messages
 from spec_stack.config import (
     MAX_GAMMA,
     PRECISIONS,
@@ -373,8 +373,7 @@ def request_of(arguments: argparse.Namespace, prompt: str, is_chat_model: bool) 
     if arguments.raw and arguments.system is not None:
         raise ValueError("--system goes into a chat template, which --raw leaves out")
     if arguments.chat or arguments.system is not None or (is_chat_model and not arguments.raw):
-        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-        request["messages"] = [*system, {"role": "user", "content": prompt}]
+        request["messages"] = [*system_messages(arguments.system), {"role": "user", "content": prompt}]
     else:
         request["prompt"] = prompt
     response_format = _response_format(arguments)

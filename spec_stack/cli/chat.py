@@ -45,6 +45,11 @@ def read_document(path: Path) -> str:
         raise ValueError(f"cannot read {path}: {error}") from error
 
 
+def system_messages(text: str | None) -> list[dict[str, str]]:
+    """The messages at the beginning of a chat."""
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
 def status_line(metrics: Metrics) -> str:
     """The cost of a turn in one line."""
     parts = [
@@ -75,7 +80,7 @@ class Chat:
     ) -> None:
         self._generator, self._options = generator, options
         self._read, self._out, self._progress = read, out or sys.stdout, ProgressLine()
-        self._head = [] if system is None else [{"role": "system", "content": system}]
+        self._head = system_messages(system)
         self._begin(documents)
 
     def _begin(self, documents: Sequence[str]) -> None:

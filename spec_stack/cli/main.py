@@ -29,7 +29,7 @@ from spec_stack.cli.arguments import (
     read_prunable,
     request_of,
 )
-from spec_stack.cli.chat import Chat, read_document, status_line
+from spec_stack.cli.chat import Chat, read_document, status_line, system_messages
 from spec_stack.cli.progress import ProgressLine
 from spec_stack.config import DecodeConfig, LoadConfig, PrefillConfig, SessionConfig, SpecStackConfig, how_to_install
 from spec_stack.proxy.config import ProxyConfig
@@ -196,7 +196,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from spec_stack.explain.command import explain_live, write_page
+    from spec_stack.explain.command import explain_live, render
     from spec_stack.explain.observe import watching
 
     check_writable(arguments.out)
@@ -214,13 +214,13 @@ def _explain(arguments: argparse.Namespace) -> int:
         title="What was kept, and who wrote it",
         pair=f"{arguments.target or 'embedded target'} with {arguments.draft or 'embedded draft'}",
         options=answer_options(arguments),
-        prompt=None if is_chat else text,
-        messages=[] if arguments.system is None else [{"role": "system", "content": arguments.system}],
+        messages=system_messages(arguments.system) if is_chat else None,
         questions=[text, *arguments.turn],
         compare=arguments.compare,
     )
-    size, turns = write_page(explanation, arguments.out), [turn for run in explanation.runs for turn in run.turns]
-    print(f"{arguments.out}: {size / 1000:.0f} kB, runs: {len(explanation.runs)}, turns: {len(turns)}")
+    page, turns = render(explanation), [turn for run in explanation.runs for turn in run.turns]
+    arguments.out.write_text(page, encoding="utf-8")
+    print(f"{arguments.out}: {len(page) / 1000:.0f} kB, runs: {len(explanation.runs)}, turns: {len(turns)}")
     for query in (query for turn in turns for query in turn.prompt.queries[:3]):
         print(f"scoring query, weight {query.weight:.2f}: {shorten(query.text, 96, placeholder=' …')}")
     return 0

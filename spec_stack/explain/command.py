@@ -1,4 +1,4 @@
-"""Runs requests for `spec-stack explain`, and writes the page: one self-contained HTML file."""
+"""Runs requests for `spec-stack explain`, and renders the page: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import html
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import date
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from spec_stack import __version__
 from spec_stack.api.generator import SpecStackGenerator
-from spec_stack.explain.data import Explanation, RunView
-from spec_stack.explain.observe import watch_prompt, watch_turns
+from spec_stack.explain.data import Explanation
+from spec_stack.explain.observe import watch
 
 # They could end a script element or open a comment; in JSON they occur only in strings.
 _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
@@ -28,12 +28,11 @@ def explain_live(
     title: str,
     pair: str,
     options: Mapping[str, Any],
-    prompt: str | None = None,
-    messages: Sequence[Mapping[str, str]] = (),
-    questions: Sequence[str] = (),
+    messages: Sequence[Mapping[str, str]] | None,
+    questions: Sequence[str],
     compare: bool = False,
 ) -> Explanation:
-    """Run a prompt, or questions as turns of a session after `messages`, and return the page data.
+    """Run questions as turns of a session after `messages`, or as plain texts without, and return the page data.
 
     generator: from `observe.watching`. compare: run again with dense prefill and the same decoding.
     """
@@ -42,15 +41,7 @@ def explain_live(
     ways = {"sparse prefill" if compare else "this run": dict(options)}
     if compare:
         ways["dense prefill"] = {**options, "sparse_prefill": "off"}
-    runs: list[RunView] = []
-    for name, own in ways.items():
-        if prompt is not None:
-            runs.append(watch_prompt(generator, name, prompt, prompt=prompt, **own))
-        elif len(questions) == 1:
-            said = [*messages, {"role": "user", "content": questions[0]}]
-            runs.append(watch_prompt(generator, name, questions[0], messages=said, **own))
-        else:
-            runs.append(watch_turns(generator, name, messages, questions, **own))
+    runs = [watch(generator, name, messages, questions, **own) for name, own in ways.items()]
     metrics = runs[0].turns[0].metrics
     about = {
         "pair": pair,
@@ -62,18 +53,11 @@ def explain_live(
     return Explanation(title, about, runs)
 
 
-def write_page(explanation: Explanation, path: Path) -> int:
-    """Write the page; returns its size in bytes."""
-    page = render(explanation).encode("utf-8")
-    path.write_bytes(page)
-    return len(page)
-
-
 def render(explanation: Explanation) -> str:
     """The page's HTML. Prompt and answer texts are never markup: they pass through JSON into text nodes."""
     room = files("spec_stack.explain")
     page = (room / "page.html").read_text(encoding="utf-8")
-    data = json.dumps(explanation.as_dict(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = json.dumps(asdict(explanation), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     slots = {
         "title": html.escape(explanation.title),
         "version": html.escape(__version__),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from spec_stack.controller.base import StepRecord
@@ -79,10 +79,6 @@ class Explanation:
     title: str
     about: dict[str, str]
     runs: list[RunView]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def writers_of(record: StepRecord) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from textwrap import shorten
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,8 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments
 from spec_stack.types import GenerationResult, Proposal, Selection, StepOutput
+
+_MAX_HEADING = 120
 
 
 @dataclass
@@ -74,30 +77,27 @@ class TracedEngine(Engine):
 
 
 def watching(generator: SpecStackGenerator) -> SpecStackGenerator:
-    """A generator over the same models and configuration, with untrained policies, for `watch_prompt` and
-    `watch_turns`."""
+    """A generator over the same models and configuration, with untrained policies, for `watch`."""
     return SpecStackGenerator.over(TracedEngine(generator.pair, generator.config))
 
 
-def watch_prompt(generator: SpecStackGenerator, name: str, question: str, **options: Any) -> RunView:
-    """Answer one prompt; options as in `generate`."""
-    return RunView(name, [view_of(generator, question, generator.generate(**options, return_records=True))])
-
-
-def watch_turns(
+def watch(
     generator: SpecStackGenerator,
     name: str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, str]] | None,
     questions: Sequence[str],
     **options: Any,
 ) -> RunView:
-    """Answer questions as turns of a session named `name`, after the messages; options as in `generate`."""
-    said = list(messages)
-    turns = []
+    """Answer questions as turns of a session, after the messages; None continues each as a plain text. options: as in
+    `generate`."""
+    said, turns = list(messages or ()), []
     with generator.session() as session:
+        # A session has a last step more, which prepares the next turn.
+        generate = session.generate if len(questions) > 1 else generator.generate
         for question in questions:
             said.append({"role": "user", "content": question})
-            result = session.generate(messages=said, **options, return_records=True)
+            prompt: dict[str, Any] = {"prompt": question} if messages is None else {"messages": said}
+            result = generate(**prompt, **options, return_records=True)
             said.append({"role": "assistant", "content": result.text})
             turns.append(view_of(generator, question, result))
     return RunView(name, turns)
@@ -119,7 +119,7 @@ def view_of(generator: SpecStackGenerator, question: str, result: GenerationResu
         queries=query_segments(seen, [*tokens, *token_texts(pair, seen.look_ahead)]),
     )
     return TurnView(
-        question=_heading(question),
+        question=shorten(question.strip().rsplit("\n", 1)[-1], _MAX_HEADING, placeholder=" …"),
         prompt=prompt,
         answer=written(records, token_texts(pair, result.token_ids)),
         steps=records,
@@ -166,8 +166,3 @@ def _by_words(request: Request) -> bool:
 def _short(values: torch.Tensor) -> list[float]:
     """Three digits, a third of the bytes."""
     return [float(f"{value:.3g}") for value in values.tolist()]
-
-
-def _heading(text: str) -> str:
-    last = text.strip().rsplit("\n", 1)[-1]
-    return last if len(last) <= 120 else last[:119] + "…"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from spec_stack.cli.main import main
 from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.explain.command import explain_live, render
 from spec_stack.explain.data import Explanation, PromptView, QuerySegment, RunView, TurnView, WrittenToken
-from spec_stack.explain.observe import watch_prompt, watch_turns, watching
+from spec_stack.explain.observe import watch, watching
 from tests.support.models import make_model, make_tokenizer
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- {{data}} {{title}} & \u2028"
@@ -70,7 +71,7 @@ def test_hostile_text_is_data_and_never_markup() -> None:
     turn = TurnView(HOSTILE, prompt, [WrittenToken(HOSTILE, 0, "draft"), WrittenToken("b", 0, HOSTILE)], [step])
     explanation = Explanation(HOSTILE, {HOSTILE: HOSTILE}, [RunView(HOSTILE, [turn])])
     page = render(explanation)
-    assert data_of(page) == explanation.as_dict()
+    assert data_of(page) == asdict(explanation)
     read = Reader(page)
     assert "img" not in read.tags
     assert read.tags.count("script") == 2
@@ -78,7 +79,9 @@ def test_hostile_text_is_data_and_never_markup() -> None:
 
 
 def test_the_page_asks_nothing_of_a_network(watched: SpecStackGenerator) -> None:
-    page = render(explain_live(watched, title="t", pair="p", options={"max_tokens": 4}, prompt=PROMPT))
+    page = render(
+        explain_live(watched, title="t", pair="p", options={"max_tokens": 4}, messages=None, questions=[PROMPT])
+    )
     read = Reader(page)
     assert read.fetched == []
     assert "link" not in read.tags
@@ -92,7 +95,9 @@ def test_the_page_asks_nothing_of_a_network(watched: SpecStackGenerator) -> None
 
 def test_what_is_shown_is_what_the_generator_does(watched: SpecStackGenerator) -> None:
     options = {"max_tokens": 12, "keep_rate": 0.3, "gamma": 3}
-    explanation = explain_live(watched, title="t", pair="p", options=options, prompt=PROMPT, compare=True)
+    explanation = explain_live(
+        watched, title="t", pair="p", options=options, messages=None, questions=[PROMPT], compare=True
+    )
     sparse, dense = (run.turns[0] for run in explanation.runs)
     alone = watched.generate(PROMPT, return_records=True, **options)
     assert "".join(token.text for token in sparse.answer) == alone.text
@@ -104,7 +109,9 @@ def test_what_is_shown_is_what_the_generator_does(watched: SpecStackGenerator) -
 
 
 def test_the_kept_chunks_are_those_with_the_most_votes(watched: SpecStackGenerator) -> None:
-    explanation = explain_live(watched, title="t", pair="p", options={"max_tokens": 2, "keep_rate": 0.3}, prompt=PROMPT)
+    explanation = explain_live(
+        watched, title="t", pair="p", options={"max_tokens": 2, "keep_rate": 0.3}, messages=None, questions=[PROMPT]
+    )
     prompt = explanation.runs[0].turns[0].prompt
     assert prompt.votes is not None
     assert prompt.importance is not None
@@ -127,8 +134,7 @@ def queries_of(text: str, **prefill: Any) -> list[QuerySegment]:
     """What scores a user message, the tokens of each segment checked."""
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_failure="raise", **prefill))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    messages = [{"role": "user", "content": text}]
-    run = watch_prompt(watching(generator), "r", text, messages=messages, max_tokens=2)
+    run = watch(watching(generator), "r", [], [text], max_tokens=2)
     prompt = run.turns[0].prompt
     for query in prompt.queries:
         assert query.start >= len(prompt.tokens) or query.text == "".join(prompt.tokens[query.start : query.stop])
@@ -154,7 +160,7 @@ def test_a_draft_with_another_tokenizer_has_the_same_segments() -> None:
     for draft_tokenizer in (None, other):
         models = make_model(seed=1, vocab=20), make_model(seed=2, vocab=20)
         generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
-        run = watch_prompt(watching(generator), "r", "q", prompt="abcdab?" * 90, max_tokens=2)
+        run = watch(watching(generator), "r", None, ["abcdab?" * 90], max_tokens=2)
         spans.append({(query.start, query.stop) for query in run.turns[0].prompt.queries})
     assert spans[0] == spans[1]
     assert len(spans[0]) > 1
@@ -180,7 +186,7 @@ def test_a_look_ahead_that_scores_nothing_is_not_shown() -> None:
     )
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     questions = [f"{DOCUMENT}\n\n{QUESTION}", f"{DOCUMENT}\n\n{QUESTION}"]
-    for turn in watch_turns(watching(generator), "r", [], questions, max_tokens=2).turns:
+    for turn in watch(watching(generator), "r", [], questions, max_tokens=2).turns:
         (query,) = turn.prompt.queries
         assert query.text.strip() == QUESTION
         assert query.stop < len(turn.prompt.tokens)
@@ -197,7 +203,7 @@ def test_the_papers_rule_is_asked_by_the_last_token_and_the_look_ahead() -> None
 
 def test_the_turns_of_a_session_show_what_is_cached_and_what_is_new(watched: SpecStackGenerator) -> None:
     questions = [f"{PROMPT}\nWhat is f3?", "And f7?", "Thanks."]
-    run = watch_turns(watched, "r", [], questions, max_tokens=6)
+    run = watch(watched, "r", [], questions, max_tokens=6)
     assert [turn.question for turn in run.turns] == ["What is f3?", "And f7?", "Thanks."]
     for turn in run.turns[1:]:
         metrics, states = turn.metrics, turn.prompt.states

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.explain.command import write_page
+from spec_stack.explain.command import render
 from spec_stack.explain.data import Explanation, RunView
-from spec_stack.explain.observe import watch_turns, watching
+from spec_stack.explain.observe import watch, watching
 from tests.support.browser import Page, find_browser
 
 pytestmark = [
@@ -24,13 +24,13 @@ def shown() -> list[RunView]:
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     watched = watching(generator)
     ways = {"sparse": None, "dense": "off"}
-    return [watch_turns(watched, name, [], QUESTIONS, max_tokens=16, sparse_prefill=way) for name, way in ways.items()]
+    return [watch(watched, name, [], QUESTIONS, max_tokens=16, sparse_prefill=way) for name, way in ways.items()]
 
 
 @pytest.fixture(scope="module")
 def address(shown: list[RunView], tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("explain") / "page.html"
-    write_page(Explanation("A session, explained", {"pair": "embedded"}, shown), path)
+    path.write_text(render(Explanation("A session, explained", {"pair": "embedded"}, shown)), encoding="utf-8")
     return path.as_uri()
 
 
