@@ -35,7 +35,7 @@ from spec_stack.settings.options import meaning
 
 Config = TypeVar("Config")
 DEMO_TOKENS = 8200
-NONE = "none"
+_NONE = "none"
 _SILENT_S = 1.0
 _PRECISIONS = ("auto", *PRECISIONS)
 # Names that help lists; a wrong one is an error of the configuration.
@@ -43,9 +43,12 @@ _KNOWN: dict[str, Iterable[str]] = {"policy": POLICIES, "precision": _PRECISIONS
 PAIR = ("target", "draft", "precision", "draft_precision", "draft_step", "device")
 # Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
 PRUNING = (*CHOSEN, "draft_kv_budget", "positions")
-_SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed")
-# Options of `stream` that have a flag.
-ANSWERED = (*_SAMPLED, "sampling", "stop", "ignore_eos", "sparse_prefill", "policy", "gamma", "proposer")
+# Options of `stream` without a flag, and those that have one.
+_NOT_SAMPLED = ("bad_words_ids", "logit_bias", "stop_token_ids")
+ANSWERED = (
+    *(entry.name for entry in fields(SamplingParams)),
+    *("sampling", "sparse_prefill", "policy", "gamma", "proposer"),
+)
 _EXAMPLES = """examples:
   spec-stack generate "Name three rivers."
   cat report.txt | spec-stack generate "Summarize this." --stats
@@ -62,7 +65,7 @@ def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
     @wraps(read)
     def read_or_none(text: str) -> Any:
-        return None if text == NONE else read(text)
+        return None if text == _NONE else read(text)
 
     return read_or_none
 
@@ -122,7 +125,7 @@ def _add_chat(commands: Any) -> None:
     _add_list(parser, "--file", "document for the first turn", type=Path)
     parser.add_argument("--system", help="a system message")
     _add_answer_arguments(parser)
-    _add(parser, SessionConfig, "recall_threshold", "max_recalled_chunks", "recall_margin", "recall_word_threshold")
+    _add(parser, SessionConfig)
 
 
 def _add_prune(commands: Any) -> None:
@@ -164,8 +167,7 @@ def _add_calibrate(commands: Any) -> None:
     )
     _add_pair_arguments(parser)
     parser.add_argument("--documents", type=Path, help="folder of your texts to hide needles in (.txt, .md, .py)")
-    _add(parser, CalibrateConfig, "lengths", nargs="+")
-    _add(parser, CalibrateConfig, "prompts", "margin", "seed")
+    _add(parser, CalibrateConfig, but=("budget_s",))
     budget = CalibrateConfig.budget_s / 60
     parser.add_argument("--budget", type=float, default=budget, help="time budget in minutes (default: %(default)g)")
     parser.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
@@ -202,14 +204,10 @@ def _add_proxy(commands: Any) -> None:
         "lines that the draft scores lowest for the question. The response headers x-spec-stack-reason, "
         "-prompt-tokens, -kept-tokens and -recalled-tokens report it.",
     )
-    parser.add_argument("--upstream", required=True, help=meaning(ProxyConfig, "upstream"))
+    _add(parser, ProxyConfig, "upstream", required=True)
     _add_draft_arguments(parser)
     _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer")
-    # The upstream is required, and recall can only be turned off.
-    _add(parser, ProxyConfig, but=("upstream", "recall"))
-    parser.add_argument(
-        "--no-recall", dest="recall", action="store_false", help="leave out in later turns what was left out before"
-    )
+    _add(parser, ProxyConfig, but=("upstream",))
 
 
 def _add_doctor(commands: Any) -> None:
@@ -238,19 +236,23 @@ def _add(parser: Any, config: type, *names: str, but: Sequence[str] = (), **sett
     for name in names or [name for name in known if name not in but]:
         default = known[name].default
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        help_text = meaning(config, name) + ("" if shown is False or shown in (None, "") else f" ({shown})")
-        own = _reading(name, kinds[name]) | settings
+        help_text = meaning(config, name) + ("" if isinstance(shown, bool) or shown in (None, "") else f" ({shown})")
+        own = _reading(name, kinds[name], default) | settings
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, help=help_text.replace("%", "%%"), default=argparse.SUPPRESS, **own)
 
 
-def _reading(name: str, kind: Any) -> dict[str, Any]:
+def _reading(name: str, kind: Any, default: object) -> dict[str, Any]:
     """How argparse reads a field of this type."""
     if kind is bool:
-        return {"action": "store_true"}
+        return {"action": argparse.BooleanOptionalAction if default else "store_true"}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     parts = (kind, *get_args(kind))
+    if Sequence[str] in parts:
+        return {"action": "append"}
+    if kind == Sequence[int]:
+        return {"type": int, "nargs": "+"}
     read = _PARSERS.get(name) or next((each for each in (float, int) if each in parts), str)
     metavar = "|".join(_KNOWN[name]) if name in _KNOWN else None
     return {"type": _or_none(read) if type(None) in parts else read, "metavar": metavar}
@@ -291,6 +293,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA if available)")
     parser.add_argument(
         "--calibration",
+        type=lambda text: False if text == _NONE else text,
         help="file of `spec-stack calibrate`, or none (default: the file in the draft's folder, or the shipped one)",
     )
 
@@ -304,10 +307,8 @@ def _add_prompt_arguments(parser: argparse.ArgumentParser, how: Any = None) -> N
 
 
 def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
-    _add(parser, SamplingParams, *_SAMPLED)
+    _add(parser, SamplingParams, but=_NOT_SAMPLED)
     parser.add_argument("--sampling", choices=["model"], help="use the checkpoint's generation config by default")
-    _add(parser, SamplingParams, "stop", action="append")
-    _add(parser, SamplingParams, "ignore_eos")
     _add_pruning_arguments(parser)
     _add(parser, DecodeConfig, "policy", "proposer")
     parser.add_argument("--gamma", type=int, help=f"fixed tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding")

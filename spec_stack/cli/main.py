@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from spec_stack.cli.arguments import (
     DEMO_TOKENS,
-    NONE,
     PAIR,
     answer_options,
     build_parser,
@@ -46,13 +45,7 @@ if TYPE_CHECKING:
 def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) -> SpecStackGenerator:
     from spec_stack.api.generator import SpecStackGenerator
 
-    return SpecStackGenerator.from_pretrained(
-        **given(arguments, PAIR), config=config, calibration=_calibration(arguments)
-    )
-
-
-def _calibration(arguments: argparse.Namespace) -> Any:
-    return False if arguments.calibration == NONE else arguments.calibration
+    return SpecStackGenerator.from_pretrained(**given(arguments, (*PAIR, "calibration")), config=config)
 
 
 def _tell(text: str) -> None:
@@ -115,7 +108,7 @@ def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = N
         config=config,
         precision=getattr(arguments, "draft_precision", LoadConfig.draft_precision),
         device=arguments.device,
-        calibration=_calibration(arguments),
+        calibration=arguments.calibration,
     )
 
 
