@@ -15,7 +15,6 @@ from pydantic import (
     Field,
     ValidationError,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -74,12 +73,19 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None or name == "content"}
 
 
+_StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+
+
 class _Options(BaseModel):
     """The fields that are options of the generator under the same names."""
 
     top_p: float | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
-    stop: Annotated[str | list[str] | None, _one_of("a string or a list of strings")] = None
+    # Few and short ones: each is searched for at every step.
+    stop: Annotated[
+        _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None,
+        _one_of(f"a string or a list of strings; at most {MAX_STOPS}, each of at most {MAX_STOP_CHARS} characters"),
+    ] = None
     # By token id, which JSON has as strings.
     logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None
     response_format: dict[str, Any] | None = None
@@ -88,22 +94,12 @@ class _Options(BaseModel):
     min_p: float | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS)
     ignore_eos: bool | None = None
     keep_rate: float | None = None
     sparse_prefill: str | None = None
     policy: str | None = None
     gamma: int | None = None
-
-    @field_validator("stop", "stop_token_ids")
-    @classmethod
-    def _few(cls, stops: str | list[Any]) -> str | list[Any]:
-        """Few and short ones: each is searched for at every step."""
-        listed = stops if isinstance(stops, list) else [stops]
-        require(len(listed) <= MAX_STOPS, f"{len(listed)} entries; this server takes {MAX_STOPS}")
-        is_long = any(isinstance(stop, str) and len(stop) > MAX_STOP_CHARS for stop in listed)
-        require(not is_long, f"a stop string is over {MAX_STOP_CHARS} characters")
-        return stops
 
 
 class GenerationRequest(_Options, ABC):

@@ -127,7 +127,7 @@ def test_a_clients_answers_are_remembered_for_n_gram_lookup(embedded: SpecStackG
         counts = []
         for client in clients:
             with store.lend(client, encoded) as session:
-                result = session.generate(input_ids=encoded.token_ids, max_tokens=48, proposer="ngram")
+                result = session.generate(input_ids=encoded.token_ids, max_tokens=48, proposer="ngram", gamma=4)
             assert result.token_ids == expected.token_ids
             counts.append(result.metrics.num_ngram_accepted)
         return counts

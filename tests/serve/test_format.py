@@ -229,10 +229,12 @@ def test_a_server_takes_nulls_and_large_seeds(server: Server) -> None:
         (TEXT, {"prompt": "be <image>"}, "'<image>'"),
         (TEXT, {"prompt": [[10_000]]}, "vocabulary"),
         (CHAT, {"messages": [{"role": "user", "content": "be <image>"}]}, "'<image>'"),
-        (TEXT, {"prompt": "be", "stop": "x" * 1001}, "a stop string is over 1000 characters"),
-        (TEXT, {"prompt": "be", "stop": ["x" * 1001]}, "a stop string is over 1000 characters"),
+        (TEXT, {"prompt": "be", "stop": "x" * 1001}, "at most 1000 characters"),
+        (TEXT, {"prompt": "be", "stop": ["x" * 1001]}, "at most 1000 characters"),
+        (TEXT, {"prompt": "be", "stop": ["x"] * 65}, "at most 64"),
+        (TEXT, {"prompt": "be", "stop_token_ids": [1] * 65}, "at most 64 items"),
     ],
-    ids=["text", "ids", "chat", "stop", "stops"],
+    ids=["text", "ids", "chat", "stop", "stops", "many stops", "many ids"],
 )
 def test_what_a_server_cannot_take_is_a_400(server: Server, path: str, fields: dict[str, Any], message: str) -> None:
     status, content, _ = ask(server, "POST", path, fields)
