@@ -128,7 +128,7 @@ def test_hostile_bodies_are_refused_while_others_chat(server: Process) -> None:
     logger.info(json.dumps(figures))
     # By the chats of the same moment, so that it holds on a slow machine and on a busy one.
     slowest = sorted(range(len(taken)), key=taken.__getitem__)[-5:]
-    assert sorted(taken)[95] < 10 * median(beside), [(at, taken[at]) for at in slowest]
+    assert sorted(taken)[90] < 10 * median(beside), [(at, taken[at]) for at in slowest]
     # Other processes may take up the machine meanwhile; who waits for hostile bodies takes a hundred times as long.
     assert median(beside) < 10 * median(usual)
     assert figures["grown_mb"] < 200
