@@ -71,7 +71,7 @@ def diagnose(
         configs = loading.load_config(sources[0]), loading.load_config(sources[1])
         for role, source, config in zip(_ROLES, sources, configs, strict=True):
             report[role] = _describe(source, config, on)
-        calibration, gain = _describe_prefill(sources[1], *configs)
+        calibration, gain = _describe_prefill(sources[1], *configs, on.type == "cuda")
         report |= {"calibration": calibration, "gain of sparse prefill": gain, "support": _support(*configs)}
         loading.check_pair(*configs)
         precisions = resolve_precisions(*configs, asked, on)
@@ -132,7 +132,7 @@ def _describe_predictor(file: Path) -> str:
     return f"{card.model} of {card.num_examples} steps, {card.num_prompts} prompts ({file.name})"
 
 
-def _describe_prefill(draft: str, target_config: Any, draft_config: Any) -> tuple[str, str]:
+def _describe_prefill(draft: str, target_config: Any, draft_config: Any, on_gpu: bool) -> tuple[str, str]:
     """The calibration, and the estimated gain of sparse prefill."""
     target, drafting = (architectures.text_config(config) for config in (target_config, draft_config))
     calibration, problem = choose_calibration(draft, None, (target, drafting), lambda: sketch_of_files(draft))
@@ -143,15 +143,15 @@ def _describe_prefill(draft: str, target_config: Any, draft_config: Any) -> tupl
             f"{calibration.origin}: {describe_setting(prefill)}; prompts of {prefill.min_prompt_tokens} tokens or more"
         )
     none = "none; `spec-stack calibrate` finds the settings for this draft"
-    return "; ".join(found) or none, _describe_counted(target, drafting, prefill)
+    return "; ".join(found) or none, _describe_counted(target, drafting, prefill, on_gpu)
 
 
-def _describe_counted(target: Any, draft: Any, prefill: PrefillConfig) -> str:
+def _describe_counted(target: Any, draft: Any, prefill: PrefillConfig, on_gpu: bool) -> str:
     try:
         shapes = Shape.of(target), Shape.of(draft)
     except ValueError as error:
         return str(error)
-    even = counted_break_even(*shapes, prefill)
+    even = counted_break_even(*shapes, prefill, on_gpu)
     if not even:
         return "none is expected at any length: the draft costs as much as it saves"
     limit = min(getattr(each, "max_position_embeddings", None) or _LENGTHS[-1] for each in (target, draft))
