@@ -208,11 +208,7 @@ def _read_messages(path: Path) -> tuple[list[dict[str, str]], list[str]]:
     """Read the messages of /save. Raises ValueError for an invalid file."""
     try:
         values = json.loads(read_document(path))
-        messages, documents = list(values["messages"]), list(values["documents"])
-        texts = [*documents, *(text for message in messages for text in message.values())]
-        fits = all(set(message) == {"role", "content"} for message in messages)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    if not fits or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"cannot read {path}: its messages are not those of a chat")
-    return messages, documents
+        messages = [{name: str(message[name]) for name in ("role", "content")} for message in values["messages"]]
+        return messages, [str(text) for text in values["documents"]]
+    except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"cannot read {path}: its messages are not those of a chat: {error!r}") from error
