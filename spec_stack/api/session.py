@@ -32,7 +32,7 @@ class Session(GenerationMixin):
     The target's cache holds the kept tokens, the draft's cache all tokens. The draft scores dropped chunks for a later
     turn, and recalled chunks are prefilled at their original positions, with the new text, and stay.
 
-    A turn that is cancelled before its answer leaves the session unchanged.
+    A turn that is cancelled before its first token leaves the session unchanged, but for the rollback to an edit.
 
     Parameters
     ----------
@@ -239,6 +239,6 @@ class Session(GenerationMixin):
                 held.commit(request, turn, answer_ids, None)
                 raise
             except BaseException:
-                held.recover(request, turn)
+                held.recover(turn)
                 raise
             held.commit(request, turn, answer_ids, None if output.finish_reason == "stop" else text)

@@ -108,21 +108,17 @@ class Conversation:
             encoded = encoded.with_answer(answer_ids[:-1] if ended else answer_ids, text)
         self.encoded = encoded
 
-    def recover(self, request: Request, turn: Turn) -> None:
-        """Roll back to where a cancelled or failed turn began, or to the first token that it had rolled back; a model
-        with a recurrent state is reset."""
-        if self.target.is_stateful:
-            self.token_ids, self.encoded = [], None
-            self.target = self._pair.open_target(self._prefill_chunk)
-        # A forward that was interrupted leaves unknown contents.
+    def recover(self, turn: Turn) -> None:
+        """Go back to where a cancelled or failed turn began."""
         self.index, self.slotted = turn.index, None
         if self.index.is_stateful:
             self.index = self._pair.new_draft_cache(self._prefill_chunk)
         num_same = num_shared(turn.held, self.target.positions)
-        self.target.rollback(self.target.num_cached - num_same)
-        if self.token_ids and (lost := turn.held[num_same:]):
-            self._forget_from(min(lost))
-            self.encoded = None
+        if self.target.is_stateful or num_same < len(turn.held):
+            # A recurrent state is unknown, and slots behind recalled text are gone: the next turn computes all again.
+            self.target.reset_to(self.token_ids, turn.held)
+        else:
+            self.target.rollback(self.target.num_cached - num_same)
 
     def _forget_from(self, num_tokens: int, num_read: int | None = None) -> None:
         """Forget all tokens from num_tokens on. num_read: how many the draft keeps, where it differs."""

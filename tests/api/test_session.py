@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.api.session import Session
-from spec_stack.config import DraftStep
+from spec_stack.config import DraftStep, Positions
 from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
 from spec_stack.prefill.segments import ChunkSegments
@@ -333,8 +332,9 @@ def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(tmp_pa
         assert reference_session.answers_by_slots(make_model(seed=1), ids, positions, 6) == result.token_ids
 
 
-def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(target: PreTrainedModel) -> None:
-    generator = make_generator()
+@pytest.mark.parametrize("positions", ["original", "contiguous"])
+def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(positions: Positions) -> None:
+    generator = make_generator(replace(SPARSE, positions=positions))
     prompt = random_prompt(200)
 
     def ask(session: Session, answer: list[int]) -> Any:
@@ -357,9 +357,11 @@ def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(ta
                         raise error("stopped")
 
                 handle = layer.mlp.register_forward_pre_hook(fail)
+                before = slots(session)
                 with pytest.raises(error, match="stopped"):
                     ask(session, answer)
                 handle.remove()
+                assert slots(session) == before
                 again = ask(session, answer)
                 assert again.token_ids == expected.token_ids
                 assert again.metrics.num_cached_tokens == expected.metrics.num_cached_tokens
@@ -632,9 +634,11 @@ def test_an_error_in_a_turn_of_a_recurrent_model_costs_no_more_than_time() -> No
             raise RuntimeError("stopped")
 
     handle = generator.target.register_forward_pre_hook(fail)
+    before = slots(session)
     with pytest.raises(RuntimeError, match="stopped"):
         session.generate(input_ids=prompt, max_tokens=12, gamma=1)
     handle.remove()
+    assert slots(session) == before
     expected = generator.generate(input_ids=prompt, max_tokens=12).token_ids
     assert session.generate(input_ids=prompt, max_tokens=12).token_ids == expected
 
