@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from spec_stack.prefill.alignment import Span
@@ -34,13 +34,14 @@ _QUESTION_MARK = re.compile("[?\uff1f\u061f\u037e\u2e2e]")
 
 @dataclass(frozen=True)
 class Candidates:
-    """The segments of a prompt that may hold its question.
+    """The segments of a prompt of num_tokens that may hold its question.
 
     segments: half-open spans of tokens, in order. is_question: whether each holds a question mark. num_repeated: so
     many first segments are before the window, and are repeated behind the prompt. start: first token of the window.
     opening: last tokens of the prompt, which open the answer.
     """
 
+    num_tokens: int
     segments: tuple[Span, ...]
     is_question: tuple[bool, ...]
     num_repeated: int
@@ -52,15 +53,17 @@ class Candidates:
         return self.segments[: self.num_repeated]
 
     def reaching(self, first: int) -> Candidates:
-        """The segments that reach the text from token `first` on; all of them where none does."""
+        """The segments that reach the text from token `first` on; none where that is all protected, and every token of
+        it then scores the prompt."""
+        first = min(first, self.num_tokens - 1)
         num_before = sum(stop <= first for _, stop in self.segments)
-        if num_before == len(self.segments):
-            return self
         num_repeated = max(0, self.num_repeated - num_before)
         segments = self.segments[num_before:]
         borders = [first, *(start for start, _ in segments[num_repeated:])]
         start = max(self.start, min(borders))
-        return Candidates(segments, self.is_question[num_before:], num_repeated, start, self.opening)
+        return replace(
+            self, segments=segments, is_question=self.is_question[num_before:], num_repeated=num_repeated, start=start
+        )
 
 
 def find_candidates(num_tokens: int, pieces: Sequence[str] | None, protected: Sequence[Span] = ()) -> Candidates:
@@ -85,7 +88,7 @@ def find_candidates(num_tokens: int, pieces: Sequence[str] | None, protected: Se
     before = _askable([segment for place in places for segment in _cut(borders, *place)], pieces)
     segments = (*before, *_askable(_cut(borders, start, last[1]), pieces))
     marked = tuple(pieces is not None and _has_mark(pieces, segment) for segment in segments)
-    return Candidates(segments, marked, len(before), start, opening)
+    return Candidates(num_tokens, segments, marked, len(before), start, opening)
 
 
 def _askable(segments: list[Span], pieces: Sequence[str] | None) -> list[Span]:

@@ -19,6 +19,18 @@ def test_a_prompt_of_nothing_but_short_lines_keeps_its_segments() -> None:
     assert find_candidates(3, list("a\nb")).segments == ((0, 2), (2, 3))
 
 
+def test_new_text_that_is_all_protected_holds_no_earlier_question_and_scores_by_its_own_tokens() -> None:
+    pieces = ["<u>", *"where is the key?", "<a>", *"in the hall", "</a>", *"be brief!", "<a>"]
+    protected = [(0, 1), (18, 19), (30, 41)]
+    found = find_candidates(len(pieces), pieces, protected)
+    assert found.is_question.count(True) == 1
+    for first in (30, 31, 40):
+        new = found.reaching(first)
+        assert (new.segments, new.is_question, new.num_repeated, new.start) == ((), (), 0, first)
+    assert found.reaching(41).start == 40
+    assert found.reaching(29).segments == ((19, 30),)
+
+
 def test_the_segment_that_counts_most_is_as_important_as_the_best_of_the_prompt() -> None:
     attention = torch.tensor([[0.0, 0.6, 0.2, 0.0, 0.0, 0.2], [0.0, 0.6, 0.2, 0.2, 0.0, 0.0]])
     segments = (Segment((0, 1), (3, 5)), Segment((1, 2), (5, 6)))
