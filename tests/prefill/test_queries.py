@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
 
 from spec_stack.prefill.importance import Segment, over_queries
-from spec_stack.prefill.queries import find_candidates
+from spec_stack.prefill.queries import find_candidates, question_words
+from tests.support import reference_question
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_question_is_where_a_slow_reader_finds_it(seed: int) -> None:
+    rng = random.Random(seed)
+    pieces: list[str] = []
+    protected: list[tuple[int, int]] = []
+    for turn in range(rng.randrange(0, 6)):
+        begin = len(pieces)
+        pieces += ["<t>"] * rng.choice([1, 3, 90 if turn == 0 else 2])
+        protected.append((begin, len(pieces)))
+        for _ in range(rng.randrange(0, 9)):
+            pieces += ["word"] * rng.choice([1, 2, 5, 30, 150]) + [rng.choice([".", "?", "\n", "\uff1f"]), "\n"]
+    pieces += ["<t>"] * rng.choice([1, 4, 12])
+    protected.append((len(pieces) - rng.choice([0, 1]), len(pieces)))
+    protected = protected if rng.random() < 0.8 else []
+    found, expected = find_candidates(len(pieces), pieces, protected), reference_question.question_of(pieces, protected)
+    for first in (0, *rng.sample(range(len(pieces)), k=min(4, len(pieces)))):
+        new, slow = found.reaching(first), expected.since(first)
+        assert [*new.segments] == [*slow.repeated, *slow.in_place]
+        assert (new.num_repeated, [*new.is_question], new.opening) == (len(slow.repeated), slow.marked, slow.opening)
+        assert question_words(new) == pytest.approx(slow.words())
 
 
 def test_a_short_line_is_no_segment_unless_it_has_a_question_mark() -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.prefill.queries import WINDOW, find_candidates, question_words
+from spec_stack.prefill.queries import WINDOW
 from spec_stack.tokenizers.pieces import Pieces
 from tests.support import reference_question
 from tests.support.reference import question_importance
@@ -107,16 +107,15 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
     assert start == len(longer) - num_new - 1
     given = [*_positions(first), *range(len(prompt), start)]
     pieces = Pieces(reference.tokenizer).of(longer)
-    found = find_candidates(len(longer), pieces, [(start, stop) for start, stop in special_spans(longer)])
+    found = question = reference_question.question_of(pieces, special_spans(longer))
     if set(range(start, len(longer))) <= set(_positions(reply)):
         # New text that is not pruned is scored by its own queries.
-        found = found.reaching(start + 1)
-    cut = found.num_repeated
+        found = question.since(start + 1)
     wanted = question_importance(
-        eager_draft, longer, found.segments[:cut], found.segments[cut:], found.is_question, found.opening, mean=True
+        eager_draft, longer, found.repeated, found.in_place, found.marked, found.opening, mean=True
     )
     chunks = [(at, min(at + PrefillConfig.chunk_size, start)) for at in range(0, start, PrefillConfig.chunk_size)]
-    asked = dict.fromkeys(question_words(found.reaching(start)), 1.0)
+    asked = dict.fromkeys(question.since(start).words(), 1.0)
     expected = dropped_chunks_to_restore(
         wanted.tolist(),
         given,

@@ -1,9 +1,76 @@
-"""Scores raised for rare words, slowly: every word of the question is looked for in every unit."""
+"""The question, token by token, and scores raised for its rare words: every word is looked for in every unit."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from tests.support import reference_segments
+
+Span = tuple[int, int]
+# Of the package: the longest line, and the last tokens of a prompt whose queries are taken in place.
+LONGEST, WINDOW = 128, 160
+
+
+@dataclass
+class Question:
+    """The segments that may hold a prompt's question, those before the window apart, and the answer's opening."""
+
+    pieces: Sequence[str]
+    repeated: list[Span]
+    in_place: list[Span]
+    opening: int
+
+    @property
+    def marked(self) -> list[bool]:
+        return [_asks(self.pieces, span) for span in [*self.repeated, *self.in_place]]
+
+    def since(self, first: int) -> Question:
+        """The segments with a token of the text from `first` on."""
+        repeated, in_place = ([each for each in spans if each[1] > first] for spans in (self.repeated, self.in_place))
+        return Question(self.pieces, repeated, in_place, self.opening)
+
+    def words(self) -> dict[int, float]:
+        """The weight of every token of the question."""
+        spans = [*self.repeated, *self.in_place]
+        asked = [at for span, is_marked in zip(spans, self.marked, strict=True) if is_marked for at in range(*span)]
+        inside = [at for span in self.in_place for at in range(*span)]
+        return dict.fromkeys(asked, 1.0) if asked else {at: 2 ** ((at - inside[-1]) / 12) for at in inside}
+
+
+def question_of(pieces: Sequence[str], protected: Sequence[Sequence[int]] = ()) -> Question:
+    """Look at every token: of which turn it is, of which line, and how far from that turn's ends."""
+    size = len(pieces)
+    is_free = [not any(start <= at < stop for start, stop in protected) for at in range(size)]
+    turns = [list(each) for free, each in groupby(range(size), is_free.__getitem__) if free]
+    opening = min((size - 1 - turns[-1][-1] if turns else 0) or 4, 8, size)
+    turns = [turn for turn in turns if turn[0] < size - opening] or [list(range(size))]
+    *earlier, last = turns
+    in_place = [at for at in last if at >= size - WINDOW]
+    places = [list(range(max(0, turns[0][0] - 64), turns[0][0]))]
+    for turn in earlier[-2:]:
+        places += [turn] if len(turn) <= 64 else [turn[:32], turn[-32:]]
+    places.append([at for at in last[:64] if at < size - WINDOW])
+    return Question(pieces, _lines(pieces, places), _lines(pieces, [in_place]), opening)
+
+
+def _lines(pieces: Sequence[str], places: Sequence[Sequence[int]]) -> list[Span]:
+    """The lines of these tokens that are long enough to ask, or have a question mark; all where none is."""
+    ends = set(reference_segments.borders(pieces, LONGEST))
+    spans: list[list[int]] = []
+    for place in places:
+        for index, at in enumerate(place):
+            if index == 0 or at in ends:
+                spans.append([at, at])
+            spans[-1][1] = at + 1
+    lines = [(start, stop) for start, stop in spans]
+    return [span for span in lines if span[1] - span[0] >= 4 or _asks(pieces, span)] or lines
+
+
+def _asks(pieces: Sequence[str], span: Span) -> bool:
+    return any(mark in "".join(pieces[slice(*span)]) for mark in "?\uff1f\u061f\u037e\u2e2e")
 
 
 def raised(
