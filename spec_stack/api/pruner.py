@@ -359,8 +359,8 @@ class PrunerConversation:
                 texts.append(_Text(message, part, text, is_whole, segments))
                 char += len(text) + len(_JOINT)
         protected = _protected(len(token_ids), texts, protect)
-        # The question and protected lines are kept, but the question is searched in them too.
-        turns = [replace(text, is_whole=text.is_whole and text.part != _QUESTION) for text in texts]
+        # Questions, answers and protected lines are kept, but the question is searched in them too.
+        turns = [replace(text, is_whole=chat[text.message]["role"] in KEPT_ROLES) for text in texts]
         return _Prompt(token_ids, pieces, texts, protected, _protected(len(token_ids), turns, ())), num_old
 
     def _write(

@@ -157,6 +157,15 @@ def test_a_conversation_keeps_what_it_kept_and_recalls_to_its_place(pruner: Prun
     assert pruner.prune(messages[:1], keep_rate=0.2).messages == first.messages
 
 
+def test_a_question_in_the_newest_answer_recalls_what_it_is_about(pruner: Pruner) -> None:
+    conversation, text = pruner.conversation(), f"{CODE}\nWhat does add_votes do?"
+    first = conversation.prune(chat(text), keep_rate=0.2)
+    assert "MAX_OCCURRENCES = " not in str(first.messages)
+    second = conversation.prune(chat(text, f"It adds votes. {QUESTION}", "Yes, tell me."), keep_rate=0.2)
+    assert second.num_recalled_tokens > 0
+    assert "MAX_OCCURRENCES = " in str(second.messages)
+
+
 def test_an_edited_conversation_goes_back(pruner: Pruner) -> None:
     conversation = pruner.conversation()
     conversation.prune(chat(CODE, "Fine.", QUESTION), keep_rate=0.2)
