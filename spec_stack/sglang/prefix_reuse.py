@@ -78,6 +78,9 @@ class _Turn:
     positions: tuple[int, ...]
     reply: Sequence[int]
 
+    def __len__(self) -> int:
+        return len(self.token_ids) + len(self.reply)
+
     def num_continued(self, tenant: Hashable, ids: Ints) -> int:
         """Tokens of the prompt and its reply that a text begins with; 0 unless it has the whole prompt.
 
@@ -92,7 +95,7 @@ class _Turn:
 
 
 class TurnStore:
-    """Pruned turns, of most_tokens prompt tokens in all, by tenant; the oldest are forgotten first."""
+    """Pruned turns, of most_tokens tokens in all, by tenant; the oldest are forgotten first."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
@@ -106,10 +109,10 @@ class TurnStore:
         """Remember a turn; `reply` is not copied."""
         self._turns[self._next] = _Turn(tenant, np.asarray(prompt_ids, dtype=np.int64), tuple(positions), reply)
         self._next += 1
-        num_tokens = sum(len(turn.token_ids) for turn in self._turns.values())
+        num_tokens = sum(map(len, self._turns.values()))
         while num_tokens > self._most_tokens and len(self._turns) > 1:
             _, oldest = self._turns.popitem(last=False)
-            num_tokens -= len(oldest.token_ids)
+            num_tokens -= len(oldest)
 
     def clear(self) -> None:
         self._turns.clear()

@@ -72,6 +72,14 @@ def test_the_turn_that_was_not_gone_on_from_for_longest_is_forgotten_first() -> 
     assert [turns.find("", range(start, start + 20)).num_tokens for start in (0, 100, 200, 300)] == [10, 0, 10, 10]
 
 
+def test_replies_count_into_the_tokens_that_are_remembered() -> None:
+    turns = TurnStore(30)
+    for start in (0, 100, 200):
+        turns.add("", range(start, start + 4), (0, 3), array("q", range(start + 4, start + 16)))
+    assert len(turns) == 1
+    assert turns.find("", range(200, 220)).num_tokens == 15
+
+
 def test_a_neighbour_who_asks_something_else_takes_nothing_over() -> None:
     turns = TurnStore(1000)
     document = list(range(100, 180))
