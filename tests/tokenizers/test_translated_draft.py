@@ -20,6 +20,7 @@ from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import compare
+from spec_stack.types import DraftTokenization
 from tests.support import reference
 from tests.support.models import make_model, make_tokenizer
 from tests.support.nightly import others_nightly
@@ -183,6 +184,27 @@ def test_after_any_reading_and_rollback_the_logits_are_those_of_a_fresh_draft(al
         expected = masked(reference.logits(model, fed, range(len(fed)))[-1], translation)
         torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
         assert draft.num_cached == len(fed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_last_prompt_token_yields_the_logits_of_the_whole_prompt(seed: int) -> None:
+    """Also one without a token of the draft, for which the draft's last one waits; and in the turn after, again."""
+    translation, model = make_translation(), make_model(seed=2, vocab=12)
+    install(model)
+    prompt = make_tokenizer(TARGET_TOKENS, "<t>")(text_of(20, seed)).input_ids
+    known = translation.tokenize(prompt)
+    num_draft = len(known.token_ids)
+    expected = masked(reference.logits(model, known.token_ids, range(num_draft))[-1], translation)
+    for ids, ranges in ((prompt, known.ranges), ([*prompt, 5], [*known.ranges, (num_draft, num_draft)])):
+        index = CachedModel(model, 4096)
+        draft = TranslatedDraft(index, translation, DraftTokenization(known.token_ids, ranges))
+        draft.prefill(ids[:-1], range(len(ids) - 1))
+        for _ in range(2):
+            assert draft.next_position == len(ids) - 1
+            logits = draft.forward(ids[-1:], [len(ids) - 1], 1)
+            torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+            assert index.num_cached == num_draft
+            draft = TranslatedDraft(index, translation, DraftTokenization(known.token_ids, ranges))
 
 
 def test_the_kept_slots_are_those_of_the_kept_tokens_and_of_the_drafts_own_beginning() -> None:
