@@ -13,7 +13,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
     # Below fp32 a block and a single token round differently, and a tie may break the other way.
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype="float32")
-    inputs = tokenizer("def read_lines(path):\n", return_tensors="pt")
+    inputs = tokenizer("def read_lines(path):\n", return_tensors="pt").to(model.device)
     plain = model.generate(**inputs, max_new_tokens=64, do_sample=False)
     ours = model.generate(
         **inputs,

@@ -96,7 +96,7 @@ def with_draft(
     >>> from spec_stack import with_draft
     >>> pair = SpecStackGenerator.from_pretrained().pair
     >>> model, draft, tokenizer = pair.target, pair.draft, pair.tokenizer
-    >>> inputs = tokenizer("def main():", return_tensors="pt")
+    >>> inputs = tokenizer("def main():", return_tensors="pt").to(model.device)
     >>> model.generate(**inputs, max_new_tokens=8, custom_generate=with_draft(draft)).shape
     torch.Size([1, 12])
     """

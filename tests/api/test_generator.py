@@ -21,6 +21,7 @@ from spec_stack import (
     StepContext,
 )
 from spec_stack.cli.demo import hide_fact
+from spec_stack.controller.base import StepRecord
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.registry import POLICIES, POLICY_NAMES, make_policy
 from spec_stack.controller.simple import Fixed
@@ -62,6 +63,27 @@ def test_the_first_output_comes_before_the_rest_is_made(embedded: SpecStackGener
     assert first.token_ids
     assert first.finish_reason is None
     stream.close()
+
+
+def test_a_policy_learns_from_the_last_step_of_a_stream_that_is_left_at_its_finish_reason(
+    embedded: SpecStackGenerator,
+) -> None:
+    class Counting(Policy):
+        num_observed = 0
+
+        def choose(self, context: StepContext) -> int:
+            return 2
+
+        def observe(self, record: StepRecord) -> None:
+            self.num_observed += 1
+
+    for max_tokens in (1, 20):
+        policy, num_steps = Counting(), 0
+        for output in embedded.stream(CODE, max_tokens=max_tokens, policy=policy):
+            num_steps += 1
+            if output.finish_reason is not None:
+                break
+        assert policy.num_observed == num_steps
 
 
 def test_a_stop_string_inside_an_accepted_run_cuts_like_plain_decoding(embedded: SpecStackGenerator) -> None:
