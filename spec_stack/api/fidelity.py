@@ -1,31 +1,29 @@
 """What pruning does to prompts: the time to first token over dense prefill, and the loss of the dense answers.
 
-The dense greedy answer of each prompt is the reference. Its tokens are scored under the pruned cache by teacher
-forcing: one forward gives their loss, and the first token at which greedy decoding would differ.
+The dense greedy answer of each prompt is the reference. One forward over it under the pruned cache (teacher forcing)
+gives the loss of its tokens, and how many are still the most likely ones.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
+import numpy as np
 
-from spec_stack.api.fidelity_report import Example, FidelityReport, PromptFidelity, PrunedPrompt, summarise
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.options import Call
-from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.prefilled import PrefilledPrompt, token_logprobs
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.prompt import Message, Span
+from spec_stack.hf.prompt import Message
 from spec_stack.prefill.calibration import fingerprint
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments
@@ -36,46 +34,164 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[Message] | Mapping[str, Any]
 Progress = Callable[[int, int, str], None]
+KEEP_RATES = (0.1, 0.2, 0.3)
 # Tokens behind a question, up to the end of the turn, from which they count as instructions.
 _INSTRUCTIONS = 32
 _QUESTION_CHARACTERS = 120
-_ROW_BEGINS = '{"key": '
+# Of a bootstrap.
+_NUM_DRAWS = 2000
 
 
 @dataclass(frozen=True)
-class FidelityConfig:
-    """Options of `measure_fidelity`, which describes them. Raises ValueError for a value outside its range."""
+class PrunedPrompt:
+    """One prompt under one setting (a keep rate, or "calibrated").
 
-    keep_rates: Sequence[float] = (0.1, 0.2, 0.3)
-    max_tokens: int = 48
-    minutes: float = 10.0
-    within: float = 0.02
+    num_kept_tokens: that the target prefilled. ttft_s: time to first token, scoring included. loss: mean of the dense
+    answer's tokens, in nats. agreement: share of these tokens that are still the most likely ones.
+    """
 
-    def __post_init__(self) -> None:
-        if not self.keep_rates:
-            raise ValueError("keep_rates is empty; give one or more shares of the prompt")
-        for rate in self.keep_rates:
-            if not isinstance(rate, int | float):
-                raise ValueError(f"keep_rates must be numbers, got {rate!r}")
-            PrefillConfig(keep_rate=rate)
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be 1 or more, got {self.max_tokens}")
-        for name in ("minutes", "within"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be over 0, got {getattr(self, name)}")
+    setting: str
+    num_kept_tokens: int
+    ttft_s: float
+    loss: float
+    agreement: float
+
+
+@dataclass(frozen=True)
+class PromptFidelity:
+    """One prompt, dense and under every setting.
+
+    key: identifies the prompt, the pair and the settings. number: place in the list of prompts, from 1 on. kind: where
+    the question stands among the scoring queries: "question last", "instructions behind the question", "question
+    first", or "no question mark". question: the segment whose queries weigh most, one with a question mark where there
+    is one. answer: the dense greedy one. ttft_s, loss: as in `PrunedPrompt`, of dense prefill.
+    """
+
+    key: str
+    number: int
+    num_tokens: int
+    kind: str
+    question: str
+    answer: str
+    ttft_s: float
+    loss: float
+    pruned: list[PrunedPrompt]
+
+    def of(self, setting: str) -> PrunedPrompt:
+        """This prompt under a setting."""
+        return next(each for each in self.pruned if each.setting == setting)
+
+    def lost(self, setting: str) -> float:
+        """Nats per token of the dense answer that a setting loses."""
+        return self.of(setting).loss - self.loss
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its 95 % interval, by bootstrap over prompts."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class SettingFidelity:
+    """All prompts under one setting.
+
+    Parameters
+    ----------
+    setting : str
+        The keep rate, or "calibrated".
+    kept : float
+        Kept share of all prompt tokens.
+    speedup : Interval
+        Dense over sparse time to first token.
+    lost : Interval
+        Loss of the dense answers' tokens above dense, in nats per token; mean over prompts.
+    perplexity_ratio : Interval
+        exp(lost).
+    token_agreement, answer_agreement : float
+        Shares of tokens and of whole answers that stay the same.
+    lost_by_kind : dict of str to Interval
+        `lost` by kind of prompt.
+    """
+
+    setting: str
+    kept: float
+    speedup: Interval
+    lost: Interval
+    perplexity_ratio: Interval
+    token_agreement: float
+    answer_agreement: float
+    lost_by_kind: dict[str, Interval]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, and its greedy answer after pruning."""
+
+    what: str
+    prompt: PromptFidelity
+    pruned_answer: str
+
+
+@dataclass(frozen=True)
+class FidelityReport:
+    """What pruning does to a set of prompts.
+
+    Parameters
+    ----------
+    settings : list of SettingFidelity
+        One per keep rate.
+    prompts : list of PromptFidelity
+        One per measured prompt.
+    skipped : list of (int, str)
+        Number and reason of each prompt that cannot be pruned or prefilled.
+    num_left : int
+        Prompts that the time did not allow.
+    num_short : int
+        Measured prompts that `sparse_prefill="auto"` leaves dense, for they are under min_prompt_tokens.
+    within : float
+        Accepted increase of the perplexity.
+    examples : list of Example
+        The prompt that loses most and the one in the middle, under the setting of `shown`.
+    """
+
+    settings: list[SettingFidelity]
+    prompts: list[PromptFidelity]
+    skipped: list[tuple[int, str]]
+    num_left: int
+    num_short: int
+    within: float
+    examples: Sequence[Example] = ()
+
+    @property
+    def fastest(self) -> SettingFidelity | None:
+        """The setting with the largest speed-up whose perplexity ratio is within the limit; None if there is none."""
+        fitting = [each for each in self.settings if each.perplexity_ratio.value <= 1 + self.within]
+        return max(fitting, key=lambda each: each.speedup.value, default=None)
+
+    @property
+    def shown(self) -> SettingFidelity:
+        """The fastest setting within the limit, or else the one that loses least."""
+        return self.fastest or min(self.settings, key=lambda each: each.lost.value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self) | {"fastest": self.fastest and self.fastest.setting}
 
 
 def measure_fidelity(
     generator: SpecStackGenerator,
     prompts: Sequence[Prompt],
-    keep_rates: Sequence[float] = FidelityConfig.keep_rates,
+    keep_rates: Sequence[float] = KEEP_RATES,
     *,
-    max_tokens: int = FidelityConfig.max_tokens,
-    minutes: float = FidelityConfig.minutes,
-    within: float = FidelityConfig.within,
+    max_tokens: int = 48,
+    minutes: float = 10.0,
+    within: float = 0.02,
     rows: str | Path | None = None,
     progress: Progress | None = None,
-    timer: Callable[[], float] = perf_counter,
 ) -> FidelityReport:
     """Measure what pruning does to prompts, against dense prefill.
 
@@ -98,12 +214,9 @@ def measure_fidelity(
     within : float
         Accepted increase of the dense answers' perplexity: 0.02 is 2 %.
     rows : str or Path, optional
-        A .jsonl file that gets a row after every prompt. Rows of the same prompt, pair and settings are not measured
-        again.
+        A .jsonl file, written after every prompt. Rows of the same prompt, pair and settings are not measured again.
     progress : callable, optional
         Called with (num_done, num_prompts, text) after every prompt.
-    timer : callable
-        Returns seconds; `time.process_time` on a shared machine.
 
     Returns
     -------
@@ -121,37 +234,38 @@ def measure_fidelity(
     >>> generator = SpecStackGenerator.from_pretrained()
     >>> prompt = "def add(a, b):\\n    return a + b\\n\\n" * 40 + "What does add return?"
     >>> report = measure_fidelity(generator, [prompt], [0.3], max_tokens=4)
-    >>> report.settings[0].num_words_lost
-    0
+    >>> report.settings[0].kept < 0.5
+    True
     """
-    config = FidelityConfig(keep_rates, max_tokens, minutes, within)
+    if not keep_rates or not all(isinstance(rate, int | float) for rate in keep_rates):
+        raise ValueError(f"keep_rates must be one or more shares of the prompt, got {keep_rates!r}")
+    for rate in keep_rates:
+        PrefillConfig(keep_rate=rate)
+    if not (max_tokens >= 1 and minutes > 0 and within > 0):
+        raise ValueError(f"max_tokens, minutes and within must be over 0, got {max_tokens}, {minutes} and {within}")
     if generator.tokenizer is None:
         raise ValueError("the target has no tokenizer; fidelity is measured on texts")
     calls = [_call_of(prompt, generator.tokenizer, number) for number, prompt in enumerate(prompts, start=1)]
-    measuring = _Measuring(generator.engine, config, timer)
+    measuring = _Measuring(generator.engine, keep_rates, max_tokens)
     known = {} if rows is None else _read_rows(Path(rows))
     until = monotonic() + 60 * minutes
     measured: list[PromptFidelity] = []
     skipped: list[tuple[int, str]] = []
-    num_left = 0
     for number, call in enumerate(calls, start=1):
         key = measuring.key(call)
-        if key in known:
-            measured.append(replace(known[key], number=number))
-            continue
-        if measured and monotonic() >= until:
-            num_left += 1
-            continue
-        try:
-            row = measuring.measure(call, key, number)
-        except ValueError as error:
-            skipped.append((number, str(error)))
-            continue
-        measured.append(row)
-        if rows is not None:
-            _add_row(Path(rows), row)
-        if progress is not None:
-            progress(number, len(calls), _in_words(row))
+        if key not in known:
+            if measured and monotonic() >= until:
+                continue
+            try:
+                known[key] = measuring.measure(call, key)
+            except ValueError as error:
+                skipped.append((number, str(error)))
+                continue
+            if rows is not None:
+                _write_rows(Path(rows), known.values())
+            if progress is not None:
+                progress(number, len(calls), _in_words(known[key]))
+        measured.append(replace(known[key], number=number))
     if not measured:
         reasons = "; ".join(f"prompt {number}: {reason}" for number, reason in skipped[:3])
         raise ValueError(f"no prompt was measured ({reasons or 'the list is empty'})")
@@ -160,109 +274,87 @@ def measure_fidelity(
         settings=[summarise(name, measured) for name in measuring.settings],
         prompts=measured,
         skipped=skipped,
-        num_left=num_left,
+        num_left=len(calls) - len(measured) - len(skipped),
         num_short=sum(row.num_tokens < least for row in measured),
         within=within,
     )
-    return replace(report, examples=measuring.examples(report, calls))
+    ranked = sorted(measured, key=lambda row: row.lost(report.shown.setting))
+    chosen = [("the largest loss", ranked[-1]), ("the median", ranked[(len(ranked) - 1) // 2])]
+    examples = [
+        Example(what, row, measuring.answer(calls[row.number - 1], report.shown.setting))
+        for what, row in chosen[: len(ranked)]
+    ]
+    return replace(report, examples=examples)
 
 
 class _Measuring:
     """Measures single prompts under all settings."""
 
-    def __init__(self, engine: Engine, config: FidelityConfig, timer: Callable[[], float]) -> None:
-        self._engine, self._config, self._timer = engine, config, timer
-        prefill = engine.config.prefill
-        self.settings: dict[str, float | None] = {f"{rate:g}": rate for rate in config.keep_rates}
-        if prefill.calibrated_by and prefill.keep_rate not in config.keep_rates:
+    def __init__(self, engine: Engine, keep_rates: Sequence[float], max_tokens: int) -> None:
+        self._engine, self._max_tokens = engine, max_tokens
+        self.settings: dict[str, float | None] = {f"{rate:g}": rate for rate in keep_rates}
+        prefill, pair = engine.config.prefill, engine.pair
+        if prefill.calibrated_by and prefill.keep_rate not in keep_rates:
             self.settings["calibrated"] = None
-        pair = engine.pair
-        self._pair = [pair.precision, pair.draft_precision, str(pair.target.device)]
-        self._pair += [_digest_of(model) for model in (pair.target, pair.draft)]
+        decisive = pair.precision, pair.draft_precision, pair.target.device, prefill, sorted(self.settings), max_tokens
+        self._identity = [*map(str, decisive), *(_digest_of(model) for model in (pair.target, pair.draft))]
+        # Prunes where any setting does.
+        self._least = f"{min(keep_rates):g}"
         self._is_warm = False
 
     def key(self, call: Call) -> str:
         """Identifies a prompt with the pair and everything that decides its row."""
-        prefill = repr(self._engine.config.prefill)
-        values = [call, self._pair, prefill, sorted(self.settings), self._config.max_tokens]
-        return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:20]
+        return sha256(json.dumps([call, self._identity], default=str).encode()).hexdigest()[:20]
 
-    def measure(self, call: Call, key: str, number: int) -> PromptFidelity:
+    def measure(self, call: Call, key: str) -> PromptFidelity:
         """Measure a prompt. Raises ValueError for one that cannot be pruned or prefilled."""
-        num_tokens = self._check(call)
-        self._warm_up(call)
-        dense, seconds = self._prefill(cast(Call, {**call, "sparse_prefill": "off"}))
-        answer = dense.greedy(self._config.max_tokens)
+        request = self._engine.plan(self._sparse(call, self._least))
+        if not request.scores:
+            raise ValueError(f"it has {len(request.prompt_ids)} tokens and cannot be pruned ({request.reason})")
+        whole = cast(Call, {**call, "sparse_prefill": "off"})
+        if not self._is_warm:
+            # First forwards of a length are slower.
+            self._is_warm = True
+            self._prefill(whole)
+            self._prefill(self._sparse(call, self._least))
+        dense, seconds = self._prefill(whole)
+        answer = dense.greedy(self._max_tokens)
         loss = -float(token_logprobs(dense.logits(answer), answer).mean())
         del dense
         seen = _Seen(self._engine.config.prefill)
-        pruned = [self._pruned(call, name, answer, seen) for name in self.settings]
         return PromptFidelity(
             key=key,
-            number=number,
-            num_tokens=num_tokens,
+            number=0,
+            num_tokens=len(request.prompt_ids),
+            pruned=[self._pruned(call, name, answer, seen) for name in self.settings],
             kind=seen.kind,
             question=seen.question,
             answer=self._text(answer),
-            num_answer_tokens=len(answer),
             ttft_s=seconds,
             loss=loss,
-            pruned=pruned,
         )
 
-    def examples(self, report: FidelityReport, calls: Sequence[Call]) -> list[Example]:
-        """The prompt that loses most, and the one in the middle."""
-        setting = report.shown.setting
-        ranked = sorted(report.prompts, key=lambda row: row.lost(setting))
-        chosen = {"the largest loss": ranked[-1], "the median": ranked[(len(ranked) - 1) // 2]}
-        found = []
-        for what, row in chosen.items():
-            pruned, _ = self._prefill(self._sparse(calls[row.number - 1], setting))
-            text = self._text(pruned.greedy(self._config.max_tokens))
-            lost = row.lost(setting)
-            found.append(Example(what, row.number, setting, row.kind, row.question, lost, row.answer, text))
-        return found if len(ranked) > 1 else found[:1]
-
-    def _warm_up(self, call: Call) -> None:
-        """Prefill the first prompt once each way: first forwards of a length are slower."""
-        if not self._is_warm:
-            self._is_warm = True
-            self._prefill(cast(Call, {**call, "sparse_prefill": "off"}))
-            self._prefill(self._sparse(call, next(iter(self.settings))))
-
-    def _check(self, call: Call) -> int:
-        """The prompt's length in tokens. Raises ValueError for one that cannot be pruned, before any model runs."""
-        least = min(self._config.keep_rates)
-        request = self._engine.plan(cast(Call, {**call, "sparse_prefill": "on", "keep_rate": least}))
-        if not request.scores:
-            raise ValueError(f"it has {len(request.prompt_ids)} tokens and cannot be pruned ({request.reason})")
-        return len(request.prompt_ids)
+    def answer(self, call: Call, setting: str) -> str:
+        """The greedy answer under a setting."""
+        return self._text(self._prefill(self._sparse(call, setting))[0].greedy(self._max_tokens))
 
     def _pruned(self, call: Call, setting: str, answer: Sequence[int], seen: _Seen) -> PrunedPrompt:
         prefilled, seconds = self._prefill(self._sparse(call, setting), seen)
         logits = prefilled.logits(answer)
-        likeliest = logits.argmax(dim=-1).tolist()
-        same = [token_id == other for token_id, other in zip(answer, likeliest, strict=True)]
-        return PrunedPrompt(
-            setting=setting,
-            num_kept_tokens=len(prefilled.selection.positions),
-            ttft_s=seconds,
-            loss=-float(token_logprobs(logits, answer).mean()),
-            agreement=sum(same) / len(same),
-            first_divergence=None if all(same) else same.index(False),
-            num_words_lost=_words_lost(prefilled, self._engine.pair),
-        )
+        same = [token_id == other for token_id, other in zip(answer, logits.argmax(dim=-1).tolist(), strict=True)]
+        loss = -float(token_logprobs(logits, answer).mean())
+        return PrunedPrompt(setting, len(prefilled.selection.positions), seconds, loss, sum(same) / len(same))
 
     def _sparse(self, call: Call, setting: str) -> Call:
         return cast(Call, {**call, "sparse_prefill": "on", "keep_rate": self.settings[setting]})
 
     def _prefill(self, call: Call, seen: _Seen | None = None) -> tuple[PrefilledPrompt, float]:
         """The prefilled prompt, and the seconds to its first token."""
-        began = self._timer()
-        prefilled = PrefilledPrompt(self._engine, cast(Call, {**call, "max_tokens": self._config.max_tokens}), seen)
+        began = perf_counter()
+        prefilled = PrefilledPrompt(self._engine, cast(Call, {**call, "max_tokens": self._max_tokens}), seen)
         # Reading a token waits for the device.
         _ = prefilled.first_token
-        return prefilled, self._timer() - began
+        return prefilled, perf_counter() - began
 
     def _text(self, answer: Sequence[int]) -> str:
         return str(self._engine.pair.tokenizer.decode(answer, skip_special_tokens=True))
@@ -271,8 +363,7 @@ class _Measuring:
 def _digest_of(model: PreTrainedModel) -> str:
     """Identifies a model's weights: its configuration, and a number of each parameter."""
     numbers = [float(parameter.detach().flatten()[-1]) for parameter in model.parameters()]
-    values = [fingerprint(text_config(model.config)), numbers]
-    return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:20]
+    return sha256(f"{fingerprint(text_config(model.config))} {numbers}".encode()).hexdigest()
 
 
 class _Seen:
@@ -283,9 +374,20 @@ class _Seen:
         self.kind = self.question = ""
 
     def scored(self, inputs: ScoringInputs) -> None:
-        self.kind, self.question = _kind_of(inputs, self._config)
+        """Take the heaviest scoring segment for the question, one with a question mark where there is one."""
+        found, weights = inputs.candidates, inputs.weights_by_attention(self._config) or inputs.weights_by_words()
+        marked = [span for span, is_question in zip(found.segments, found.is_question, strict=True) if is_question]
+        start, stop = max(marked or found.segments, key=lambda span: weights.get(span, 0.0))
+        self.question = " ".join("".join((inputs.pieces or [])[start:stop]).split())[:_QUESTION_CHARACTERS]
+        num_behind = len(inputs.prompt_ids) - found.opening - stop
+        if not marked:
+            self.kind = "no question mark"
+        elif stop <= found.start:
+            self.kind = "question first"
+        else:
+            self.kind = "instructions behind the question" if num_behind >= _INSTRUCTIONS else "question last"
 
-    def voted(self, segments: Segments, scores: torch.Tensor) -> None:
+    def voted(self, segments: Segments, scores: object) -> None:
         """Scores are not needed."""
 
     def selected(self, selection: Selection, look_ahead: Proposal) -> None:
@@ -310,31 +412,36 @@ def _call_of(given: Prompt, tokenizer: Any, number: int) -> Call:
     return Call(messages=[{"role": "user", "content": prompt}]) if has_template else Call(prompt=prompt)
 
 
-def _kind_of(inputs: ScoringInputs, config: PrefillConfig) -> tuple[str, str]:
-    """The kind of a prompt, and its question: the heaviest scoring segment, with a question mark where there is one."""
-    found, weights = inputs.candidates, inputs.weights_by_attention(config) or inputs.weights_by_words()
-    marked = [span for span, is_question in zip(found.segments, found.is_question, strict=True) if is_question]
-    start, stop = max(marked or found.segments, key=lambda span: weights.get(span, 0.0))
-    question = " ".join("".join((inputs.pieces or [])[start:stop]).split())[:_QUESTION_CHARACTERS]
-    if not marked:
-        return "no question mark", question
-    if stop <= found.start:
-        return "question first", question
-    num_behind = len(inputs.prompt_ids) - found.opening - stop
-    return "instructions behind the question" if num_behind >= _INSTRUCTIONS else "question last", question
+def summarise(setting: str, rows: Sequence[PromptFidelity]) -> SettingFidelity:
+    """Summarise a setting over all rows."""
+    pruned = [row.of(setting) for row in rows]
+    lost = mean_interval([row.lost(setting) for row in rows])
+    return SettingFidelity(
+        setting=setting,
+        kept=sum(each.num_kept_tokens for each in pruned) / sum(row.num_tokens for row in rows),
+        speedup=_ratio_interval([row.ttft_s for row in rows], [each.ttft_s for each in pruned]),
+        lost=lost,
+        perplexity_ratio=Interval(math.exp(lost.value), math.exp(lost.low), math.exp(lost.high)),
+        token_agreement=sum(each.agreement for each in pruned) / len(pruned),
+        answer_agreement=sum(each.agreement == 1 for each in pruned) / len(pruned),
+        lost_by_kind={
+            kind: mean_interval([row.lost(setting) for row in rows if row.kind == kind])
+            for kind in sorted({row.kind for row in rows})
+        },
+    )
 
 
-def _words_lost(prefilled: PrefilledPrompt, pair: ModelPair) -> int:
-    """Words of the protected spans that the selection lacks."""
-    kept = set(prefilled.selection.positions)
-    pieces = pair.pieces(prefilled.request.prompt_ids) or []
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The mean of one value per prompt."""
+    return _ratio_interval(values, [1.0] * len(values))
 
-    def lost(span: Span) -> int:
-        whole = Counter("".join(pieces[slice(*span)]).split())
-        held = Counter("".join(pieces[at] for at in range(*span) if at in kept).split())
-        return (whole - held).total()
 
-    return sum(map(lost, prefilled.request.protected))
+def _ratio_interval(over: Sequence[float], under: Sequence[float]) -> Interval:
+    """The ratio of two sums over the same prompts, in order."""
+    above, below = np.array(over, dtype=float), np.array(under, dtype=float)
+    draws = np.random.default_rng(0).integers(len(above), size=(_NUM_DRAWS, len(above)))
+    low, high = np.percentile(above[draws].sum(1) / below[draws].sum(1), [2.5, 97.5])
+    return Interval(float(above.sum() / below.sum()), float(low), float(high))
 
 
 def _in_words(row: PromptFidelity) -> str:
@@ -348,21 +455,18 @@ def _read_rows(path: Path) -> dict[str, PromptFidelity]:
     """Rows of earlier runs by key. Raises ValueError, naming the line, for a file of something else."""
     rows = {}
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(filter(None, lines), start=1):
         try:
-            if line:
-                values = json.loads(line)
-                pruned = [PrunedPrompt(**each) for each in values["pruned"]]
-                rows[values["key"]] = PromptFidelity(**{**values, "pruned": pruned})
+            values = json.loads(line)
+            pruned = [PrunedPrompt(**each) for each in values["pruned"]]
+            rows[values["key"]] = PromptFidelity(**{**values, "pruned": pruned})
         except (ValueError, TypeError, KeyError) as error:
-            # An interrupted run leaves the beginning of a row.
-            if not (isinstance(error, json.JSONDecodeError) and line.startswith(_ROW_BEGINS)):
-                raise ValueError(f"{path}, line {number} is no row of a measurement: {error}") from error
+            raise ValueError(f"{path}, line {number} is no row of a measurement: {error}") from error
     return rows
 
 
-def _add_row(path: Path, row: PromptFidelity) -> None:
-    content = path.read_bytes() if path.exists() else b""
-    is_cut = content != b"" and not content.endswith(b"\n")
-    with path.open("a", encoding="utf-8") as file:
-        file.write(("\n" if is_cut else "") + json.dumps(asdict(row)) + "\n")
+def _write_rows(path: Path, rows: Iterable[PromptFidelity]) -> None:
+    """Replace the file, so that an interrupted run leaves whole rows."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
+    part.replace(path)

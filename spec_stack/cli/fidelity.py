@@ -12,8 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from spec_stack.api.fidelity import prompt_of
-from spec_stack.api.fidelity_report import FidelityReport, Interval, SettingFidelity
+from spec_stack.api.fidelity import FidelityReport, Interval, SettingFidelity, prompt_of
 from spec_stack.calibrate.shapes import SHAPES
 from spec_stack.cli.chat import read_document
 from spec_stack.cli.demo import aligned
@@ -101,23 +100,21 @@ def fidelity_lines(report: FidelityReport) -> list[str]:
     if report.num_left:
         lines.append(f"{report.num_left} prompts are left: the time was over; the same command goes on from there")
     lines += [f"left out: prompt {number}, {reason}" for number, reason in report.skipped]
+    setting = report.shown.setting
     for example in report.examples:
+        prompt, lost = example.prompt, f"{example.prompt.lost(setting):+.3f}"
         lines += [
             "",
-            f"prompt {example.number}, {example.what} at {example.setting}: {example.kind}, "
-            f"{example.lost:+.3f} nats/token",
-            f"  asked:  {example.question}",
-            f"  dense:  {shorten(example.dense_answer, _ANSWER_CHARACTERS, placeholder=' …')}",
+            f"prompt {prompt.number}, {example.what} at {setting}: {prompt.kind}, {lost} nats/token",
+            f"  asked:  {prompt.question}",
+            f"  dense:  {shorten(prompt.answer, _ANSWER_CHARACTERS, placeholder=' …')}",
             f"  pruned: {shorten(example.pruned_answer, _ANSWER_CHARACTERS, placeholder=' …')}",
         ]
     return lines
 
 
-_HEADER = ("keep rate", "kept", "TTFT speed-up", "nats/token", "perplexity ratio", "tokens", "answers", "from", "words")
-_LEGEND = (
-    "nats/token: loss of the dense answers' tokens above dense. tokens, answers: shares that stay the same; from: "
-    "median first different token. words: pruned words of protected text."
-)
+_HEADER = ("keep rate", "kept", "TTFT speed-up", "nats/token", "perplexity ratio", "tokens", "answers")
+_LEGEND = "nats/token: loss of the dense answers' tokens above dense. tokens, answers: shares that stay the same."
 
 
 def _row(found: SettingFidelity) -> tuple[str, ...]:
@@ -129,8 +126,6 @@ def _row(found: SettingFidelity) -> tuple[str, ...]:
         _with_ends(found.perplexity_ratio, ".3f"),
         f"{found.token_agreement:.0%}",
         f"{found.answer_agreement:.0%}",
-        "-" if found.first_divergence is None else f"{found.first_divergence:g}",
-        str(found.num_words_lost),
     )
 
 

@@ -255,7 +255,7 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     """What pruning does to the given prompts, as lines or for JSON."""
-    from spec_stack.api.fidelity import FidelityConfig, measure_fidelity
+    from spec_stack.api.fidelity import KEEP_RATES, measure_fidelity
     from spec_stack.cli.fidelity import document_prompts, fidelity_lines, read_prompts
 
     def show(num_done: int, num_total: int, text: str) -> None:
@@ -270,7 +270,7 @@ def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     _tell("loading the pair …")
     generator = _load(arguments)
     prompts += document_prompts(arguments.documents, generator.tokenizer, min(generator.pair.max_positions))
-    keep_rates = arguments.keep_rates or FidelityConfig.keep_rates
+    keep_rates = arguments.keep_rates or KEEP_RATES
     report = measure_fidelity(generator, prompts, keep_rates, minutes=arguments.minutes, rows=rows, progress=show)
     _tell(f"every prompt has a row in {rows}; delete it to measure again")
     return report.as_dict() if arguments.json else fidelity_lines(report)

@@ -74,7 +74,7 @@ def test_the_report_is_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFi
     command = ["doctor", "--measure", "--prompts", str(path), "--keep-rates", "0.4", "1.0", "--device", "cpu"]
     assert main(command) == 0
     captured = capsys.readouterr()
-    for label in ("TTFT speed-up", "perplexity ratio", "fastest within 2%", "left out: prompt 2", "dense:", "words"):
+    for label in ("TTFT speed-up", "perplexity ratio", "fastest within 2%", "left out: prompt 2", "dense:", "answers"):
         assert label in captured.out
     assert "[  1/2]" in captured.err
     assert (tmp_path / "prompts.measured.jsonl").exists()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spec_stack import SpecStackGenerator, measure_fidelity
-from spec_stack.api.fidelity_report import FidelityReport, PromptFidelity, PrunedPrompt, summarise
+from spec_stack.api.fidelity import FidelityReport, PromptFidelity, PrunedPrompt, summarise
 
 CODE = "".join(f"def step_{number}(x):\n    return x + {number}\n\n" for number in range(24))
 SYSTEM = {"role": "system", "content": "Answer in one line.\nName the function."}
@@ -42,7 +42,6 @@ def report(embedded: SpecStackGenerator, tmp_path_factory: pytest.TempPathFactor
     rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     found = measure_fidelity(embedded, [*PROMPTS, "too short"], [0.4, 1.0], max_tokens=6, rows=rows)
     # The rows are taken, and nothing is measured again.
-    rows.write_text(rows.read_text() + '{"key": "cut o')
     told: list[str] = []
     again = measure_fidelity(
         embedded, PROMPTS, [0.4, 1.0], max_tokens=6, rows=rows, progress=lambda *row: told.append(row[2])
@@ -57,7 +56,7 @@ def test_the_loss_is_that_of_generating_the_dense_answer_under_the_pruned_prompt
     messages = PROMPTS[0]["messages"]
     dense = embedded.generate(messages=messages, max_tokens=6, sparse_prefill="off", logprobs=0)
     row = report.prompts[0]
-    assert (row.answer, row.num_answer_tokens) == (dense.text, len(dense.token_ids))
+    assert row.answer == dense.text
     assert row.num_tokens == dense.metrics.num_prompt_tokens
     assert row.loss == pytest.approx(-sum(each.logprob for each in dense.logprobs or []) / 6, abs=1e-3)
     sparse = {"messages": messages, "sparse_prefill": "on", "keep_rate": 0.4, "max_tokens": 6, "gamma": 0}
@@ -71,17 +70,15 @@ def test_the_loss_is_that_of_generating_the_dense_answer_under_the_pruned_prompt
     assert pruned.num_kept_tokens == forced.metrics.num_kept_tokens < row.num_tokens
     assert pruned.loss == pytest.approx(-sum(each.logprob for each in forced.logprobs or []) / 6, abs=1e-3)
     free = embedded.generate(**sparse).token_ids  # type: ignore[arg-type]
-    differing = [at for at, (one, other) in enumerate(zip(free, dense.token_ids, strict=True)) if one != other]
-    assert pruned.first_divergence == (differing[0] if differing else None)
+    assert (pruned.agreement == 1) == (free == dense.token_ids)
 
 
-def test_everything_kept_loses_nothing_and_protected_text_is_kept(report: FidelityReport) -> None:
+def test_everything_kept_loses_nothing(report: FidelityReport) -> None:
     pruned, whole = report.settings
     assert whole.lost.value == pytest.approx(0, abs=1e-4)
-    assert (whole.kept, whole.token_agreement, whole.answer_agreement, whole.first_divergence) == (1, 1, 1, None)
+    assert (whole.kept, whole.token_agreement, whole.answer_agreement) == (1, 1, 1)
     assert whole.perplexity_ratio.low <= 1 <= whole.perplexity_ratio.high + 1e-4
     assert pruned.kept < 0.6
-    assert pruned.num_words_lost == whole.num_words_lost == 0
 
 
 def test_kinds_are_told_by_the_scoring_queries_and_short_prompts_are_listed(report: FidelityReport) -> None:
@@ -91,7 +88,7 @@ def test_kinds_are_told_by_the_scoring_queries_and_short_prompts_are_listed(repo
     ((number, reason),) = report.skipped
     assert number == 5
     assert "cannot be pruned (off: no more than" in reason
-    assert json.loads(json.dumps(report.as_dict()))["worst_kind"] in KINDS
+    assert set(json.loads(json.dumps(report.as_dict()))["settings"][0]["lost_by_kind"]) == set(KINDS)
     assert len(report.examples) == 2
 
 
@@ -99,9 +96,7 @@ def test_time_ends_a_run_after_its_first_prompt(embedded: SpecStackGenerator, tm
     rows = tmp_path / "rows.jsonl"
     found = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, minutes=1e-9, rows=rows)
     assert (len(found.prompts), found.num_left) == (1, 1)
-    first = rows.read_text()
-    assert first.count("\n") == 1
-    rows.write_text(first + first[:40])
+    assert rows.read_text().count("\n") == 1
     again = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows)
     assert (again.prompts[0], again.num_left) == (found.prompts[0], 0)
     assert measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows).prompts == again.prompts
@@ -123,12 +118,12 @@ def test_rows_of_other_weights_are_not_taken(tmp_path: Path) -> None:
         (["short", "also"], {}, "prompt 1: it has .* tokens and cannot be pruned"),
         ([{"question": "x"}], {}, "prompt 1 must be a text, or have"),
         ([3], {}, "prompt 1 must be a text, or have"),
-        ([CODE], {"keep_rates": []}, "keep_rates is empty"),
+        ([CODE], {"keep_rates": []}, "keep_rates must be one or more shares"),
         ([CODE], {"keep_rates": [2]}, "keep_rate must"),
-        ([CODE], {"keep_rates": ["0.2"]}, "keep_rates must be numbers"),
-        ([CODE], {"max_tokens": 0}, "max_tokens must be 1 or more"),
-        ([CODE], {"minutes": 0}, "minutes must be over 0"),
-        ([CODE], {"within": 0}, "within must be over 0"),
+        ([CODE], {"keep_rates": ["0.2"]}, "keep_rates must be one or more shares"),
+        ([CODE], {"max_tokens": 0}, "must be over 0, got 0, 10.0 and 0.02"),
+        ([CODE], {"minutes": 0}, "must be over 0, got 48, 0 and"),
+        ([CODE], {"within": 0}, "must be over 0, got 48, 10.0 and 0"),
     ],
 )
 def test_bad_input_is_named(
@@ -147,10 +142,10 @@ def test_a_file_of_other_rows_is_named(embedded: SpecStackGenerator, tmp_path: P
 
 def made_up(number: int, kind: str, lost: dict[str, float], ttft_s: dict[str, float]) -> PromptFidelity:
     pruned = [
-        PrunedPrompt(setting, 200, ttft_s[setting], 0.5 + loss, 0.9, None if loss < 0.1 else 3, 0)
+        PrunedPrompt(setting, 200, ttft_s[setting], 0.5 + loss, 1.0 if loss < 0.1 else 0.9)
         for setting, loss in lost.items()
     ]
-    return PromptFidelity(f"{number}", number, 1000, kind, "Why?", "Because.", 4, 2.0, 0.5, pruned)
+    return PromptFidelity(f"{number}", number, 1000, kind, "Why?", "Because.", 2.0, 0.5, pruned)
 
 
 def test_the_fastest_setting_within_the_limit_is_found() -> None:
@@ -168,9 +163,8 @@ def test_the_fastest_setting_within_the_limit_is_found() -> None:
     assert strict.fastest is strict.settings[2]
     lossy = replace(report, settings=report.settings[:1])
     assert lossy.fastest is None
-    assert lossy.worst_kind == "question first"
+    by_kind = {kind: lost.value for kind, lost in lossy.shown.lost_by_kind.items()}
+    assert by_kind == pytest.approx({"question first": 1.2, "question last": 0.2})
     lost = lossy.shown.lost
     assert lost.value == pytest.approx(0.7)
     assert lost.low < lost.value < lost.high
-    broken = replace(report, settings=[replace(each, num_words_lost=1) for each in report.settings])
-    assert broken.fastest is None

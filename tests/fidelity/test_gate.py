@@ -55,7 +55,6 @@ def expected() -> list[float]:
 def test_selection_loses_no_more_than_recorded(calibrated: SpecStackGenerator, expected: list[float]) -> None:
     report = measure(calibrated)
     assert len(report.prompts) == 20
-    assert report.settings[0].num_words_lost == 0
     more = increase(losses(report), expected)
     assert more.low <= NOISE, f"{more.value:+.3f} nats/token [{more.low:+.3f}, {more.high:+.3f}] more than recorded"
 
