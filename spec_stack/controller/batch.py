@@ -109,8 +109,6 @@ class BatchThroughput(Policy):
     _num_chosen: int = field(init=False, repr=False, default=0)
     _in_vain: int = field(init=False, repr=False, default=0)
     _last: StepContext | None = field(init=False, repr=False, default=None)
-    # The request of the newest record, for a context without members.
-    _newest: BatchRequest = field(init=False, repr=False, default=BatchRequest(""))
 
     name = "throughput"
 
@@ -131,7 +129,8 @@ class BatchThroughput(Policy):
         gammas = [gamma for gamma in self._candidates if gamma <= context.max_gamma]
         if not gammas:
             return 0
-        expected = self.expected_accepted_tokens(context.members or (self._newest,))
+        newest = "" if context.last is None else context.last.request_id
+        expected = self.expected_accepted_tokens(context.members or (BatchRequest(newest),))
         seconds = np.array(self._expected_s(context, context.batch_size)[: len(gammas)])
         waits: list[float] = (seconds * (1 / (1 + expected[:, gammas])).sum(axis=0)).tolist()
         best = waits.index(min(waits))
@@ -174,7 +173,6 @@ class BatchThroughput(Policy):
                 self._observe_seconds(step, record.gamma, record.seconds * (len(step.members) or step.batch_size))
         if record.gamma:
             self._rates.observe(record.request_id, min(record.gamma, self._candidates[-1]), record.num_accepted)
-        self._newest = BatchRequest(record.request_id)
 
     def _observe_seconds(self, step: StepContext, gamma: int, seconds: float) -> None:
         batch_scale, length = _shape_of(step)

@@ -65,10 +65,6 @@ class Network:
     weights: Sequence[Floats]
     biases: Sequence[Floats]
 
-    @property
-    def num_inputs(self) -> int:
-        return int(self.weights[0].shape[0])
-
     def outputs(self, features: Sequence[Sequence[float]]) -> Floats:
         """The raw outputs (n,) for n examples (n, inputs). Batch the examples: one call keeps a decision cheap."""
         values = np.array(features, dtype=np.float64)

@@ -113,9 +113,8 @@ class DiscountedCurve:
         knots: Sequence[float] = TUNING.knots,
         shrinkage: float = TUNING.shrinkage,
         is_convex: bool = True,
-        tolerance: float = TOLERANCE,
     ) -> None:
-        self._knots, self._shrinkage, self._tolerance = knots, shrinkage, tolerance
+        self._knots, self._shrinkage = knots, shrinkage
         self._least_slope = 0.0 if is_convex else -math.inf
         # Discounted sums of products of (1, max(x - knot, 0) for every knot, y).
         self._moments = np.zeros((len(knots) + 2, len(knots) + 2))
@@ -134,7 +133,7 @@ class DiscountedCurve:
     def add(self, x: float, y: float) -> None:
         expected = self.at(x)
         if expected > 0:
-            y = min(y, expected * self._tolerance)
+            y = min(y, expected * TOLERANCE)
         row = np.array([1.0, *(max(x - knot, 0.0) for knot in self._knots), y])
         self._moments = TUNING.keep * self._moments + np.outer(row, row)
         self._settle()

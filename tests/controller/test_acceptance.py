@@ -107,7 +107,7 @@ def test_chances_become_true_of_a_pair_that_the_weights_are_wrong_about() -> Non
 
 def test_the_features_are_those_of_the_card_and_the_first_token_follows_a_sure_one() -> None:
     own, following = survival_features(SIGNALS, 0)
-    assert len(own) == len(following) == len(SURVIVAL_FEATURES) == shipped_network().num_inputs
+    assert len(own) == len(following) == len(SURVIVAL_FEATURES) == len(shipped_network().weights[0])
     assert (own[3:], following[3:]) == ([1.0, 0.0, 0.0], [1.0, 0.0, 1.0])
 
 

@@ -16,7 +16,7 @@ def test_a_curve_is_what_costs_least_with_no_slope_under_0(bend: float) -> None:
     rng = random.Random(3)
     points = [(float(rng.randint(0, 12)), rng.uniform(0.9, 1.1)) for _ in range(50)]
     points = [(x, y - 0.01 * min(x, 4) + bend * max(x - 8, 0)) for x, y in points]
-    curve = DiscountedCurve(tolerance=1e9)
+    curve = DiscountedCurve()
     for x, y in points:
         curve.add(x, y)
     base, slopes = shrunk_curve(points, 0.98, 4.0, list(TUNING.knots))
