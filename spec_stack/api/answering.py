@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
 from transformers.generation.streamers import BaseStreamer
 
-from spec_stack.api.streaming import awaitable, feed
+from spec_stack.api.streaming import feed, in_thread
 from spec_stack.api.unknown_options import parameters_of, shows_options, unknown_option
 from spec_stack.config import SamplingParams, check_samples
 from spec_stack.engine.engine import Engine
@@ -233,8 +233,10 @@ class GenerationMixin(ABC):
         request, steps = self._begin(cast(Call, {**options, **source}))
         return Stream(steps, request.progress)
 
-    astream = awaitable(stream)
-    """`stream` for code that awaits: `async for output in generator.astream(...)`. The steps are made in a thread."""
+    @shows_options(GenerateOptions, **_DEFAULTS)
+    def astream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[StepOutput]:
+        """`stream` for code that awaits: `async for output in generator.astream(...)`. Steps are made in a thread."""
+        return in_thread(self.stream(prompt, **options))
 
 
 def collect(

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
 from spec_stack.types import StepOutput
-
-Parameters = ParamSpec("Parameters")
-Item = TypeVar("Item")
 
 
 def feed(streamer: BaseStreamer, prompt_ids: Sequence[int], outputs: Iterator[StepOutput]) -> Generator[StepOutput]:
@@ -30,21 +25,11 @@ def feed(streamer: BaseStreamer, prompt_ids: Sequence[int], outputs: Iterator[St
         streamer.end()
 
 
-def awaitable(function: Callable[Parameters, Generator[Item]]) -> Callable[Parameters, AsyncGenerator[Item]]:
-    """Wrap a generator function as an asynchronous generator function. Arguments are checked at the call. Steps run in
-    a thread; a cancelled loop closes the generator."""
-
-    @wraps(function)
-    def begin(*args: Parameters.args, **kwargs: Parameters.kwargs) -> AsyncGenerator[Item]:
-        return _in_thread(function(*args, **kwargs))
-
-    return begin
-
-
-async def _in_thread(items: Generator[Item]) -> AsyncGenerator[Item]:
+async def in_thread(items: Generator[StepOutput]) -> AsyncGenerator[StepOutput]:
+    """The items, each made in a thread; a cancelled loop closes the generator."""
     is_over = False
 
-    def step() -> Item | None:
+    def step() -> StepOutput | None:
         """The next item. A future cannot carry StopIteration."""
         try:
             return next(items, None)
