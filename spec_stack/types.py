@@ -259,7 +259,6 @@ class Metrics:
     draft_s: float = 0.0
     verify_s: float = 0.0
     policy_s: float = 0.0
-    forward_s: float = 0.0
     gamma_trace: list[int] = field(default_factory=list)
 
     def add(self, record: StepRecord, elapsed_s: float) -> None:

@@ -79,14 +79,10 @@ class Engine:
         pair, clock, sampler = self.pair, request.clock, request.sampler
         clock.resume()
         with request.policy.lend() as policy, self._ngram_policies.lend() as ngram_policy:
-            models: list[Any] = [caches.draft]
-            begun_s = caches.draft.forward_s
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
             if request.observer is not None:
                 request.observer.selected(selection, proposal)
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
-            models += [caches.target] if draft is models[0] else [caches.target, draft]
-            begun_s += caches.target.forward_s + (0.0 if draft is models[0] else draft.forward_s)
             means = ProposerInputs(draft, sampler, request.end_ids, ngram_policy, caches.lookups, draft.run_ahead)
             steps = decode(
                 target=caches.target,
@@ -113,15 +109,15 @@ class Engine:
                     if output.record.is_prefill:
                         metrics.scoring_s = output.record.draft_s
                     if output.finish_reason is not None:
-                        metrics.forward_s = sum(model.forward_s for model in models) - begun_s
                         metrics.draft_step, metrics.target_step = str(pair.draft_step), str(pair.target_step)
                         output = replace(output, metrics=metrics)
                     clock.pause()
                     yield output
                     clock.resume()
             finally:
-                for model in models:
-                    model.release()
+                caches.target.release()
+                for each in (caches.draft, draft):
+                    each.release()
 
     def _score_or_take_whole(self, request: Request, caches: Turn, policy: str) -> tuple[Selection, Proposal, Metrics]:
         """The target's selection, the first proposal and the metrics so far."""

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,10 +43,10 @@ class CachedModel:
     """One request's view of a shared model, which needs `attention.install` for windows by position.
 
     prefill_chunk: most tokens per piece. num_ids: logits width where it is not the model's own; wider logits are cut,
-    narrower ones padded with -inf. step: runs forwards of a few tokens in fixed shapes. forward_s: seconds in the
-    model (on CUDA: until launch). on_piece: called at every attention layer with a piece's tokens and its share of
-    finished layers; its exception aborts the forward, and the cache keeps the finished pieces. A recurrent state cannot
-    be cropped: a rollback restores the latest snapshot before it, and the next forward recomputes the tokens behind.
+    narrower ones padded with -inf. step: runs forwards of a few tokens in fixed shapes. on_piece: called at every
+    attention layer with a piece's tokens and its share of finished layers; its exception aborts the forward, and the
+    cache keeps the finished pieces. A recurrent state cannot be cropped: a rollback restores the latest snapshot before
+    it, and the next forward recomputes the tokens behind.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class CachedModel:
         self.model = model
         self.prefill_chunk = prefill_chunk
         self._step = step
-        self.forward_s = 0.0
         # Whether fixed forwards have moved on from the slots that the layers show.
         self._is_ahead = False
         self.on_piece: Callable[[int, float], None] | None = None
@@ -182,7 +180,6 @@ class CachedModel:
             raise ValueError(f"{num_logits} logits do not fit; `prefill` gives none")
         if self.num_to_recompute > _MAX_RIDING:
             self.prefill(*self._pop_pending())
-        started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, num_logits)
         # Only tokens with logits are rolled back, so a state is copied right before them.
         num_before = len(token_ids) - num_logits
@@ -197,7 +194,6 @@ class CachedModel:
             if self._states is not None:
                 self._states.take(len(self.positions))
             logits = self._run_last(token_ids[start:end], positions[start:end], num_logits)
-        self.forward_s += perf_counter() - started
         return self._widen(logits)
 
     def prefill(
@@ -210,7 +206,6 @@ class CachedModel:
     ) -> None:
         """Append tokens without logits. window: each attends to so many positions and to those below num_sinks.
         num_layers: run only so many layers; the cache then serves scoring only, until `reset_to`."""
-        started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, 0)
         last_layer = self._last_layer
         if num_layers is not None:
@@ -219,7 +214,6 @@ class CachedModel:
         with torch.inference_mode():
             for first, last in pairwise([0, *ends]):
                 self._run(token_ids[first:last], positions[first:last], 1, window, num_sinks, last_layer)
-        self.forward_s += perf_counter() - started
 
     def run_ahead(
         self, token_ids: Sequence[int], positions: Sequence[int], max_tokens: int
@@ -229,14 +223,12 @@ class CachedModel:
         fixed = None if self.num_to_recompute else self._open_fixed(len(token_ids), max_tokens - 1)
         if fixed is None:
             return None
-        started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, 1)
         with torch.inference_mode():
             drafted = fixed.run_ahead(token_ids, self._numbered(positions), len(self.positions), max_tokens)
         if drafted is not None:
             self.token_ids += [*token_ids, *(int(token_id) for _, _, token_id in drafted[:-1])]
             self.positions += [*positions, *range(positions[-1] + 1, positions[-1] + max_tokens)]
-        self.forward_s += perf_counter() - started
         return drafted
 
     def _numbered(self, positions: Sequence[int]) -> Sequence[int]:

@@ -42,10 +42,6 @@ class WrappedDraft:
         return self._draft.num_layers
 
     @property
-    def forward_s(self) -> float:
-        return self._draft.forward_s
-
-    @property
     def on_piece(self) -> Callable[[int, float], None] | None:
         """Progress in the draft's own tokens."""
         return self._draft.on_piece

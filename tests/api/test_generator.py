@@ -603,7 +603,6 @@ def test_durations_are_where_the_time_went(target: PreTrainedModel, draft: PreTr
     metrics, records = outputs[-1].metrics, [output.record for output in outputs]
     assert metrics is not None
     assert 0 < metrics.scoring_s <= metrics.ttft_s - 0.05 <= metrics.total_s - 0.05
-    assert metrics.forward_s >= 0.05 * metrics.num_steps
     assert metrics.total_s >= 0.07 * (metrics.num_steps - 1)
     assert metrics.total_s <= whole - by_caller, "the caller's own time counts too"
     assert metrics.num_first_tokens == records[0].num_tokens

@@ -256,7 +256,6 @@ def test_a_later_turn_reads_what_is_new_and_keeps_its_slots(target: PreTrainedMo
             assert result.token_ids == reference.greedy(make_model(seed=1), history, 12), turn
             most = max(record.draft_lag for record in result.records or [])
             assert most == SLOTS if turn == 0 else most < 12
-            assert result.metrics.forward_s > 0
             history = [*history, *result.token_ids, *random_prompt(6, seed=turn)]
         with session.fork() as other:
             longer = [*history, *random_prompt(40, seed=11)]
