@@ -278,6 +278,9 @@ class PrunerConversation:
         config = _config_of(self._config, keep_rate, max_tokens)
         if not isinstance(marker, str):
             raise ValueError(f"marker must be a string, got {marker!r}")
+        is_list = isinstance(protect, Sequence) and not isinstance(protect, str)
+        if not is_list or not all(isinstance(each, str) for each in protect):
+            raise ValueError(f"protect must be a list of strings, got {protect!r}")
         prompt, num_old = self._read(messages, question, protect)
         num_tokens = len(prompt.token_ids)
         held = sorted(at for at in self._kept if at < num_old)
@@ -409,16 +412,13 @@ def _contents(messages: Prunable) -> tuple[list[Message], list[list[_Part]]]:
         if isinstance(content, str):
             contents.append([(None, content)])
         elif isinstance(content, Sequence):
-            contents.append([(at, part["text"]) for at, part in enumerate(content) if _is_text(part)])
+            texts = [(at, part.get("text")) for at, part in enumerate(content) if isinstance(part, Mapping)]
+            contents.append([(at, text) for at, text in texts if isinstance(text, str)])
         else:
             raise ValueError(f"a content must be a string or a list of parts, got {content!r}")
     if not any(contents):
         raise ValueError("there is no text to prune; give a text, or messages with some")
     return chat, contents
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
 def _add_question(chat: list[Message], contents: list[list[_Part]], question: str | None) -> None:
@@ -446,9 +446,6 @@ def _segments(text: str, borders: Sequence[int], characters: Sequence[int]) -> l
 
 def _protected(num_tokens: int, texts: Sequence[_Text], protect: Sequence[str]) -> list[Span]:
     """Protected token spans: everything outside the texts' segments, and segments with a protected string."""
-    is_list = isinstance(protect, Sequence) and not isinstance(protect, str)
-    if not is_list or not all(isinstance(each, str) for each in protect):
-        raise ValueError(f"protect must be a list of strings, got {protect!r}")
     free = bytearray(num_tokens)
     for text in texts:
         for segment in () if text.is_whole else text.segments:
@@ -494,11 +491,17 @@ def _result(
 ) -> PruneResult:
     shorter: Any = messages if isinstance(messages, str) else [dict(message) for message in messages]
     texts = []
-    for text in prompt.texts:
-        if text.part != _QUESTION:
-            own = KeptText(text.message, text.part, _kept_spans(text, kept))
-            texts.append(own)
-            shorter = _replaced(shorter, own, _shortened(text.text, own.spans, marker))
+    for text in (each for each in prompt.texts if each.part != _QUESTION):
+        own = KeptText(text.message, text.part, _kept_spans(text, kept))
+        texts.append(own)
+        written = _shortened(text.text, own.spans, marker)
+        if isinstance(shorter, str):
+            shorter = written
+        elif own.part is None:
+            shorter[own.message]["content"] = written
+        else:
+            parts = shorter[own.message]["content"] = list(shorter[own.message]["content"])
+            parts[own.part] = {**parts[own.part], "text": written}
     return PruneResult(shorter, texts, len(prompt.token_ids), len(kept), num_recalled, reason)
 
 
@@ -510,16 +513,3 @@ def _shortened(text: str, spans: list[Span], marker: str) -> str:
             written += marker + ("\n" if text[at:start].endswith("\n") else "")
         written, at = written + text[start:stop], stop
     return written
-
-
-def _replaced(given: Any, text: KeptText, shorter: str) -> Any:
-    """The messages with one text replaced by a shorter one."""
-    if isinstance(given, str):
-        return shorter
-    if text.part is None:
-        given[text.message]["content"] = shorter
-    else:
-        parts = list(given[text.message]["content"])
-        parts[text.part] = {**parts[text.part], "text": shorter}
-        given[text.message]["content"] = parts
-    return given

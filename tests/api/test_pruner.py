@@ -188,6 +188,7 @@ def test_an_edited_conversation_goes_back(pruner: Pruner) -> None:
         ("x", {"max_tokens": True}, "max_tokens must be"),
         ("x", {"question": 3}, "question must be"),
         ("x", {"protect": "abc"}, "protect must be"),
+        ("x", {"protect": None}, "protect must be"),
         ("x", {"marker": None}, "marker must be"),
         ("x", {"keep_rate": 0.2, "max_tokens": 10}, "not both"),
     ],
