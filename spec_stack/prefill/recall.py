@@ -112,21 +112,6 @@ def _best(votes: torch.Tensor, least: float, segments: Segments, num_chunks: int
     return [segment for segment, value in zip(ranked.tolist(), values, strict=True) if value >= least]
 
 
-def plan_cache_writes(
-    held: Sequence[int],
-    recalled: Sequence[int],
-    place: RecallPlace = "last",
-) -> tuple[int, list[int]]:
-    """How many held slots stay, and the positions written behind them, increasing.
-
-    held: positions in the cache, in write order. recalled: recalled positions.
-    """
-    num_unchanged = len(held)
-    if recalled and place == "in_text":
-        num_unchanged = bisect_left(held, recalled[0])
-    return num_unchanged, sorted([*held[num_unchanged:], *recalled])
-
-
 def select_turn(
     inputs: ScoringInputs,
     held: Sequence[int],
@@ -138,10 +123,11 @@ def select_turn(
 ) -> Selection:
     """Select the target's prefill in a turn: recalled old text, then the kept new text.
 
-    config: None keeps all of the new text. The other arguments are those of `plan_cache_writes`. The selection's
-    num_held says how many held slots stay; the others are rolled back, and are part of it.
+    held: positions in the cache, in write order. recalled: increasing. config: None keeps all of the new text. The
+    selection's num_held says how many held slots stay; the others are rolled back, and are part of it.
     """
-    num_unchanged, back = plan_cache_writes(held, recalled, place)
+    num_unchanged = bisect_left(held, recalled[0]) if recalled and place == "in_text" else len(held)
+    back = sorted([*held[num_unchanged:], *recalled])
     prompt_ids = inputs.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.prefill.recall import plan_cache_writes, recall, select_turn
+from spec_stack.prefill.recall import recall, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import make_segments
 
@@ -20,10 +20,13 @@ def test_what_comes_back_is_written_last_or_in_its_place(seed: int) -> None:
     dropped = sorted(rng.sample(range(num_cached), rng.randint(1, num_cached // 2)))
     held = [position for position in range(num_cached) if position not in dropped]
     restored = sorted(rng.sample(dropped, rng.randint(0, len(dropped) - 1)))
-    assert plan_cache_writes(held, restored) == (len(held), restored)
-    num_unchanged, behind = plan_cache_writes(held, restored, place="in_text")
-    assert [*held[:num_unchanged], *behind] == sorted([*held, *restored])
-    assert behind[:1] == restored[:1]
+    inputs = ScoringInputs(range(num_cached + 1))
+    last = select_turn(inputs, held, num_cached, restored)
+    assert (last.num_held, last.positions) == (len(held), [*restored, num_cached])
+    in_text = select_turn(inputs, held, num_cached, restored, place="in_text")
+    assert [*held[: in_text.num_held], *in_text.positions] == sorted([*held, *restored, num_cached])
+    assert in_text.positions[0] == [*restored, num_cached][0]
+    assert (in_text.num_recalled, in_text.num_held + in_text.num_recomputed) == (len(restored), len(held))
 
 
 def test_text_without_any_attention_is_not_recalled() -> None:
