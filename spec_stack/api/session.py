@@ -235,10 +235,11 @@ class Session(GenerationMixin):
                         text += output.text
                         yield output
             except GeneratorExit:
-                # The caller stopped early; delivered tokens belong to the conversation. Their text may lag behind.
-                held.commit(request, turn, answer_ids, None)
-                raise
+                # The caller stopped early; delivered tokens belong to the conversation.
+                pass
             except BaseException:
                 held.recover(turn)
                 raise
-            held.commit(request, turn, answer_ids, None if output.finish_reason == "stop" else text)
+            # The text of other tokens lags behind, or lacks a stop string.
+            is_whole = output.finish_reason in ("eos", "length")
+            held.commit(request, turn, answer_ids, text if is_whole else None)

@@ -556,6 +556,21 @@ def test_a_chat_goes_on_from_the_answer_it_gave(embedded: SpecStackGenerator) ->
         messages += [{"role": "assistant", "content": result.text}, {"role": "user", "content": question}]
 
 
+def test_a_chat_goes_on_from_an_answer_whose_stream_was_left_at_its_finish_reason(embedded: SpecStackGenerator) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Give three tips."}]
+    session, text = embedded.session(), ""
+    # Greedy tokens that the tokenizer would not give their text.
+    bias = {embedded.tokenizer.convert_tokens_to_ids(letter): 50.0 for letter in "ab"}
+    for output in session.stream(messages=messages, max_tokens=12, logit_bias=bias):
+        text += output.text
+        if output.finish_reason is not None:
+            assert output.metrics is not None
+            num_cached = output.metrics.num_prompt_tokens + output.metrics.num_tokens - 1
+            break
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Why?"}]
+    assert session.generate(messages=messages, max_tokens=2).metrics.num_cached_tokens == num_cached
+
+
 def test_a_dropped_fact_comes_back_when_it_is_asked_for(embedded: SpecStackGenerator) -> None:
     """Judged by what the target holds: whether a small model then answers well is its own affair."""
     filler = "The river runs past the old mill and the children play there in the long summer. " * 12
