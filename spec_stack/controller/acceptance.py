@@ -21,7 +21,6 @@ SURVIVAL_FEATURES = (
     "entropy_before",
     "is_of_the_next",
 )
-_LEAST_CHANCE = 1e-3
 _LEAST_CONFIDENCE = 1e-4
 _LEAST_CURVATURE = 0.01
 
@@ -29,12 +28,6 @@ _LEAST_CURVATURE = 0.01
 def sigmoid(value: float) -> float:
     """The logistic function, safe for any finite value."""
     return 1 / (1 + math.exp(-value)) if value >= 0 else 1 - 1 / (1 + math.exp(value))
-
-
-def logit(probability: float) -> float:
-    """The inverse of `sigmoid`, with the probability clipped to 0.001 to 0.999."""
-    probability = min(max(probability, _LEAST_CHANCE), 1 - _LEAST_CHANCE)
-    return math.log(probability / (1 - probability))
 
 
 class OnlineLogistic:

@@ -20,7 +20,7 @@ from spec_stack.controller.base import DraftSignals, Policy, StepContext
 from spec_stack.controller.batch import BatchThroughput
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.registry import (
-    BATCH_POLICY_NAMES,
+    BATCH_POLICIES,
     POLICIES,
     POLICY_NAMES,
     make_batch_policy,
@@ -64,7 +64,7 @@ class ThreeAtMost(Policy):
 
 MAKERS: dict[str, Callable[[], Policy]] = {
     **{name: lambda name=name: make_policy(name) for name in POLICY_NAMES},  # type: ignore[misc]
-    **{f"{name} for batches": lambda name=name: make_batch_policy(name) for name in BATCH_POLICY_NAMES},  # type: ignore[misc]
+    **{f"{name} for batches": lambda name=name: make_batch_policy(name) for name in BATCH_POLICIES},  # type: ignore[misc]
     "ThreeAtMost": ThreeAtMost,
 }
 
@@ -123,9 +123,9 @@ def test_a_policy_is_called_what_the_registry_calls_it(name: str) -> None:
 
 
 def test_a_name_means_the_same_rule_in_python_and_on_a_server() -> None:
-    assert set(BATCH_POLICY_NAMES) <= set(POLICY_NAMES)
+    assert set(BATCH_POLICIES) <= set(POLICY_NAMES)
     assert isinstance(make_batch_policy("throughput"), BatchThroughput)
-    for name in BATCH_POLICY_NAMES:
+    for name in BATCH_POLICIES:
         assert make_batch_policy(name).name == make_policy(name).name
 
 
