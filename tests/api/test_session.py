@@ -308,8 +308,9 @@ def test_a_later_turns_draft_reads_what_is_new_and_nothing_twice() -> None:
     assert sum(fed["draft"]) >= WINDOW
 
 
-def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(tmp_path: Path) -> None:
-    generator = make_generator()
+@pytest.mark.parametrize("positions", ["original", "contiguous"])
+def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(positions: Positions, tmp_path: Path) -> None:
+    generator = make_generator(replace(SPARSE, positions=positions))
     session, undisturbed = generator.session(), generator.session()
     prompt = random_prompt(200)
     undisturbed.generate(input_ids=prompt, max_tokens=3)
@@ -326,10 +327,11 @@ def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(tmp_pa
     loaded = generator.load_session(tmp_path / "session.safetensors")
     for each in (session.fork(), session, loaded):
         result = each.generate(input_ids=third, max_tokens=6)
-        ids, positions = slots(each)
+        ids, held = slots(each)
         # The first turn's last chunk, and its answer.
-        assert {*range(192, 203)} <= set(positions)
-        assert reference_session.answers_by_slots(make_model(seed=1), ids, positions, 6) == result.token_ids
+        assert {*range(192, 203)} <= set(held)
+        at = held if positions == "original" else list(range(len(held)))
+        assert reference_session.answers_by_slots(make_model(seed=1), ids, at, 6) == result.token_ids
 
 
 @pytest.mark.parametrize("positions", ["original", "contiguous"])
