@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, Glm4Config, GraniteConfig, Olmo2Config, Phi3Config
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.queries import find_candidates, question_words
 from spec_stack.tokenizers.pieces import Pieces
 from tests.support import reference as oracle
 from tests.support import reference_question
@@ -74,16 +73,15 @@ def test_a_pair_of_this_architecture_is_pruned_as_plain_transformers_would(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     prompt = reference.text_ids(420, seed=5)
     pieces = Pieces(reference.tokenizer).of(prompt)
-    found = find_candidates(len(prompt), pieces, [(start, stop) for start, stop in special_spans(prompt)])
-    cut = found.num_repeated
+    question = reference_question.question_of(pieces, special_spans(prompt))
     scores = oracle.question_importance(
-        model, prompt, found.segments[:cut], found.segments[cut:], found.is_question, found.opening, mean=True
+        model, prompt, question.repeated, question.in_place, question.marked, question.opening, mean=True
     )
     sizes = PrefillConfig.chunk_size, PrefillConfig.keep_first, PrefillConfig.keep_last
     chunks = [(start, min(start + sizes[0], len(prompt))) for start in range(0, len(prompt), sizes[0])]
-    factors = reference_question.factors(pieces, chunks, question_words(found))
-    raised = [score * factors[at // sizes[0]] for at, score in enumerate(scores.tolist())]
-    kept = oracle.selected_positions(raised, 0.3, *sizes)
+    worth = [float(scores[start:stop].mean()) for start, stop in chunks]
+    raised = reference_question.raised(worth, pieces, chunks, question.words())
+    kept = oracle.selected_positions([raised[at // sizes[0]] for at in range(len(prompt))], 0.3, *sizes)
     reply = server.generate(prompt, 12, sparse_prefill="on", explain=True, gamma=4)
     assert _positions(reply) == kept
     assert reply["output_ids"] == _greedy_over(model, prompt, kept)
