@@ -195,10 +195,10 @@ class Session(GenerationMixin):
         if not held or messages is None or any(message["role"] == "assistant" for message in messages):
             return
         num_continued = num_shared(held, request.prompt_ids)
-        if 2 * num_continued < len(request.prompt_ids):
+        if 2 * num_continued < len(held):
             self._warnings.warn(
                 "anew",
-                f"this call shares {num_continued} of its {len(request.prompt_ids)} tokens with the conversation, "
+                f"this call shares {num_continued} of the conversation's {len(held)} tokens, "
                 "which begins anew with it: a session is given all messages every time, with its answers among them",
             )
 

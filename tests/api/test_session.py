@@ -779,3 +779,12 @@ def test_who_gives_only_the_new_message_is_told_once_that_it_begins_anew(embedde
         with pytest.warns(UserWarning, match="begins anew"):
             session.generate(messages=ask("Why is the sky blue, and the sea?"), max_tokens=2)
         session.generate(messages=ask("Who said so, and when was it said?"), max_tokens=2)
+
+
+@pytest.mark.filterwarnings("error:.*begins anew")
+def test_a_long_document_behind_the_instructions_of_a_session_begins_nothing_anew(embedded: SpecStackGenerator) -> None:
+    system = {"role": "system", "content": "Answer from the document only, in one sentence. " * 4}
+    with embedded.session() as session:
+        session.generate(messages=[system, {"role": "user", "content": "Ready?"}], max_tokens=1)
+        document = {"role": "user", "content": "The river runs past the old mill. " * 40 + "What runs?"}
+        assert session.generate(messages=[system, document], max_tokens=2).metrics.num_cached_tokens > 20
