@@ -192,7 +192,6 @@ def test_runs_that_are_mixed_up_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_the_profile_in_the_repository_can_be_replayed() -> None:
     pytest.importorskip("pyarrow")
     records = read(ROOT / "experiments" / "results" / "profile.parquet")
