@@ -76,7 +76,9 @@ def judge(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
     evidence = ScoringInputs(token_ids, look, protected, pieces)
     by_head = look.by_head(BY_HEAD)
     forced = forced_ends(segments.num_tokens, BY_HEAD)
-    is_free = _marked(segments, [(at, at + 1) for at in forced] + list(protected))
+    is_protected = _marked(segments, protected)
+    is_paid_end = _marked(segments, [(at, at + 1) for at in forced]) & ~is_protected
+    is_free = is_protected | is_paid_end
     wanted = _marked(segments, prompt.spans)
     return ScoredPrompt(
         heads=torch.tensor(list(by_head)),
@@ -87,7 +89,7 @@ def judge(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
         default=make_rule(PrefillConfig.scorer).score(evidence, segments, PrefillConfig()),
         costs=_count(segments, ~is_free),
         wanted=_count(segments, wanted & ~is_free) > 0,
-        num_tokens=torch.tensor([segments.num_tokens, len(forced)]),
+        num_tokens=torch.tensor([segments.num_tokens, int(is_paid_end.sum())]),
     )
 
 

@@ -133,12 +133,12 @@ class LineSegments(Segments):
     def chosen(
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
     ) -> set[int]:
-        """At most ceil(keep_rate · num_tokens) tokens, forced ends included, free ones excluded; segments that do not
-        fit are skipped.
+        """At most ceil(keep_rate · num_tokens) tokens, forced ends included, free ones excluded even there; segments
+        that do not fit are skipped.
         """
         num_tokens = self.num_tokens
         kept = forced_ends(num_tokens, config)
-        left = max(math.ceil(keep_rate * num_tokens - _ROUNDING) - len(kept), 0)
+        left = max(math.ceil(keep_rate * num_tokens - _ROUNDING) - len(kept.difference(free)), 0)
         paid = bytearray(num_tokens)
         for position in (*kept, *(at for at in free if 0 <= at < num_tokens)):
             paid[position] = 1

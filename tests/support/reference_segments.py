@@ -64,7 +64,7 @@ def selected(
     last: int,
     protected: Sequence[tuple[int, int]],
 ) -> list[int]:
-    """Whole lines by their mean score within the budget; the ends count into it, what is protected does not.
+    """Whole lines by their mean score within the budget; the ends count into it, protected tokens nowhere.
 
     Tokens of the ends, which are kept anyway, carry no line.
     """
@@ -72,7 +72,8 @@ def selected(
     kept = [at < first or at >= num_tokens - last for at in range(num_tokens)]
     inside = [0.0 if forced else score for forced, score in zip(kept, scores, strict=True)]
     free = [any(start <= at < stop for start, stop in protected) for at in range(num_tokens)]
-    left = math.ceil(round(keep_rate * num_tokens, 9)) - sum(kept)
+    num_paid = sum(end and not own for end, own in zip(kept, free, strict=True))
+    left = math.ceil(round(keep_rate * num_tokens, 9)) - num_paid
     segments = [range(start, stop) for start, stop in itertools.pairwise(edges)]
     for unit in sorted(segments, key=lambda unit: (-sum(inside[at] for at in unit) / len(unit), unit.start)):
         new = [at for at in unit if not kept[at] and not free[at]]
