@@ -19,7 +19,7 @@ ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_fi
 ALLOWED = {
     "settings": set(),
     "controller": {"config", "settings"},
-    "prefill": {"config", "settings", "types", "controller.base"},
+    "prefill": {"config", "devices", "settings", "types", "controller.base"},
     "decode": {"config", "settings", "types", "clock", "controller.base", "controller.ngram"},
     "hf": {"config", "devices", "settings.warning", "types", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from spec_stack.devices import to_device
 from spec_stack.hf.versions import cache_name
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def num_slots(cache: DynamicCache) -> int | None:
 def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) -> None:
     """Keep only these slots of every attention layer."""
     # An empty list would give a float tensor.
-    index = torch.tensor(slots, dtype=torch.long, device=device)
+    index = to_device(torch.tensor(slots, dtype=torch.long), device)
     for layer in _attention_layers(cache):
         # A split model's layers are on several devices.
         index = index.to(layer.keys.device)

@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from spec_stack.devices import to_device
 from spec_stack.prefill.alignment import Span
 
-# Keys that are converted to fp32 at once.
-_KEYS_PER_TILE = 1 << 14
+MOST_WEIGHTS = 1 << 26
+"""Most attention weights of a layer that are held at once: a quarter of a gigabyte in fp32."""
 # Weight factor of a segment with a question mark.
 _QUESTION_MARK = 5.0
 # Most tokens between questions that count alike.
@@ -41,8 +42,7 @@ def attention_to_prompt(
     num_heads, num_queries, head_dim = queries.shape
     num_kv_heads, num_prompt_tokens, _ = keys.shape
     folded = queries.reshape(num_kv_heads, num_heads // num_kv_heads * num_queries, head_dim).float() * scaling
-    tiles = [torch.matmul(folded, tile.float().transpose(-1, -2)) for tile in torch.split(keys, _KEYS_PER_TILE, dim=1)]
-    scores = torch.cat(tiles, dim=-1).reshape(num_heads, num_queries, num_prompt_tokens)
+    scores = torch.matmul(folded, keys.float().transpose(-1, -2)).reshape(num_heads, num_queries, num_prompt_tokens)
     if num_in_place > 1:
         tail = scores[:, :num_in_place, num_prompt_tokens - num_in_place :]
         future = torch.ones(num_in_place, num_in_place, dtype=torch.bool, device=tail.device).triu(1)
@@ -65,7 +65,7 @@ def choose_heads(layer: ScoredLayer, heads: Sequence[int] | None) -> ScoredLayer
     if heads is None:
         return layer
     queries, keys, scaling, *rest = layer
-    index = torch.tensor(heads, device=queries.device)
+    index = to_device(torch.tensor(heads), queries.device)
     groups = queries.shape[0] // keys.shape[0]
     sinks = rest[0] if rest else None
     return queries[index], keys[index // groups], scaling, None if sinks is None else sinks[index]
@@ -129,21 +129,19 @@ def over_queries(
     """
     if not segments:
         return attention.mean(dim=-2)
-    best, background = torch.zeros_like(attention[..., 0, :]), torch.zeros_like(attention[..., 0, :])
-    num_others = 0.0
-    for segment, weight in zip(segments, weights, strict=True):
-        own = attention[..., slice(*segment.rows), :]
-        background += (1 - weight) * own.sum(dim=-2)
-        num_others += (1 - weight) * own.shape[-2]
-        asked = own.amax(dim=-2) * weight
-        asked[..., slice(*segment.span)] = 0
-        best = torch.maximum(best, asked)
-    found = (best - _CONTRAST / max(num_others, 1.0) * background).clamp(min=0)
-    importance = found.clone()
-    for segment, weight in zip(segments, weights, strict=True):
-        if weight >= 1:
-            start, stop = segment.span
-            importance[..., start:stop] = found.topk(stop - start, dim=-1).values.mean(dim=-1, keepdim=True)
+    asked = torch.stack([attention[..., slice(*segment.rows), :].amax(dim=-2) for segment in segments], dim=-2)
+    asked *= to_device(torch.tensor(weights), attention.device)[:, None]
+    others = [0.0] * attention.shape[-2]
+    for index, (segment, weight) in enumerate(zip(segments, weights, strict=True)):
+        asked[..., index, slice(*segment.span)] = 0
+        start, stop = segment.rows
+        others[start:stop] = [1 - weight] * (stop - start)
+    background = torch.matmul(to_device(torch.tensor([others]), attention.device), attention).squeeze(-2)
+    importance = asked.amax(dim=-2).sub_(background, alpha=_CONTRAST / max(sum(others), 1.0)).clamp_(min=0)
+    questions = [segment.span for segment, weight in zip(segments, weights, strict=True) if weight >= 1]
+    best = [importance.topk(stop - start, dim=-1).values.mean(dim=-1, keepdim=True) for start, stop in questions]
+    for (start, stop), mean in zip(questions, best, strict=True):
+        importance[..., start:stop] = mean
     return importance
 
 
@@ -163,20 +161,14 @@ def token_importance(
 
 
 def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_place: int = 1) -> torch.Tensor:
-    """Pooled attention (n, num_prompt_tokens), fp32, the maximum over layers and heads, by one key head at a time.
+    """Pooled attention (n, num_prompt_tokens), fp32, the maximum over layers and heads.
 
     pool_kernel: odd, in tokens. Raises ValueError for no layers.
     """
     best: torch.Tensor | None = None
-    for queries, keys, scaling, *rest in layers:
-        sinks = rest[0] if rest else None
-        groups = queries.shape[0] // keys.shape[0]
-        for head in range(keys.shape[0]):
-            own = slice(head * groups, (head + 1) * groups)
-            attention = attention_to_prompt(
-                queries[own], keys[head : head + 1], scaling, None if sinks is None else sinks[own], num_in_place
-            )
-            pooled = pool(attention, pool_kernel).amax(dim=0)
+    for layer in layers:
+        for part in _parts(layer):
+            pooled = pool(attention_to_prompt(*part, num_in_place), pool_kernel).amax(dim=0)
             best = pooled if best is None else torch.maximum(best, pooled.to(best.device))
     if best is None:
         raise ValueError(_NO_LAYER)
@@ -187,9 +179,19 @@ def head_importance(
     layer: ScoredLayer, num_in_place: int = 1, segments: Sequence[Segment] = (), weights: Sequence[float] = ()
 ) -> torch.Tensor:
     """Importance (num_heads, num_prompt_tokens), fp32, by each head alone."""
+    parts = (attention_to_prompt(*part, num_in_place) for part in _parts(layer))
+    return torch.cat([over_queries(attention, segments, weights) for attention in parts])
+
+
+def _parts(layer: ScoredLayer) -> Iterator[tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]]:
+    """The layer by as many key heads as fit MOST_WEIGHTS, each with its query heads."""
     queries, keys, scaling, *rest = layer
-    attention = attention_to_prompt(queries, keys, scaling, rest[0] if rest else None, num_in_place)
-    return over_queries(attention, segments, weights)
+    sinks = rest[0] if rest else None
+    groups = queries.shape[0] // keys.shape[0]
+    size = max(1, MOST_WEIGHTS // (groups * queries.shape[1] * keys.shape[1]))
+    for start in range(0, keys.shape[0], size):
+        own = slice(start * groups, (start + size) * groups)
+        yield queries[own], keys[start : start + size], scaling, None if sinks is None else sinks[own]
 
 
 def mean_importance(

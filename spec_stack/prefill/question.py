@@ -35,13 +35,13 @@ _ONE_CHARACTER = re.compile(f"[{_CHARACTERS}]")
 
 def question_and_bodies(
     inputs: ScoringInputs, segments: Segments, asked: Mapping[int, float] | None = None
-) -> tuple[dict[Hashable, float], list[list[Hashable]]]:
+) -> tuple[dict[Hashable, float], list[Sequence[Hashable]]]:
     """The question's words with their weights, and the words of every segment outside the question; without text,
     tokens in place of words. asked: the question's tokens with their weights.
     """
     asked = question_words(inputs.candidates) if asked is None else asked
-    others = ([at for at in range(*segment) if asked.get(at, 0.0) < _ASKED] for segment in segments)
-    bodies = [[word for word, _ in _words_by_token(inputs, tokens)] for tokens in others]
+    question = {at for at, weight in asked.items() if weight >= _ASKED}
+    bodies = [_words(inputs, [at for at in range(*segment) if at not in question]) for segment in segments]
     return _weights(inputs, asked), bodies
 
 
@@ -152,6 +152,12 @@ def _runs(tokens: Sequence[int]) -> list[range]:
     """Increasing tokens as runs without gaps."""
     cuts = [0, *(at for at in range(1, len(tokens)) if tokens[at] != tokens[at - 1] + 1), len(tokens)]
     return [range(tokens[start], tokens[stop - 1] + 1) for start, stop in pairwise(cuts) if start < stop]
+
+
+def _words(inputs: ScoringInputs, tokens: Sequence[int]) -> Sequence[Hashable]:
+    if inputs.pieces is None:
+        return [inputs.prompt_ids[at] for at in tokens]
+    return _WORD.findall("".join([inputs.pieces[at] for at in tokens]).lower())
 
 
 def _words_by_token(inputs: ScoringInputs, tokens: Sequence[int]) -> list[tuple[Hashable, int]]:

@@ -11,15 +11,21 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
+from spec_stack.prefill import importance as prefill_importance
+from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.importance import (
     Segment,
     attention_to_prompt,
+    choose_heads,
+    head_importance,
+    largest_attention,
     mean_importance,
     pool,
     segment_weights,
     token_importance,
 )
 from tests.support import reference
+from tests.support.cuda import Operators, blocking_copies, read_backs
 from tests.support.models import FAMILIES, make_model, random_prompt
 from tests.support.scoring import score_prompt
 
@@ -125,3 +131,48 @@ def test_questions_side_by_side_count_alike() -> None:
     ]
     # The first question is far from the heaviest, and the last segment is none.
     assert segment_weights(attention, segments, 4) == pytest.approx([0.25, 1, 1, 0.15])
+
+
+def captured(num_layers: int, num_segments: int, device: str = "cpu") -> CapturedAttention:
+    """Attention of random queries, two for each segment, to 200 tokens."""
+    segments = tuple(Segment((2 * at, 2 * at + 2), (100 + at, 101 + at), at == 1) for at in range(num_segments))
+    queries = torch.randn(num_layers, 4, 2 * num_segments, 8, device=device)
+    keys = torch.randn(num_layers, 2, 200, 8, device=device)
+    layers = {at: (queries[at], keys[at], 0.3) for at in range(num_layers)}
+    return CapturedAttention(layers, 2 * num_segments, segments=segments, opening=3)
+
+
+def test_few_operations_reduce_the_attention_and_no_layer_is_waited_for() -> None:
+    launches, waits = {}, set()
+    for num_layers, num_segments in ((4, 5), (4, 6), (5, 6)):
+        attention = captured(num_layers, num_segments)
+        with Operators() as operators, read_backs() as reads:
+            attention.importance(PrefillConfig(first_scoring_layer=0))
+        launches[num_layers, num_segments] = operators.num_launches
+        waits.add(tuple(reads))
+    # Of the segments' weights: whether one has a question mark, which is the heaviest, and all; whether all is finite.
+    assert waits == {("__bool__", "__int__", "tolist", "__bool__")}
+    assert launches[5, 6] - launches[4, 6] <= 50
+    # Two for every layer, and one for the segment's weight.
+    assert launches[4, 6] - launches[4, 5] <= 9
+
+
+@pytest.mark.parametrize("heads", [None, [0, 3]])
+def test_the_host_waits_for_no_copy(heads: list[int] | None) -> None:
+    # There is nothing to read on meta, which stands for a card.
+    attention = captured(1, 2, "meta")
+    layer = choose_heads(attention.layers[0], heads)
+    with blocking_copies() as found:
+        head_importance(layer, 4, attention.segments, (0.5, 1.0))
+    assert found == []
+
+
+def test_heads_that_do_not_fit_at_once_score_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys, sinks = torch.randn(6, 3, 8), torch.randn(3, 40, 8), torch.randn(6)
+    layer = queries, keys, 0.3, sinks
+    at_once = head_importance(layer), largest_attention([layer], 5)
+    monkeypatch.setattr(prefill_importance, "MOST_WEIGHTS", 2 * 2 * 3 * 40)
+    with Operators() as operators:
+        torch.testing.assert_close((head_importance(layer), largest_attention([layer], 5)), at_once)
+    # Two key heads with their query heads, then the third one.
+    assert operators.names.count("aten._softmax.default") == 4

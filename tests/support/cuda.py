@@ -120,14 +120,17 @@ class _Read(TorchFunctionMode):
 
 
 class Operators(TorchDispatchMode):
-    """Operators that run inside the block; on a GPU most of them are a launch."""
+    """Operators that run inside the block; on a GPU most of them are a launch. num_launches: all but the views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.num_launches = 0
         self.counts = True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.counts:
             self.names.append(str(function))
+            aliases = [argument.alias_info for argument in function._schema.arguments]
+            self.num_launches += all(alias is None or alias.is_write for alias in aliases)
         return function(*args, **(kwargs or {}))
