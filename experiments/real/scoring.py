@@ -87,12 +87,10 @@ class Scorer:
         for config in (PrefillConfig(), PrefillConfig.full_look_ahead()):
             looks[config.scoring_queries], _ = run_draft(
                 draft,
-                encoded.token_ids,
+                ScoringInputs(encoded.token_ids, protected=encoded.protected, pieces=encoded.pieces),
                 look_ahead,
                 config,
                 tokenization,
-                pieces=encoded.pieces,
-                protected=encoded.protected,
             )
         return looks
 

@@ -333,9 +333,8 @@ class PrunerConversation:
         draft, token_ids = self._draft, prompt.token_ids
         draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
-            return gather_inputs(
-                draft, token_ids, lambda *_: Proposal(), self._config, prompt.template, pieces=prompt.pieces
-            )[0]
+            inputs = ScoringInputs(token_ids, protected=prompt.template, pieces=prompt.pieces)
+            return gather_inputs(draft, inputs, lambda *_: Proposal(), self._config)[0]
         except BaseException:
             self._draft = self._pair.new_draft_cache(self._config.prefill_chunk)
             raise

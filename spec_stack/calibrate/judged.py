@@ -5,7 +5,7 @@ evidence under these scores."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -66,17 +66,14 @@ def needed(judged: ScoredPrompt, scores: torch.Tensor) -> torch.Tensor:
 def judge(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
     """Score the part of a prompt that the index does not hold yet. index: the draft (`ModelPair.new_draft_cache`),
     empty or with the previous prompt. The target's weights are not used."""
-    token_ids, protected = prompt.token_ids, prompt.protected
-    pieces = pair.pieces(token_ids)
     draft = open_prompt(pair, index, prompt)
-    look, _ = run_draft(
-        draft, token_ids, lambda *_: Proposal(), BY_HEAD, prompt.tokenization, pieces=pieces, protected=protected
-    )
-    segments = make_segments(len(token_ids), pieces, BY_HEAD)
-    evidence = ScoringInputs(token_ids, look, protected, pieces)
+    inputs = ScoringInputs(prompt.token_ids, protected=prompt.protected, pieces=pair.pieces(prompt.token_ids))
+    look, _ = run_draft(draft, inputs, lambda *_: Proposal(), BY_HEAD, prompt.tokenization)
+    segments = make_segments(len(prompt.token_ids), inputs.pieces, BY_HEAD)
+    evidence = replace(inputs, attention=look)
     by_head = look.by_head(BY_HEAD)
     forced = forced_ends(segments.num_tokens, BY_HEAD)
-    is_protected = _marked(segments, protected)
+    is_protected = _marked(segments, prompt.protected)
     is_paid_end = _marked(segments, [(at, at + 1) for at in forced]) & ~is_protected
     is_free = is_protected | is_paid_end
     wanted = _marked(segments, prompt.spans)

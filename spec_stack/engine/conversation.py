@@ -161,14 +161,16 @@ class Turn:
         request = self._request
         inputs, proposal = gather_inputs(
             self.draft,
-            request.prompt_ids,
+            ScoringInputs(
+                request.prompt_ids,
+                protected=request.protected,
+                pieces=self._pair.pieces(request.prompt_ids),
+                observer=request.observer,
+            ),
             look_ahead,
             request.prefill,
-            request.protected,
             request.tokenization,
-            self._pair.pieces(request.prompt_ids),
             whole=self._keeps_index,
-            observer=request.observer,
             # Earlier questions have been scored, and count again only where new text is pruned.
             first_query=0 if request.scores else self.start,
         )

@@ -21,7 +21,8 @@ from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import scoring_obstacle
 from spec_stack.prefill.queries import WINDOW
-from spec_stack.prefill.scoring import num_layers_needed, run_draft
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.scoring import gather_inputs, num_layers_needed
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class PromptScorer:
         Yields after every part. most_of_a_part: most tokens of the next part, but the last one, which has the scoring
         queries too. pieces: the text of every token. protected: spans that are always kept. end_ids: end the
         look-ahead, of most_look_ahead tokens or fewer. first_query: first token whose segment may hold the question.
-        Raises ValueError for a prompt that the draft cannot score.
+        Raises ValueError for a prompt that the draft cannot score, and for a rule that needs no attention.
         """
         pair, prompt_ids = self._pair, list(prompt_ids)
         tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
@@ -125,15 +126,6 @@ class PromptScorer:
             draft.prefill(prompt_ids[part.start : part.stop], part, window, config.draft_sinks, num_layers)
             yield
         look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=end_ids)
-        attention, _ = run_draft(
-            draft,
-            prompt_ids,
-            look_ahead,
-            config,
-            tokenization,
-            num_layers,
-            pieces=pieces,
-            protected=protected,
-            first_query=first_query,
-        )
-        return attention.importance(config)
+        inputs = ScoringInputs(prompt_ids, protected=protected, pieces=pieces)
+        inputs, _ = gather_inputs(draft, inputs, look_ahead, config, tokenization, first_query=first_query)
+        return inputs.token_importance(config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from spec_stack.prefill.attention import CapturedAttention, CapturedLayer
 from spec_stack.prefill.importance import Segment
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.prefill.rule import Observer, ScoringInputs
+from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.types import DraftTokenization, Proposal, Selection, SteppableModel
 
 
@@ -56,26 +57,25 @@ def num_layers_needed(config: PrefillConfig, num_layers: int) -> int | None:
 
 def run_draft(
     draft: ScoringModel,
-    prompt_ids: Sequence[int],
+    inputs: ScoringInputs,
     look_ahead: LookAhead,
     config: PrefillConfig,
     tokenization: DraftTokenization | None = None,
     num_layers: int | None = None,
-    pieces: Sequence[str] | None = None,
-    protected: Sequence[Span] = (),
     first_query: int = 0,
 ) -> tuple[CapturedAttention, Proposal]:
-    """Prefill the draft with the unseen part of a text, and capture the scoring queries.
+    """Prefill the draft with the unseen part of a prompt, and capture the scoring queries.
 
-    Returns the captured attention, and the look-ahead as the first proposal, empty where the text's own tokens are the
-    queries. The draft holds nothing or a prefix of the text, and afterwards the whole text and the look-ahead.
+    Returns the captured attention, and the look-ahead as the first proposal, empty where the prompt's own tokens are
+    the queries. The draft holds nothing or a prefix of the prompt, and afterwards the whole prompt and the look-ahead.
 
-    tokenization: the text in the draft's own tokens. num_layers: layers that run; None is all, and fewer make the draft
-    useless for anything else. first_query: first token whose segment may hold the question.
+    tokenization: the prompt in the draft's own tokens. num_layers: layers that run; None is all, and fewer make the
+    draft useless for anything else. first_query: first token whose segment may hold the question.
     """
-    num_tokens, found = len(prompt_ids), None
+    prompt_ids, found = inputs.prompt_ids, None
+    num_tokens = len(prompt_ids)
     if config.queries_from_prompt:
-        found = find_candidates(num_tokens, pieces, protected).reaching(first_query)
+        found = find_candidates(num_tokens, inputs.pieces, inputs.protected).reaching(first_query)
     start = num_tokens - 1 if found is None else found.start
     draft.rollback(max(0, draft.next_position - start))
     if draft.next_position < start:
@@ -163,40 +163,26 @@ def _num_queries(captured: Mapping[int, CapturedLayer]) -> int:
 
 def gather_inputs(
     draft: ScoringModel,
-    prompt_ids: Sequence[int],
+    inputs: ScoringInputs,
     look_ahead: LookAhead,
     config: PrefillConfig,
-    protected: Sequence[Span] = (),
     tokenization: DraftTokenization | None = None,
-    pieces: Sequence[str] | None = None,
     whole: bool = False,
-    observer: Observer | None = None,
     first_query: int = 0,
 ) -> tuple[ScoringInputs, Proposal]:
-    """What the rule scores a prompt by, and the look-ahead as the first proposal (SpecPrefill,
+    """A prompt with the draft's attention, and the look-ahead as the first proposal (SpecPrefill,
     https://arxiv.org/abs/2502.02789, alg. 1). The draft runs only where the rule needs its attention.
 
-    protected: half-open token spans that are always kept. whole: run all layers even where scoring needs fewer, to
-    reuse the draft; an explicit config.num_scoring_layers still holds. Other arguments as in `run_draft`.
+    whole: run all layers even where scoring needs fewer, to reuse the draft; an explicit config.num_scoring_layers
+    still holds. Other arguments as in `run_draft`.
     """
-    attention, importance, proposal = None, None, Proposal()
+    proposal = Proposal()
     if needs_attention(config.scorer):
         num_layers = config.num_scoring_layers if whole else num_layers_needed(config, draft.num_layers)
-        attention, proposal = run_draft(
-            draft,
-            prompt_ids,
-            look_ahead,
-            config,
-            tokenization,
-            num_layers,
-            pieces,
-            protected,
-            first_query,
-        )
-        importance = attention.importance(config)
-    inputs = ScoringInputs(prompt_ids, attention, protected, pieces, importance, observer)
-    if observer is not None:
-        observer.scored(inputs)
+        attention, proposal = run_draft(draft, inputs, look_ahead, config, tokenization, num_layers, first_query)
+        inputs = replace(inputs, attention=attention, importance=attention.importance(config))
+    if inputs.observer is not None:
+        inputs.observer.scored(inputs)
     return inputs, proposal
 
 

@@ -122,11 +122,9 @@ def test_of_a_draft_with_random_weights_bm25_is_chosen(pair: ModelPair) -> None:
 def look(pair: ModelPair, prompt: Prompt, config: PrefillConfig) -> ScoringInputs:
     pieces = pair.pieces(prompt.token_ids)
     draft = pair.draft_in_target_vocab(pair.new_draft_cache(8192))
-    seen, _ = run_draft(
-        draft, prompt.token_ids, lambda *_: pytest.fail("no look-ahead"), config,
-        pieces=pieces, protected=prompt.protected,
-    )  # fmt: skip
-    return ScoringInputs(prompt.token_ids, seen, prompt.protected, pieces)
+    inputs = ScoringInputs(prompt.token_ids, protected=prompt.protected, pieces=pieces)
+    seen, _ = run_draft(draft, inputs, lambda *_: pytest.fail("no look-ahead"), config)
+    return replace(inputs, attention=seen)
 
 
 def test_what_is_judged_is_what_the_selection_rules_give_whatever_was_judged_before(pair: ModelPair) -> None:

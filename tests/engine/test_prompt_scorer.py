@@ -11,6 +11,7 @@ import torch
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.prompt_scorer import FoundScorer, PromptScorer
 from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import run_draft
 from spec_stack.tokenizers.vocabulary import compare
 from spec_stack.types import Proposal
@@ -40,7 +41,7 @@ def test_parts_give_the_importance_of_one_pass(name: str) -> None:
     found, num_parts = _score(_scorer(model), prompt)
     # Five of the 540 tokens before the window; then the other 40, with the queries.
     assert num_parts == 6
-    attention, _ = run_draft(CachedModel(model, 8192), prompt, lambda *_: Proposal(), CONFIG)
+    attention, _ = run_draft(CachedModel(model, 8192), ScoringInputs(prompt), lambda *_: Proposal(), CONFIG)
     torch.testing.assert_close(found, attention.importance(CONFIG), rtol=1e-3, atol=1e-5)
 
 

@@ -17,6 +17,7 @@ from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.queries import WINDOW, find_candidates
+from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import num_layers_needed, run_draft
 from tests.support import reference, reference_architectures
 from tests.support.models import make_model, random_prompt
@@ -139,9 +140,8 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
     vote = {"head_reduction": "max" if heads is None else "mean", "scoring_heads": heads}
     config = PrefillConfig(**(BASE | vote))  # type: ignore[arg-type]
     draft = open_draft()
-    attention, proposal = run_draft(
-        draft, prompt, lambda *_: pytest.fail("no look-ahead is needed"), config, protected=protected
-    )
+    inputs = ScoringInputs(prompt, protected=protected)
+    attention, proposal = run_draft(draft, inputs, lambda *_: pytest.fail("no look-ahead is needed"), config)
     assert not proposal.token_ids
     assert draft.next_position == len(prompt)
     found = candidates_of(prompt, protected)
@@ -167,7 +167,7 @@ def test_chosen_heads_need_no_layer_behind_them(heads: tuple[tuple[int, int], ..
     for num_layers in (None, needed):
         draft = open_draft()
         look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
-        attention = run_draft(draft, PROMPT, look_ahead, config, num_layers=num_layers)[0]
+        attention = run_draft(draft, ScoringInputs(PROMPT), look_ahead, config, num_layers=num_layers)[0]
         # How much a segment counts is what all the layers that run say.
         layers = {index: layer for index, layer in attention.layers.items() if index < needed}
         found.append(replace(attention, layers=layers).importance(config))

@@ -17,6 +17,7 @@ from spec_stack import PrefillConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.selection import select
 from spec_stack.types import Proposal
@@ -38,7 +39,8 @@ def _kept(draft: Any, reference: Reference, prompt: list[int], tokenization: Any
     """The tokens that Python keeps by this draft, which reads the prompt at once."""
     protected = [(start, stop) for start, stop in special_spans(prompt)]
     pieces = reference.generator.pair.pieces(prompt)
-    inputs, _ = gather_inputs(draft, prompt, lambda *_: Proposal(), _CONFIG, protected, tokenization, pieces)
+    unscored = ScoringInputs(prompt, protected=protected, pieces=pieces)
+    inputs, _ = gather_inputs(draft, unscored, lambda *_: Proposal(), _CONFIG, tokenization)
     return list(select(inputs, _CONFIG, protected).token_ids)
 
 

@@ -9,6 +9,7 @@ from spec_stack.config import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import drop_unselected, gather_inputs
 from spec_stack.prefill.selection import select
 from spec_stack.types import Proposal, Selection
@@ -23,7 +24,8 @@ def score_prompt(
 ) -> tuple[Selection, Proposal]:
     """The selection and the first proposal; the draft is left as decoding finds it."""
     look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
-    inputs, proposal = gather_inputs(draft, prompt_ids, look_ahead, config, protected, pieces=pieces)
+    prompt = ScoringInputs(prompt_ids, protected=protected, pieces=pieces)
+    inputs, proposal = gather_inputs(draft, prompt, look_ahead, config)
     selection = select(inputs, config, protected)
     drop_unselected(draft, inputs, selection, config)
     return selection, proposal
