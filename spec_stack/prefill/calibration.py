@@ -135,20 +135,6 @@ class Calibration:
         return calibration
 
 
-def find_calibration(draft: str | Path, named: str | Path | bool | None = None) -> Calibration | None:
-    """The named calibration, or the one beside a draft's folder; None without either.
-
-    named: a file or folder; None and True look beside the draft, False disables both. Raises ValueError for a damaged
-    file.
-    """
-    if named is False:
-        return None
-    if named is None or named is True:
-        file = Path(draft) / FILE_NAME
-        return Calibration.load(file) if file.is_file() else None
-    return Calibration.load(named)
-
-
 def fingerprint(config: Any) -> dict[str, Any]:
     """The identifying shape of a model, from its transformers text configuration."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from spec_stack.prefill.calibration import Calibration, find_calibration, fingerprint
+from spec_stack.prefill.calibration import FILE_NAME, Calibration, fingerprint
 
 FOLDER = Path(__file__).resolve().parent.parent / "assets" / "calibrations"
 # Values of the embedding: so many rows, spread over the vocabulary, and so many columns of each.
@@ -78,13 +78,17 @@ def choose_calibration(
     """
     if named is False:
         return None, ""
-    found = find_calibration(draft, named)
-    problem = "" if found is None else found.check(*configs)
-    if problem and not (named is None or named is True):
-        raise ValueError(f"{named}: {problem}; calibrate this pair, or name no calibration")
-    if found is None or problem:
-        found = find_shipped(configs[1], weights())
-    return found, problem
+    if named is not None and named is not True:
+        found = Calibration.load(named)
+        if problem := found.check(*configs):
+            raise ValueError(f"{named}: {problem}; calibrate this pair, or name no calibration")
+        return found, ""
+    file, problem = Path(draft) / FILE_NAME, ""
+    if file.is_file():
+        found = Calibration.load(file)
+        if not (problem := found.check(*configs)):
+            return found, ""
+    return find_shipped(configs[1], weights()), problem
 
 
 def find_shipped(config: Any, weights: Sequence[float]) -> Calibration | None:

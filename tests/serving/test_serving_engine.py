@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.calibration import find_calibration
+from spec_stack.prefill.calibration import Calibration
 from spec_stack.sglang.server_args import ServerConfig
 
 from .conftest import ASSETS, MIN_PROMPT_TOKENS, Reference, Server
@@ -191,10 +191,8 @@ def test_two_ranks_agree_on_selection_and_gamma_and_on_the_failure_of_one(launch
 
 @pytest.mark.nightly
 def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, reference: Reference) -> None:
-    found = find_calibration(str(ASSETS / "draft"), None)
-    assert found is not None
     server = launch("--max-total-tokens", "8000", environment={"SPEC_STACK_SGLANG": "{}"})
-    prefill = found.apply()
+    prefill = Calibration.load(ASSETS / "draft").apply()
     assert prefill.scoring_heads is not None
     prompt = reference.prompt(2300, seed=70)
     reply = server.generate(prompt, 16, explain=True)
