@@ -29,7 +29,7 @@ class Prompt:
     def encode(self, tokenizer: Any, max_tokens: int | None = None) -> list[int]:
         """Token ids; a prompt of more than max_tokens loses its middle."""
         if self.is_chat:
-            ids = encode_messages(tokenizer, [{"role": "user", "content": self.text}])[0]
+            ids = encode_messages(tokenizer, [{"role": "user", "content": self.text}]).token_ids
         else:
             ids = encode_text(tokenizer, self.text)
         if max_tokens is None or len(ids) <= max_tokens:

@@ -115,8 +115,9 @@ def main() -> None:
         for name, config in settings.items()
     }
     arms = {DENSE: (loaded, _PLAIN), **{name: (generator, _SPARSE) for name, generator in generators.items()}}
+    tokenizer = loaded.tokenizer
     prompts = {
-        num_tokens: encode_messages(loaded.tokenizer, hide_fact(loaded.tokenizer, num_tokens, seed=7).messages)[0]
+        num_tokens: encode_messages(tokenizer, hide_fact(tokenizer, num_tokens, seed=7).messages).token_ids
         for num_tokens in arguments.tokens
     }
     # A process's first forward over a long text allocates what later ones find.

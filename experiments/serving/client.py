@@ -70,4 +70,4 @@ class Client:
 
 def document(tokenizer: Any, num_tokens: int, seed: int) -> list[int]:
     """A chat about a document of real text, as token ids."""
-    return encode_messages(tokenizer, hide_fact(tokenizer, num_tokens, seed).messages)[0]
+    return encode_messages(tokenizer, hide_fact(tokenizer, num_tokens, seed).messages).token_ids

@@ -54,7 +54,7 @@ def conversations(
             for turn in range(num_turns):
                 for arm, client in arms.in_turn():
                     messages = conversation.ask(turn, histories[arm])
-                    prompt = encode_messages(tokenizer, messages)[0]
+                    prompt = encode_messages(tokenizer, messages).token_ids
                     answer = client.ask(prompt, num_new, may_end=True, explain=True)
                     text = tokenizer.decode(answer.output_ids, skip_special_tokens=True)
                     histories[arm] = [*messages, {"role": "assistant", "content": text}]

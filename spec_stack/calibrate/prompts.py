@@ -126,13 +126,12 @@ def encode_evidence(
     """Messages in tokens, and the evidence's token spans. spans: half-open character spans in the document. The
     document is part of one message. Without a chat template the prompt is the last message's text."""
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        chat = encode_messages(tokenizer, messages)
+        text, protected = chat.text, chat.protected
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        protected = encode_messages(tokenizer, messages)[1]
     else:
-        text = messages[-1]["content"]
+        text, protected = messages[-1]["content"], []
         encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
-        protected = []
     # A template may strip a content's ends, never its middle.
     base = text.find(document.strip()) - (len(document) - len(document.lstrip()))
     offsets = encoded["offset_mapping"]

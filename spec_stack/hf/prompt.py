@@ -244,10 +244,9 @@ def _check_unicode(text: str) -> None:
         raise ValueError(f"the prompt is not valid Unicode: {error}") from error
 
 
-def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
-    """Token ids of a chat, and its protected spans: all but contents of user, assistant and tool messages."""
-    encoded = _encode_chat(tokenizer, PromptSource(messages=messages), None)
-    return encoded.token_ids, encoded.protected
+def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> EncodedPrompt:
+    """A chat without options in tokens; all but the contents of user, assistant and tool messages is protected."""
+    return _encode_chat(tokenizer, PromptSource(messages=messages), None)
 
 
 def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | None) -> EncodedPrompt:

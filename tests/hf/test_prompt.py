@@ -114,7 +114,7 @@ def test_exactly_the_contents_are_prunable(embedded: SpecStackGenerator, message
     ]
     assert prunable(tokenizer, encoded) == "".join(contents)
     assert encoded.note == ""
-    assert encode_messages(tokenizer, messages) == (encoded.token_ids, encoded.protected)
+    assert encode_messages(tokenizer, messages) == encoded
 
 
 def test_a_template_that_rewrites_its_messages_leaves_nothing_prunable(embedded: SpecStackGenerator) -> None:

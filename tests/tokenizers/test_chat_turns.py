@@ -72,7 +72,8 @@ def test_all_but_the_contents_of_turns_is_protected(name: str, has_system: bool,
     messages = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
     if has_system:
         messages.insert(0, {"role": "system", "content": "Keep to the rules of the house."})
-    ids, spans = encode_messages(RECOGNISED[name], messages)
+    encoded = encode_messages(RECOGNISED[name], messages)
+    ids, spans = encoded.token_ids, encoded.protected
     found = TURNS[name].protected(ids)
     by_library = {position for start, stop in spans for position in range(start, stop)}
     by_server = {position for start, stop in found.spans for position in range(start, stop)}
