@@ -37,6 +37,15 @@ class CapturedLayer(Protocol):
     sinks: torch.Tensor | None
 
 
+def scored_layers(captured: Mapping[int, CapturedLayer], num_draft_tokens: int) -> dict[int, ScoredLayer]:
+    """The captured layers over the prompt's keys, without those whose window hides a part of it."""
+    return {
+        index: (torch.cat(layer.queries, dim=1), layer.keys[:, :num_draft_tokens], layer.scaling, layer.sinks)
+        for index, layer in captured.items()
+        if layer.keys is not None
+    }
+
+
 @dataclass(frozen=True)
 class CapturedAttention:
     """The scoring queries and the prompt's keys, of the layers that see the whole prompt.
@@ -54,25 +63,6 @@ class CapturedAttention:
     segments: tuple[Segment, ...] = ()
     opening: int = 0
     candidates: Candidates | None = None
-
-    @classmethod
-    def of(
-        cls,
-        captured: Mapping[int, CapturedLayer],
-        num_draft_tokens: int,
-        num_in_place: int = 1,
-        ranges: Sequence[Span] | None = None,
-        segments: Sequence[Segment] = (),
-        opening: int = 0,
-        candidates: Candidates | None = None,
-    ) -> CapturedAttention:
-        """Assemble captured layers; layers whose window hides a part of the prompt are left out."""
-        layers: dict[int, ScoredLayer] = {}
-        for index, layer in captured.items():
-            if layer.keys is not None:
-                queries, keys = torch.cat(layer.queries, dim=1), layer.keys[:, :num_draft_tokens]
-                layers[index] = queries, keys, layer.scaling, layer.sinks
-        return cls(layers, num_in_place, ranges, segments=tuple(segments), opening=opening, candidates=candidates)
 
     def starting_at(self, first: int) -> CapturedAttention:
         """A copy with importance from token `first` on (the new text of a turn)."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.attention import CapturedAttention, CapturedLayer
+from spec_stack.prefill.attention import CapturedAttention, CapturedLayer, scored_layers
 from spec_stack.prefill.importance import Segment
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.registry import needs_attention
@@ -92,8 +92,10 @@ def run_draft(
             draft.forward(proposal.token_ids[-1:], [draft.next_position], num_logits=1)
         else:
             draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
-    num_draft_tokens, ranges = _in_draft_tokens(num_tokens, tokenization)
-    return CapturedAttention.of(captured, num_draft_tokens, 1, ranges), proposal
+    if tokenization is None:
+        return CapturedAttention(scored_layers(captured, num_tokens)), proposal
+    layers = scored_layers(captured, len(tokenization.token_ids))
+    return CapturedAttention(layers, ranges=tokenization.ranges), proposal
 
 
 def _capture_candidates(
@@ -105,8 +107,8 @@ def _capture_candidates(
 ) -> CapturedAttention:
     """Run the window in place, then every candidate before it again, behind the prompt."""
     num_tokens = len(prompt_ids)
-    num_draft_tokens, ranges = _in_draft_tokens(num_tokens, tokenization)
-    spans = [segment if ranges is None else _draft_span(ranges, *segment) for segment in found.segments]
+    num_draft_tokens = num_tokens if tokenization is None else len(tokenization.token_ids)
+    ranges = None if tokenization is None else tokenization.ranges
     with draft.capture() as captured:
         draft.prefill(prompt_ids[found.start :], range(found.start, num_tokens), num_layers=num_layers)
         num_in_place = _num_queries(captured)
@@ -122,10 +124,17 @@ def _capture_candidates(
             sizes += [stop - start for start, stop in part] if ranges is None else [_num_queries(captured) - begin]
     if draft.next_position > num_tokens:
         draft.rollback(draft.next_position - num_tokens)
+    spans = [_in_draft_tokens(segment, ranges) for segment in found.segments]
     segments = query_segments(found, num_in_place, num_draft_tokens - num_in_place, sizes, spans)
-    opening = num_draft_tokens - _draft_start(num_tokens - found.opening, ranges)
-    opening = min(opening, num_in_place)
-    return CapturedAttention.of(captured, num_draft_tokens, num_in_place, ranges, segments, opening, found)
+    opening = num_draft_tokens - _in_draft_tokens((num_tokens - found.opening, num_tokens), ranges)[0]
+    return CapturedAttention(
+        scored_layers(captured, num_draft_tokens),
+        num_in_place,
+        ranges,
+        segments=segments,
+        opening=min(opening, num_in_place),
+        candidates=found,
+    )
 
 
 def query_segments(
@@ -144,17 +153,12 @@ def query_segments(
     )
 
 
-def _in_draft_tokens(num_tokens: int, tokenization: DraftTokenization | None) -> tuple[int, Sequence[Span] | None]:
-    return (num_tokens, None) if tokenization is None else (len(tokenization.token_ids), tokenization.ranges)
-
-
-def _draft_span(ranges: Sequence[Span], start: int, stop: int) -> Span:
-    """The draft's tokens of a span of the target's."""
-    return ranges[start][0], max(end for _, end in ranges[start:stop])
-
-
-def _draft_start(token: int, ranges: Sequence[Span] | None) -> int:
-    return token if ranges is None else ranges[token][0]
+def _in_draft_tokens(span: Span, ranges: Sequence[Span] | None) -> Span:
+    """A span of the target's tokens in the draft's, by `DraftTokenization.ranges`."""
+    if ranges is None:
+        return span
+    inside = ranges[slice(*span)]
+    return inside[0][0], max(end for _, end in inside)
 
 
 def _num_queries(captured: Mapping[int, CapturedLayer]) -> int:

@@ -15,7 +15,7 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.attention import CapturedAttention, scored_layers
 from spec_stack.prefill.queries import WINDOW, find_candidates
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import num_layers_needed, run_draft
@@ -114,7 +114,7 @@ def test_heads_score_as_they_alone_do_in_eager_attention() -> None:
     with draft.capture() as captured:
         draft.forward(PROMPT[-1:], [len(PROMPT) - 1], 1)
     config = PrefillConfig(**BASE, scoring_heads=((0, 3), (2, 1)))  # type: ignore[arg-type]
-    got = CapturedAttention.of(captured, len(PROMPT)).importance(config)
+    got = CapturedAttention(scored_layers(captured, len(PROMPT))).importance(config)
     eager = make_model(implementation="eager")
     expected = reference.importance(eager, PROMPT, [], 5, heads=[(0, 3), (2, 1)])
     np.testing.assert_allclose(got.numpy(), expected, atol=2e-6)

@@ -18,7 +18,7 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.attention import scored_layers
 from spec_stack.prefill.importance import token_importance
 from tests.support import reference, reference_architectures
 from tests.support.tiny_architectures import CONFIGS, VOCAB, make_model, random_prompt
@@ -70,7 +70,7 @@ def score_error(name: str, num_prompt: int = NUM_PROMPT, pool_kernel: int = 5) -
     with draft.capture() as captured:
         proposal = propose(draft, prompt, 4, Sampler(), ())
         draft.forward(proposal.token_ids[-1:], [draft.next_position], 1)
-    importance = token_importance(CapturedAttention.of(captured, num_prompt).layers.values(), pool_kernel)
+    importance = token_importance(scored_layers(captured, num_prompt).values(), pool_kernel)
     kinds = reference_architectures.attention_layers(CONFIGS[name])
     window = getattr(CONFIGS[name], "sliding_window", None)
     seen_whole = [i for i, kind in enumerate(kinds) if kind == "full" or num_prompt + 4 <= window]
