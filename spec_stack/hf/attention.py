@@ -48,6 +48,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.captured: dict[int, LayerCapture] | None = None
+        self.captured_from = 0
         self.slots: SlotPositions | None = None
 
 
@@ -55,12 +56,13 @@ _thread = _Running()
 
 
 @contextmanager
-def capture_attention() -> Iterator[dict[int, LayerCapture]]:
-    """Collect queries and keys by layer index from this thread's forwards inside the block."""
+def capture_attention(first: int = 0) -> Iterator[dict[int, LayerCapture]]:
+    """Collect keys, and queries of the tokens from position `first` on, by layer index from this thread's forwards
+    inside the block."""
     if is_capturing():
         raise RuntimeError("attention is being captured already in this thread")
     layers: dict[int, LayerCapture] = {}
-    _thread.captured = layers
+    _thread.captured, _thread.captured_from = layers, first
     try:
         yield layers
     finally:
@@ -186,7 +188,11 @@ def _capture(
     """Record queries and keys."""
     index = int(module.layer_idx)  # type: ignore[arg-type]
     layer = captured.setdefault(index, LayerCapture(scaling, sinks=None if sinks is None else sinks.detach()))
-    layer.queries.append(query[0])
+    num_queries, slots = query.shape[2], _thread.slots
+    num_wanted = num_queries if slots is None else slots.num_from(_thread.captured_from, num_queries)
+    if num_wanted:
+        # A part is copied, so that the rest is freed.
+        layer.queries.append(query[0] if num_wanted == num_queries else query[0, :, -num_wanted:].clone())
     layer.keys = key[0] if window is None or key.shape[2] <= window else None
 
 

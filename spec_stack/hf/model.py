@@ -390,6 +390,6 @@ class CachedModel:
         self.token_ids, self.positions = [prompt_ids[position] for position in positions], list(positions)
         self.num_to_recompute, self._recalled_end = len(positions), 0
 
-    def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
-        """Capture queries and keys of every forward inside the block, by layer."""
-        return capture_attention()
+    def capture(self, first: int = 0) -> AbstractContextManager[dict[int, LayerCapture]]:
+        """Capture keys, and queries from position `first` on, of every forward inside the block, by layer."""
+        return capture_attention(first)

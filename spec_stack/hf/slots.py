@@ -63,6 +63,11 @@ class SlotPositions:
         """Whether a slot before the newest num_queries tokens is hidden from one of them in every layer."""
         return False
 
+    def num_from(self, position: int, num_queries: int) -> int:
+        """How many of the newest num_queries tokens are at a position or behind it."""
+        num_slots = len(self.positions)
+        return num_slots - bisect_left(self.positions, position, num_slots - num_queries)
+
     def shown(self, start: int, seen: Seen) -> tuple[int, int]:
         """Slots visible from slot `start` on: the number of leading slots, and the first slot of the rest."""
         if seen.window is None:

@@ -50,6 +50,10 @@ class WrappedDraft:
     def on_piece(self, tell: Callable[[int, float], None] | None) -> None:
         self._draft.on_piece = tell
 
-    def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
-        """Queries and keys of the draft's own tokens."""
-        return self._draft.capture()
+    @property
+    def is_stateful(self) -> bool:
+        return self._draft.is_stateful
+
+    def capture(self, first: int = 0) -> AbstractContextManager[dict[int, LayerCapture]]:
+        """Queries and keys of the draft's own tokens, at its own positions."""
+        return self._draft.capture(first)

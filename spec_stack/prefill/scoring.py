@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Protocol
 
 from spec_stack.config import PrefillConfig
@@ -26,6 +26,8 @@ class ScoringModel(SteppableModel, Protocol):
 
     @property
     def num_layers(self) -> int: ...
+    @property
+    def is_stateful(self) -> bool: ...
     def prefill(
         self,
         token_ids: Sequence[int],
@@ -37,7 +39,7 @@ class ScoringModel(SteppableModel, Protocol):
     def reset_to(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None: ...
     def keep_slots(self, slots: Sequence[int]) -> None: ...
     def checkpoint(self) -> None: ...
-    def capture(self) -> AbstractContextManager[Mapping[int, CapturedLayer]]: ...
+    def capture(self, first: int = 0) -> AbstractContextManager[Mapping[int, CapturedLayer]]: ...
 
 
 class LookAhead(Protocol):
@@ -78,9 +80,11 @@ def run_draft(
         found = find_candidates(num_tokens, inputs.pieces, inputs.protected).reaching(first_query)
     start = num_tokens - 1 if found is None else found.start
     draft.rollback(max(0, draft.next_position - start))
-    if draft.next_position < start:
+    window = config.window_for(num_tokens)
+    # The scoring queries see everything. Without a window and in the draft's own tokens one forward has it all.
+    has_one_forward = found is not None and window is None and tokenization is None
+    if draft.next_position < start and not has_one_forward:
         unseen = range(draft.next_position, start)
-        window = config.window_for(num_tokens)
         draft.prefill(prompt_ids[unseen.start : start], unseen, window, config.draft_sinks, num_layers)
     if found is not None:
         return _capture_candidates(draft, prompt_ids, found, tokenization, num_layers), Proposal()
@@ -105,23 +109,31 @@ def _capture_candidates(
     tokenization: DraftTokenization | None,
     num_layers: int | None,
 ) -> CapturedAttention:
-    """Run the window in place, then every candidate before it again, behind the prompt."""
+    """Run the rest of the prompt, then every candidate before the window again, behind the prompt."""
     num_tokens = len(prompt_ids)
     num_draft_tokens = num_tokens if tokenization is None else len(tokenization.token_ids)
     ranges = None if tokenization is None else tokenization.ranges
-    with draft.capture() as captured:
-        draft.prefill(prompt_ids[found.start :], range(found.start, num_tokens), num_layers=num_layers)
-        num_in_place = _num_queries(captured)
-        if found.repeated and num_layers is None:
-            draft.checkpoint()
-        sizes: list[int] = []
-        # A draft with other tokens has another number of queries per segment.
-        for part in [found.repeated] if ranges is None else [(segment,) for segment in found.repeated]:
-            begin, token_ids = _num_queries(captured), [token for span in part for token in prompt_ids[slice(*span)]]
-            positions = range(draft.next_position, draft.next_position + len(token_ids))
-            if token_ids:
-                draft.prefill(token_ids, positions, num_layers=num_layers)
-            sizes += [stop - start for start, stop in part] if ranges is None else [_num_queries(captured) - begin]
+    rest, repeated = prompt_ids[draft.next_position :], [prompt_ids[slice(*segment)] for segment in found.repeated]
+    behind = list(chain.from_iterable(repeated))
+    if tokenization is not None:
+        # Other tokens are counted as they run.
+        parts = [rest, *repeated]
+    elif draft.is_stateful and behind:
+        # The state of the prompt's end is kept for the rollback.
+        parts = [rest, behind]
+    else:
+        parts = [[*rest, *behind]]
+    sizes: list[int] = []
+    with draft.capture(found.start if tokenization is None else 0) as captured:
+        for part in parts:
+            num_cached = draft.num_cached
+            draft.prefill(part, range(draft.next_position, draft.next_position + len(part)), num_layers=num_layers)
+            if not sizes and num_layers is None:
+                draft.checkpoint()
+            sizes.append(draft.num_cached - num_cached)
+    if tokenization is None:
+        sizes = [num_tokens - found.start, *map(len, repeated)]
+    num_in_place, *sizes = sizes
     if draft.next_position > num_tokens:
         draft.rollback(draft.next_position - num_tokens)
     spans = [_in_draft_tokens(segment, ranges) for segment in found.segments]
@@ -159,10 +171,6 @@ def _in_draft_tokens(span: Span, ranges: Sequence[Span] | None) -> Span:
         return span
     inside = ranges[slice(*span)]
     return inside[0][0], max(end for _, end in inside)
-
-
-def _num_queries(captured: Mapping[int, CapturedLayer]) -> int:
-    return next((sum(part.shape[1] for part in layer.queries) for layer in captured.values()), 0)
 
 
 def gather_inputs(

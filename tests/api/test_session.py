@@ -378,7 +378,7 @@ def test_a_scoring_error_takes_the_new_text_whole_and_the_session_goes_on() -> N
     calls = iter(range(1000))
 
     def fail(module: Any, args: Any) -> None:
-        if next(calls) == 1:
+        if next(calls) == 0:
             raise RuntimeError("no memory")
 
     handle = generator.draft.register_forward_pre_hook(fail)
@@ -456,8 +456,8 @@ def test_a_bound_on_the_cache_makes_the_conversation_be_selected_afresh() -> Non
             assert result.metrics.sparse_prefill
         prompt = [*prompt, *result.token_ids, *random_prompt(12, seed=turn)]
     assert afresh
-    # But the tokens whose queries score.
-    assert sorted(read)[-2] <= WINDOW, "the draft reads nothing twice"
+    # But the tokens whose queries score: the window, and the beginning of the turn.
+    assert sorted(read)[-2] <= WINDOW + 64, "the draft reads nothing twice"
 
 
 def test_a_closed_session_is_refused_and_its_caches_are_gone() -> None:

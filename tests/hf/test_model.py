@@ -129,6 +129,17 @@ def test_captures_do_not_nest_and_end_with_their_block() -> None:
     assert all(len(layer.queries) == 1 for layer in layers.values())
 
 
+@pytest.mark.parametrize("prefill_chunk", [4096, 4])
+def test_queries_are_captured_from_a_position_on(prefill_chunk: int) -> None:
+    prompt, found = random_prompt(11), []
+    for first in (0, 6):
+        model = CachedModel(SHARED["llama"], prefill_chunk)
+        with model.capture(first) as layers:
+            model.prefill(prompt, range(11))
+        found.append({index: (torch.cat(layer.queries, dim=1), layer.keys) for index, layer in layers.items()})
+    torch.testing.assert_close(found[1], {index: (queries[:, 6:], keys) for index, (queries, keys) in found[0].items()})
+
+
 def test_a_model_not_loaded_with_sdpa_is_refused() -> None:
     with pytest.raises(ValueError, match="sdpa"):
         install(make_model(implementation="eager"))

@@ -19,6 +19,7 @@ from spec_stack.prefill.attention import CapturedAttention, scored_layers
 from spec_stack.prefill.queries import WINDOW, find_candidates
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import num_layers_needed, run_draft
+from spec_stack.types import Proposal
 from tests.support import reference, reference_architectures
 from tests.support.models import make_model, random_prompt
 from tests.support.nightly import others_nightly
@@ -156,6 +157,16 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
         pool_kernel=5,  # type: ignore[arg-type]
     )
     np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-6)
+
+
+def test_one_forward_has_the_prompt_and_what_is_read_again() -> None:
+    prompt, draft = random_prompt(250), open_draft()
+    begun: list[object] = []
+    draft.model.register_forward_pre_hook(lambda *_: begun.append(None))
+    attention, _ = run_draft(draft, ScoringInputs(prompt, protected=TURNS), lambda *_: Proposal(), PrefillConfig())
+    assert attention.candidates is not None
+    assert attention.candidates.repeated
+    assert (len(begun), draft.next_position) == (1, len(prompt))
 
 
 @pytest.mark.parametrize("heads", [((0, 3), (1, 1)), ((0, 0),)])
