@@ -40,7 +40,9 @@ class CapturedLayer(Protocol):
 def scored_layers(captured: Mapping[int, CapturedLayer], num_draft_tokens: int) -> dict[int, ScoredLayer]:
     """The captured layers over the prompt's keys, without those whose window hides a part of it."""
     return {
-        index: (torch.cat(layer.queries, dim=1), layer.keys[:, :num_draft_tokens], layer.scaling, layer.sinks)
+        index: ScoredLayer(
+            torch.cat(layer.queries, dim=1), layer.keys[:, :num_draft_tokens], layer.scaling, layer.sinks
+        )
         for index, layer in captured.items()
         if layer.keys is not None
     }

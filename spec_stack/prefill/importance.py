@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,16 @@ _BETWEEN_QUESTIONS = 64
 # Factor of the subtracted background.
 _CONTRAST = 4.0
 _NO_LAYER = "no attention layer that sees the whole prompt was captured; the draft cannot score it"
-# Queries, keys, scaling and, where the layer has them, sinks: the arguments of `attention_to_prompt`.
-ScoredLayer = tuple[torch.Tensor, torch.Tensor, float] | tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]
+
+
+class ScoredLayer(NamedTuple):
+    """A layer's scoring queries (num_heads, n, head_dim), keys (num_kv_heads, num_prompt_tokens, head_dim), and sinks
+    (num_heads,), if it has any: the arguments of `attention_to_prompt`."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    scaling: float
+    sinks: torch.Tensor | None = None
 
 
 def attention_to_prompt(
@@ -36,8 +45,8 @@ def attention_to_prompt(
 ) -> torch.Tensor:
     """Softmax over the prompt keys and any sink, in fp32: (num_heads, n, num_prompt_tokens).
 
-    queries (num_heads, n, head_dim); keys (num_kv_heads, num_prompt_tokens, head_dim); sinks (num_heads,).
-    num_in_place: the first queries are those of the prompt's last tokens, and causal; the others are behind the prompt.
+    The layer is a `ScoredLayer`. num_in_place: the first queries are those of the prompt's last tokens, and causal; the
+    others are behind the prompt.
     """
     num_heads, num_queries, head_dim = queries.shape
     num_kv_heads, num_prompt_tokens, _ = keys.shape
@@ -60,15 +69,12 @@ def pool(attention: torch.Tensor, kernel: int) -> torch.Tensor:
     return F.avg_pool1d(attention, kernel, stride=1, padding=kernel // 2, count_include_pad=False)
 
 
-def choose_heads(layer: ScoredLayer, heads: Sequence[int] | None) -> ScoredLayer:
-    """The layer with these query heads only, each with a key head of its own; None leaves it whole."""
-    if heads is None:
-        return layer
-    queries, keys, scaling, *rest = layer
+def choose_heads(layer: ScoredLayer, heads: Sequence[int]) -> ScoredLayer:
+    """The layer with these query heads only, each with a key head of its own."""
+    queries, keys, scaling, sinks = layer
     index = to_device(torch.tensor(heads), queries.device)
     groups = queries.shape[0] // keys.shape[0]
-    sinks = rest[0] if rest else None
-    return queries[index], keys[index // groups], scaling, None if sinks is None else sinks[index]
+    return ScoredLayer(queries[index], keys[index // groups], scaling, None if sinks is None else sinks[index])
 
 
 @dataclass(frozen=True)
@@ -84,9 +90,9 @@ def opening_attention(layers: Iterable[ScoredLayer], num_in_place: int, opening:
     """Mean attention (num_prompt_tokens,), fp32, of the last `opening` queries in place; ValueError for no layers."""
     total: torch.Tensor | None = None
     num_heads = 0
-    for queries, keys, scaling, *rest in layers:
+    for queries, keys, scaling, sinks in layers:
         own = queries[:, num_in_place - opening : num_in_place]
-        heads = attention_to_prompt(own, keys, scaling, rest[0] if rest else None, opening).mean(dim=1)
+        heads = attention_to_prompt(own, keys, scaling, sinks, opening).mean(dim=1)
         total = heads.sum(dim=0) if total is None else total + heads.sum(dim=0).to(total.device)
         num_heads += len(heads)
     if total is None:
@@ -118,9 +124,7 @@ def _gap(one: Span, other: Span) -> int:
     return max(one[0], other[0]) - min(one[1], other[1])
 
 
-def over_queries(
-    attention: torch.Tensor, segments: Sequence[Segment] = (), weights: Sequence[float] = ()
-) -> torch.Tensor:
+def over_queries(attention: torch.Tensor, segments: Sequence[Segment], weights: Sequence[float]) -> torch.Tensor:
     """Reduce attention (..., n, num_prompt_tokens) over its queries: (..., num_prompt_tokens).
 
     Without segments the mean, as in the paper. With segments the maximum over queries of attention times the segment's
@@ -183,15 +187,14 @@ def head_importance(
     return torch.cat([over_queries(attention, segments, weights) for attention in parts])
 
 
-def _parts(layer: ScoredLayer) -> Iterator[tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]]:
+def _parts(layer: ScoredLayer) -> Iterator[ScoredLayer]:
     """The layer by as many key heads as fit MOST_WEIGHTS, each with its query heads."""
-    queries, keys, scaling, *rest = layer
-    sinks = rest[0] if rest else None
+    queries, keys, scaling, sinks = layer
     groups = queries.shape[0] // keys.shape[0]
     size = max(1, MOST_WEIGHTS // (groups * queries.shape[1] * keys.shape[1]))
     for start in range(0, keys.shape[0], size):
         own = slice(start * groups, (start + size) * groups)
-        yield queries[own], keys[start : start + size], scaling, None if sinks is None else sinks[own]
+        yield ScoredLayer(queries[own], keys[start : start + size], scaling, None if sinks is None else sinks[own])
 
 
 def mean_importance(

@@ -14,7 +14,7 @@ import torch
 
 from spec_stack import devices
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.importance import Segment, head_importance, largest_attention, opening_attention
+from spec_stack.prefill.importance import ScoredLayer, Segment, head_importance, largest_attention, opening_attention
 
 # Scores of one tile of queries over all heads: a quarter of a gigabyte in fp32, whatever the text's length.
 MOST_SCORES = 1 << 26
@@ -188,11 +188,12 @@ def _voters(index: int, found: LayerQueries, config: PrefillConfig, rank: int) -
 
 def _own_heads(
     pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], voters: Mapping[int, Sequence[int]]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Queries, keys and scaling by key head: one head's keys and attention are held at a time."""
+) -> Iterator[ScoredLayer]:
+    """The layers by key head: one head's keys and attention are held at a time."""
     for index, found in sorted(layers.items()):
         queries, buffer = torch.cat(found.queries, dim=1), pool.get_key_buffer(index)
         groups = queries.shape[0] // buffer.shape[1]
         for head in sorted({voter // groups for voter in voters[index]}):
             own = torch.tensor([voter for voter in voters[index] if voter // groups == head])
-            yield queries[devices.to_device(own, queries.device)], buffer[slots, head][None], found.scaling
+            own_queries = queries[devices.to_device(own, queries.device)]
+            yield ScoredLayer(own_queries, buffer[slots, head][None], found.scaling)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
-from spec_stack.prefill.importance import choose_heads, token_importance
+from spec_stack.prefill.importance import ScoredLayer, choose_heads, token_importance
 from spec_stack.prefill.registry import SCORERS, make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import ChunkSegments
@@ -43,8 +43,8 @@ def test_without_importance_attention_is_refused_and_bm25_is_not() -> None:
 def test_chosen_heads_score_as_if_there_were_no_others() -> None:
     torch.manual_seed(0)
     queries, keys, sinks = torch.randn(6, 3, 8), torch.randn(2, 50, 8), torch.randn(6)
-    picked = choose_heads((queries, keys, 0.3, sinks), [1, 4])
-    alone = [(queries[h : h + 1], keys[h // 3 : h // 3 + 1], 0.3, sinks[h : h + 1]) for h in (1, 4)]
+    picked = choose_heads(ScoredLayer(queries, keys, 0.3, sinks), [1, 4])
+    alone = [ScoredLayer(queries[h : h + 1], keys[h // 3 : h // 3 + 1], 0.3, sinks[h : h + 1]) for h in (1, 4)]
     torch.testing.assert_close(token_importance([picked], 5), token_importance(alone, 5))
 
 
