@@ -81,9 +81,7 @@ class ContiguousModel(CachedModel):
     def _mark_recalled(self, positions: Sequence[int]) -> None:
         raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
 
-    def _open_slots(
-        self, window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
-    ) -> SlotPositions:
+    def _open_slots(self, window: int | None, num_sinks: int, last_layer: int | None) -> SlotPositions:
         return SlotPositions(range(len(self.positions)), window, num_sinks, last_layer)
 
     def _call(

@@ -196,7 +196,7 @@ def load_draft_tokenizer(draft: str, tokenizer: Any, hub: Mapping[str, Any] | No
     return tokenizer if shares else load_tokenizer(draft, hub)
 
 
-def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions = "original") -> PreTrainedModel:
+def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions) -> PreTrainedModel:
     """A draft for a loaded target, on its device and in its precision."""
     path = resolve_source("draft", source)
     config = load_config(path)
@@ -207,7 +207,7 @@ def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions
     return FoundModel(path, config, precision, target.device).load()
 
 
-def open_alone(source: str | Path, precision: str, device: str | None = None) -> FoundModel:
+def open_alone(source: str | Path, precision: str, device: str | None) -> FoundModel:
     """A draft without a target. Raises ValueError as `open_pair`."""
     path, on = resolve_source("draft", source), resolve_device(device)
     config = load_config(path)
@@ -246,11 +246,11 @@ def open_pair(
     target: str | Path | None,
     draft: str | Path | None,
     load: LoadConfig,
-    device: str | None = None,
-    prepack_linears: bool | None = None,
-    hub: HubConfig | None = None,
-    device_map: DeviceMap | None = None,
-    positions: Positions = "original",
+    device: str | None,
+    prepack_linears: bool | None,
+    hub: HubConfig | None,
+    device_map: DeviceMap | None,
+    positions: Positions,
 ) -> FoundPair:
     """Find a pair and decide how to load it. Raises ValueError for every user error."""
     hub = hub or HubConfig()

@@ -280,9 +280,7 @@ class CachedModel:
             raise ValueError("some of the positions to recall are cached already")
         self._recalled_end = len(self.positions) + num_recalled
 
-    def _open_slots(
-        self, window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
-    ) -> SlotPositions:
+    def _open_slots(self, window: int | None, num_sinks: int, last_layer: int | None) -> SlotPositions:
         if self._recalled_end:
             return RecalledSlots(self.positions, window, num_sinks, last_layer, self._recalled_end)
         return SlotPositions(self.positions, window, num_sinks, last_layer)
