@@ -57,26 +57,18 @@ class EncodedPrompt:
             return self
         return replace(self, token_ids=[*self.token_ids, *token_ids], text=self.text + text)
 
-    def tail(self, start: int) -> EncodedPrompt:
-        """The prompt from this token on."""
-        protected = [(max(0, first - start), stop - start) for first, stop in self.protected if stop > start]
-        question = self.question
-        if question is not None:
-            question = (question[0] - start, question[1] - start) if question[0] >= start else None
-        return replace(self, token_ids=self.token_ids[start:], protected=protected, question=question)
-
-    def going_on(self, tail: EncodedPrompt) -> EncodedPrompt:
-        """This prompt followed by another one's tail, which is part of its text."""
-        length = len(self.token_ids)
+    def going_on(self, other: EncodedPrompt, start: int = 0) -> EncodedPrompt:
+        """This prompt followed by another one's tokens from `start` on; its text and note are the other's."""
+        shift = len(self.token_ids) - start
         protected = list(self.protected)
-        behind = [(first + length, stop + length) for first, stop in tail.protected]
+        behind = [(max(first, start) + shift, stop + shift) for first, stop in other.protected if stop > start]
         if protected and behind and protected[-1][1] == behind[0][0]:
             behind[0] = protected.pop()[0], behind[0][1]
         question = self.question
-        if tail.question is not None:
-            question = tail.question[0] + length, tail.question[1] + length
-        token_ids = [*self.token_ids, *tail.token_ids]
-        return replace(tail, token_ids=token_ids, protected=protected + behind, question=question)
+        if other.question is not None and other.question[0] >= start:
+            question = other.question[0] + shift, other.question[1] + shift
+        token_ids = [*self.token_ids, *other.token_ids[start:]]
+        return replace(other, token_ids=token_ids, protected=protected + behind, question=question)
 
 
 def encode_prompt(
@@ -301,7 +293,7 @@ def splice(tokenizer: Any, encoded: EncodedPrompt, known: EncodedPrompt) -> Enco
     places = [at for at, token_id in enumerate(encoded.token_ids) if token_id == joint_id]
     if len(places) != encoded.text.count(joint):
         return encoded
-    return known.going_on(encoded.tail(places[encoded.text.count(joint, 0, len(known.text))]))
+    return known.going_on(encoded, places[encoded.text.count(joint, 0, len(known.text))])
 
 
 def num_shared(one: Any, other: Any) -> int:
