@@ -22,9 +22,9 @@ LONGEST_UNIT = 128
 # spaces. So 759.41, file.py and "no.", end nothing.
 _CLOSING = "[\"'`*_)\\]}\u2019\u201d\u00bb\u300d\u300f\uff09]*+"
 _FOLLOWING = "(?=\\s|\\Z|[\u2010-\u206f\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])"
-_END = f"(?:[.!?]*[\u3002\uff01\uff1f][.!?\u3002\uff01\uff1f]*{_CLOSING}|[.!?]+{_CLOSING}{_FOLLOWING})"
-# A line, or a sentence of one: up to its stops, with the line breaks behind them.
-_LINE = re.compile(f"[^\n]*?(?:{_END}\n*|\n+|\\Z)")
+_STOP = f"(?:[.!?]*[\u3002\uff01\uff1f][.!?\u3002\uff01\uff1f]*{_CLOSING}|[.!?]+{_CLOSING}{_FOLLOWING})"
+# The end of a sentence or a line, with the line breaks behind it, and that of the text.
+_END = re.compile(f"{_STOP}\n*|\n+|\\Z")
 # Keeps ceil(0.3 * 10) at 3, whatever 0.3 is in binary.
 _ROUNDING = 1e-9
 
@@ -188,7 +188,7 @@ def line_borders(pieces: Sequence[str]) -> list[int]:
     """
     stops = list(accumulate(map(len, pieces)))
     starts = [0, *stops[:-1]] if stops else []
-    ends = (bisect_left(starts, match.end()) for match in _LINE.finditer("".join(pieces)))
+    ends = (bisect_left(starts, match.end()) for match in _END.finditer("".join(pieces)))
     borders = [0]
     for end in (*ends, len(pieces)):
         while end - borders[-1] > LONGEST_UNIT:
