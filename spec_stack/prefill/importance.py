@@ -110,10 +110,9 @@ def segment_weights(attention: torch.Tensor, segments: Sequence[Segment], openin
     is_question = torch.tensor([segment.is_question for segment in segments])
     seen = seen * torch.where(is_question, _QUESTION_MARK, 1.0)
     known = seen.nan_to_num()
-    if is_question.any():
-        heaviest = int(torch.where(is_question, known, -1.0).argmax())
-        together = [_gap(segment.span, segments[heaviest].span) <= _BETWEEN_QUESTIONS for segment in segments]
-        seen = torch.where(is_question & torch.tensor(together) & ~seen.isnan(), known[heaviest], seen)
+    heaviest = int(torch.where(is_question, known, -1.0).argmax())
+    together = [_gap(segment.span, segments[heaviest].span) <= _BETWEEN_QUESTIONS for segment in segments]
+    seen = torch.where(is_question & torch.tensor(together) & ~seen.isnan(), known[heaviest], seen)
     largest = known.max().clamp(min=torch.finfo(seen.dtype).tiny)
     weights: list[float] = (seen / largest).nan_to_num(nan=1.0).tolist()
     return weights
