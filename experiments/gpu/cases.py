@@ -18,7 +18,6 @@ from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.selection import select
-from spec_stack.sglang.pool_attention import Window
 from spec_stack.sglang.pool_attention import attend as attend_to_pool
 
 BLOCKS = range(1, 10)
@@ -109,21 +108,20 @@ def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
     queries = made(config.num_attention_heads, longest, config.head_dim)
     keys, values = (made(config.num_key_value_heads, longest, config.head_dim) for _ in range(2))
 
-    def prompt(num_tokens: int, window: Window | None) -> None:
+    def prompt(num_tokens: int) -> None:
         first = num_tokens - (num_tokens - 1) // chunk * chunk
         start = 0
         for stop in range(first, num_tokens + 1, chunk):
             seen = keys[:, :stop], values[:, :stop]
-            attend_to_pool(queries[:, start:stop], *seen, config.head_dim**-0.5, window=window)
+            attend_to_pool(queries[:, start:stop], *seen, config.head_dim**-0.5)
             start = stop
 
     rows: dict[str, Any] = {}
-    for name, window in (("all", None), ("window", Window(min(1024, chunk), 64))):
-        for num_tokens in (length, longest):
-            run = partial(prompt, num_tokens, window)
-            with torch.inference_mode():
-                cold, warm = once(run, device), min(once(run, device) for _ in range(3))
-            rows[f"{name} {num_tokens}"] = {"cold_ms": rounded(cold), "warm_ms": rounded(warm)}
+    for num_tokens in (length, longest):
+        run = partial(prompt, num_tokens)
+        with torch.inference_mode():
+            cold, warm = once(run, device), min(once(run, device) for _ in range(3))
+        rows[f"all {num_tokens}"] = {"cold_ms": rounded(cold), "warm_ms": rounded(warm)}
     return {"chunk": chunk, "rows": rows}
 
 

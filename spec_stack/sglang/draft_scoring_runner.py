@@ -20,7 +20,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.devices import to_device
 from spec_stack.sglang.draft_radix_cache import DraftRadixCache, Ints
-from spec_stack.sglang.pool_attention import LayerQueries, Window, attend
+from spec_stack.sglang.pool_attention import LayerQueries, attend
 
 
 def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
@@ -91,13 +91,11 @@ class DraftScoringRunner:
     def num_bytes(self) -> int:
         return self._attention.num_bytes
 
-    def forward(
-        self, token_ids: Sequence[int], slots: Ints, window: Window | None = None, num_layers: int | None = None
-    ) -> torch.Tensor | None:
+    def forward(self, token_ids: Sequence[int], slots: Ints, num_layers: int | None = None) -> torch.Tensor | None:
         """Run the last n tokens of a text through the draft; its most likely next token (), without a synchronisation.
 
-        slots: (num_tokens,), of the whole text so far; the last n are written, all are read. window: None attends to
-        everything. num_layers: runs the first layers only, without a next token; None is all.
+        slots: (num_tokens,), of the whole text so far; the last n are written, all are read.
+        num_layers: runs the first layers only, without a next token; None is all.
         """
         device, num_new = self._attention.device, len(token_ids)
         first = len(slots) - num_new
@@ -105,7 +103,7 @@ class DraftScoringRunner:
         input_ids = to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), device)
         # Only the attention knows whose slots these are.
         batch = extend_batch(input_ids, [0], [first], [num_new], positions, positions)
-        self._attention.begin(slots, num_new, window, num_layers)
+        self._attention.begin(slots, num_new, num_layers)
         try:
             with forward_context(ForwardContext(attn_backend=self._attention)):
                 logits = self._runner.model.forward(input_ids, positions, batch).next_token_logits
@@ -142,7 +140,6 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         self._keys = self._values = torch.empty(0, dtype=dtype, device=device)
         self.captured: dict[int, LayerQueries] | None = None
         self.num_captured = 1
-        self._window: Window | None = None
         self._num_layers: int | None = None
         self._read: slice | torch.Tensor = slice(0, 0)
         self._written: slice | torch.Tensor = slice(0, 0)
@@ -170,11 +167,11 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
             return slice(int(slots[0]), int(slots[-1]) + 1)
         return to_device(torch.from_numpy(slots), self.device)
 
-    def begin(self, slots: Ints, num_new: int, window: Window | None, num_layers: int | None) -> None:
+    def begin(self, slots: Ints, num_new: int, num_layers: int | None) -> None:
         """The next forward is of the last num_new tokens of the text in these slots."""
         self.allocate()
         self._read, self._written = self._where(slots), self._where(slots[len(slots) - num_new :])
-        self._window, self._num_layers = window, num_layers
+        self._num_layers = num_layers
 
     def forward(
         self,
@@ -197,5 +194,5 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         if at + 1 == self._num_layers:
             raise _LayersDoneError
         keys, values = (kept[at][self._read].transpose(0, 1) for kept in (self._keys, self._values))
-        output = attend(queries.to(keys.dtype), keys, values, float(layer.scaling), window=self._window)
+        output = attend(queries.to(keys.dtype), keys, values, float(layer.scaling))
         return output.transpose(0, 1).reshape(q.shape[0], -1).to(q.dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,6 @@ from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
 from spec_stack.sglang.pool_attention import (
     LayerQueries,
     Queries,
-    Window,
     num_scoring_heads,
     opening_of_own_heads,
     over_own_heads,
@@ -111,7 +110,7 @@ class DraftScorer(Scorer):
         return {**self._draft.index.state(), "num_bytes": self._draft.num_bytes}
 
     def num_to_prefill(self, prompt: Prompt) -> int:
-        known = self._draft.index.num_shared(_walls(prompt), prompt.token_ids[:-1])
+        known = self._draft.index.num_shared(prompt.tenant, prompt.token_ids[:-1])
         return len(prompt.token_ids) - known
 
     def has_room(self, num_tokens: int) -> bool:
@@ -130,7 +129,7 @@ class DraftScorer(Scorer):
         """
         num_tokens, config = len(prompt.token_ids), prompt.config
         # First layers alone cannot predict the next token, so they draft no look-ahead.
-        num_layers, window = config.resolved_scoring_layers, _window(prompt)
+        num_layers = config.resolved_scoring_layers
         found = None
         if config.queries_from_prompt:
             found = find_candidates(num_tokens, pieces, prompt.spans).reaching(first_query)
@@ -140,7 +139,7 @@ class DraftScorer(Scorer):
         room = int(self._scheduler.model_config.context_len) - num_tokens
         look_ahead = max(0, min(config.look_ahead, room)) if found is None else 0
         # The scoring queries run again whatever the pool has.
-        lease = self._draft.index.lease(_walls(prompt), prompt.token_ids, num_tokens - num_in_place)
+        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_in_place)
         num_shared = num_agreed = lease.num_shared
         try:
             lease.extend(num_tokens - num_shared + look_ahead + len(repeated))
@@ -148,17 +147,15 @@ class DraftScorer(Scorer):
             # Determined anew after every part, since requests begin and end meanwhile.
             while stops := self._stops(num_agreed, num_in_place, prompt):
                 stop = stops[0]
-                self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], window, num_layers)
+                self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], num_layers)
                 yield
                 num_agreed = stop
             layers: dict[int, LayerQueries] = {}
             with self._draft.captured_queries(layers, num_in_place):
-                following = self._draft.forward(
-                    prompt.token_ids[num_agreed:], slots[:num_tokens], num_layers=num_layers
-                )
+                following = self._draft.forward(prompt.token_ids[num_agreed:], slots[:num_tokens], num_layers)
             if repeated:
                 with self._draft.captured_queries(layers, len(repeated)):
-                    self._draft.forward(repeated, slots[: num_tokens + len(repeated)], num_layers=num_layers)
+                    self._draft.forward(repeated, slots[: num_tokens + len(repeated)], num_layers)
             for drafted in range(look_ahead):
                 if drafted % _LOOK_AHEAD_PER_PART == 0:
                     # So many forwards of one token, run without graphs, may take as long as a chunk.
@@ -171,8 +168,7 @@ class DraftScorer(Scorer):
                 if token_id in prompt.end_ids:
                     break
             yield
-            if window is None:
-                num_agreed = num_tokens
+            num_agreed = num_tokens
             queries = Queries() if found is None else _queries_of(found, num_in_place)
             where = to_device(torch.from_numpy(slots[:num_tokens]), torch.device(self._device))
             if queries.segments:
@@ -187,16 +183,9 @@ class DraftScorer(Scorer):
             lease.insert(num_agreed)
 
     def _stops(self, start: int, num_in_place: int, prompt: Prompt) -> range:
-        """The ends of the prefill parts from `start` on, without the last part, of the scoring queries.
-
-        It is a whole chunk. Under a window it holds the queries alone: they attend to everything, so their KV does not
-        go into the pool, whose tokens attend within the window.
-        """
+        """The ends of the prefill parts from `start` on, but for the last part: a whole chunk, with the queries."""
         chunk, num_tokens = max(self.chunk(prompt.config), num_in_place), len(prompt.token_ids)
-        if _window(prompt) is None:
-            return range(num_tokens - (num_tokens - start - 1) // chunk * chunk, num_tokens, chunk)
-        end = num_tokens - num_in_place
-        return range(end - (end - start - 1) // chunk * chunk, end + 1, chunk) if end > start else range(0)
+        return range(num_tokens - (num_tokens - start - 1) // chunk * chunk, num_tokens, chunk)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -223,16 +212,6 @@ class DraftScorer(Scorer):
         finally:
             # The pool's slots were written on that stream, even where the scoring failed.
             current.wait_stream(stream)
-
-
-def _window(prompt: Prompt) -> Window | None:
-    window = prompt.config.window_for(len(prompt.token_ids))
-    return None if window is None else Window(window, prompt.config.draft_sinks)
-
-
-def _walls(prompt: Prompt) -> Hashable:
-    """A prompt's namespace in the draft's pool."""
-    return prompt.tenant, _window(prompt)
 
 
 def _over_ranks(

@@ -114,6 +114,11 @@ class ServerConfig:
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
         if self.scoring_backend == "transformers" and self.scoring_model is None:
             raise ValueError("scoring_backend 'transformers' runs a scoring_model alone; name one, or leave it out")
+        if self.prefill.draft_window is not None:
+            raise ValueError(
+                "prefill.draft_window is for Python: a server's draft attends to the whole prompt, which is faster; "
+                "leave it out"
+            )
         if self.recall.max_cached_tokens is not None:
             raise ValueError(
                 "recall.max_cached_tokens is for Python: a server's caches make room by themselves; leave it out"
@@ -204,7 +209,10 @@ def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft
     if found is None:
         return config
     logger.info("%s: prompts are pruned as calibrated by %s", NAME, found.origin)
-    return replace(config, prefill=found.complete(config.prefill))
+    prefill = found.complete(config.prefill)
+    if prefill.draft_window is not None:
+        logger.info("%s: the draft attends to whole prompts, whatever draft_window was calibrated", NAME)
+    return replace(config, prefill=replace(prefill, draft_window=None))
 
 
 def _prefill_config(values: dict[str, Any]) -> PrefillConfig:

@@ -82,8 +82,7 @@ class TransformersScorer(Scorer):
             )
             # All ranks agree that they have come so far before any waits for another.
             yield
-            # KV that attends within a window serves no other prompt.
-            is_reusable = not self._found.is_recurrent and prompt.config.window_for(num_tokens) is None
+            is_reusable = not self._found.is_recurrent
             return Score(from_first_rank(importance), num_tokens - num_held)
         finally:
             self._is_busy = False
@@ -93,5 +92,4 @@ class TransformersScorer(Scorer):
 
 def _walls(prompt: Prompt) -> Hashable:
     """What two prompts must share for one to use the other's KV."""
-    config = prompt.config
-    return prompt.tenant, config.window_for(len(prompt.token_ids)), config.resolved_scoring_layers
+    return prompt.tenant, prompt.config.resolved_scoring_layers

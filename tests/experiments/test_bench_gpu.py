@@ -49,7 +49,7 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
     assert not [name for name, case in cases.items() if "error" in case]
     for length in (256, 512):
         rows = cases[f"scoring attention {length}"]["rows"]
-        assert set(rows) == {f"{name} {tokens}" for name in ("all", "window") for tokens in (length, length + 37)}
+        assert set(rows) == {f"all {tokens}" for tokens in (length, length + 37)}
         assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in rows.values())
     growing = cases["growing eager"]
     assert growing["c"] == pytest.approx(growing["draft"]["median_ms"] / growing["target"]["median_ms"], rel=1e-3)

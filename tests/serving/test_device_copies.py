@@ -13,7 +13,6 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from tests.support.cuda import blocking_copies
-from tests.support.nightly import others_nightly
 
 HEADS, KV_HEADS, DIM, VOCAB, LAYERS = 4, 2, 8, 50, 3
 
@@ -74,15 +73,13 @@ def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: 
 @pytest.mark.parametrize(
     "slots", [np.arange(40), np.arange(40) + 7, np.array([*range(20), *range(50, 70)]), np.arange(40)[::-1].copy()]
 )
-@pytest.mark.parametrize("window", [None, (8, 4)])
-def test_a_forward_of_the_scoring_draft_copies_without_waiting(slots: Any, window: tuple[int, int] | None) -> None:
+def test_a_forward_of_the_scoring_draft_copies_without_waiting(slots: Any) -> None:
     from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
-    from spec_stack.sglang.pool_attention import Window
 
     draft = DraftScoringRunner(_runner("meta"), 100)
     with torch.no_grad(), blocking_copies() as found, draft.captured_queries({}, 4):
         for length, num_new in ((30, 30), (39, 9), (40, 1)):
-            draft.forward([3] * num_new, slots[:length], None if window is None else Window(*window))
+            draft.forward([3] * num_new, slots[:length])
     assert found == []
 
 
@@ -128,19 +125,11 @@ RUNS: list[tuple[list[int], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("runs", "lengths", "window"),
-    others_nightly(
-        [(*run, window) for run in RUNS for window in (None, (100, 4))],
-        usual=[(*run, window) for run, window in zip(RUNS, (None, (100, 4), None, (100, 4)), strict=True)],
-    ),
-)
-def test_parts_are_short_while_requests_run(
-    runs: list[int], lengths: list[int], window: tuple[int, int] | None
-) -> None:
+@pytest.mark.parametrize(("runs", "lengths"), RUNS)
+def test_parts_are_short_while_requests_run(runs: list[int], lengths: list[int]) -> None:
     """runs: whether any do, before each part; then as before the last one."""
     runner = _runner("meta")
-    config = PrefillConfig(draft_window=window, scoring_queries="look_ahead", look_ahead=0)
+    config = PrefillConfig(scoring_queries="look_ahead", look_ahead=0)
 
     def most_of_a_part(chunk: int) -> int:
         num_done = len(runner.model.lengths)
@@ -150,6 +139,4 @@ def test_parts_are_short_while_requests_run(
     with torch.no_grad():
         while sum(runner.model.lengths) < 20_000:
             next(work)
-    # Under a window the token that asks is a part of its own.
-    expected = lengths if window is None else [lengths[0] - 1, *lengths[1:], 1]
-    assert runner.model.lengths == expected
+    assert runner.model.lengths == lengths

@@ -217,7 +217,7 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
 @pytest.mark.parametrize(
     "chosen",
     [
-        {"num_scoring_layers": 1, "draft_window": 96, "draft_sinks": 32},
+        {"num_scoring_layers": 1},
         # As a calibration chooses: chosen heads.
         {
             "scoring_heads": [[0, 1], [1, 2]],

@@ -36,14 +36,11 @@ def test_a_server_takes_the_calibration_beside_the_draft(
     prefill = with_calibration(ServerConfig(), str(folder), *models).prefill
     assert prefill == PrefillConfig(
         keep_rate=((2048, 0.1),),
-        draft_window=64,
         scoring_heads=((1, 0),),
         scorer="bm25",
         min_prompt_tokens=700,
         positions="contiguous",
     )
-    later = ServerConfig.from_mapping({"prefill": {"draft_window": [8192, 512]}})
-    assert with_calibration(later, str(folder), *models).prefill.draft_window == (8192, 512)
     own = ServerConfig.from_mapping({"keep_rate": 0.4, "calibration": str(folder / FILE_NAME)})
     assert with_calibration(own, "elsewhere", *models).prefill.keep_rate == 0.4
     assert with_calibration(own, "elsewhere", *models).prefill.scorer == "bm25"

@@ -164,7 +164,7 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"gammas": [2.5]}, "gammas"),
         ({"gammas": 4}, "gammas"),
         ({"prefill": {"keep": 1}}, "prefill.keep"),
-        ({"prefill": {"draft_window": 0}}, "draft_window"),
+        ({"prefill": {"draft_window": [8192, 512]}}, "draft_window is for Python"),
         ({"prefill": {"num_scoring_layers": 0}}, "num_scoring_layers"),
         ({"prefill": {"scoring_heads": [[1]]}}, "scoring_heads"),
         ({"calibration": 3}, "calibration"),
