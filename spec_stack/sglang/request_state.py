@@ -10,7 +10,7 @@ from spec_stack.config import PrefillConfig, SparsePrefill
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import BATCH_POLICIES
 from spec_stack.prefill.alignment import Span
-from spec_stack.sglang.server_args import CONTIGUOUS, FOLLOW_UPS, ServerConfig
+from spec_stack.sglang.server_args import FOLLOW_UPS, ServerConfig
 
 META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
@@ -20,12 +20,6 @@ OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "protect", "explain", "ga
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
-_GONE = {
-    "specprefill": "it is now sparse_prefill",
-    "prune": "it is now sparse_prefill",
-    "positions": CONTIGUOUS,
-    "signals": "a server does not measure its draft's; Python's return_records=True has them",
-}
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
 
@@ -116,9 +110,6 @@ class RequestOptions:
 def _given(params: Mapping[str, Any]) -> dict[str, Any]:
     """The options among a request's parameters, by name."""
     nested = params.get(NESTED)
-    for name, instead in _GONE.items():
-        if any(isinstance(it, Mapping) and it.get(name) is not None for it in (params, nested)):
-            raise ValueError(f"there is no option {name}: {instead}")
     given = {name: params[name] for name in OPTIONS if params.get(name) is not None}
     if nested is None:
         return given

@@ -24,8 +24,6 @@ ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
 MOST_POOL_TOKENS = 65_536
 Backend = Literal["auto", "sglang", "transformers"]
-CONTIGUOUS = "a pruned prompt always stands at contiguous positions, as an ordinary, shorter prompt"
-_GONE = {"positions": CONTIGUOUS, "predictor": "it was the policy speckv's, which cannot decide for a whole batch"}
 FollowUp = Literal["recall", "freeze", "afresh"]
 """Rules for the text of earlier turns. freeze: the earlier selection stays. recall: so it does, and dropped text that
 is relevant to the new turn is recalled. afresh: the whole prompt is selected anew."""
@@ -177,8 +175,6 @@ class ServerConfig:
                 f"{', '.join(idle)} set how SPEC_STACK drafts, and beside a scoring_model it does not; leave them out"
             )
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
-        for name in _GONE.keys() & {*values, *prefill}:
-            raise ValueError(f"leave {name} out: {_GONE[name]}")
         prefill.update({name: values.pop(name) for name in _OF_PREFILL if name in values})
         recall = dict(_mapping("recall", values.pop("recall", {})))
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
@@ -220,7 +216,8 @@ def _prefill_config(values: dict[str, Any]) -> PrefillConfig:
         raise ValueError(
             "draft_kv_budget are those of sparse_prefill 'draft_only'; add it, or leave draft_kv_budget out"
         )
-    _refuse_unknown("prefill.", values, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
+    names = [entry.name for entry in fields(PrefillConfig) if not entry.kw_only and entry.name != "positions"]
+    _refuse_unknown("prefill.", values, names)
     return PrefillConfig(**values, positions="contiguous")
 
 
@@ -277,8 +274,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         flag = f"--spec-stack-{name.replace('_', '-')}"
         group.add_argument(flag, type=read, metavar=metavar, help=shown.replace("%", "%%"), **several, **common)
     settings = ", ".join([*_OF_PREFILL, *(entry.name for entry in fields(ServerConfig))])
-    # Refused with the other settings, by what is so in its place.
-    group.add_argument("--spec-stack-positions", help=argparse.SUPPRESS, **common)
     group.add_argument(
         "--spec-stack-config", metavar="FILE", help=f"JSON with any of: {settings}; flags override it", **common
     )

@@ -173,13 +173,11 @@ def test_a_request_alone_gets_the_gamma_it_asks_for(server: Server, reference: R
         ({"keep_rate": 0}, "keep_rate"),
         ({"keep_rate": 1.5}, "keep_rate"),
         ({"keep_rate": "most"}, "keep_rate"),
-        ({"specprefill": True}, "sparse_prefill"),
         ({"sparse_prefill": "yes"}, "sparse_prefill"),
         ({"gamma": 3}, "gamma"),
         ({"gamma": -1}, "gamma"),
         ({"gamma": 4, "policy": "ema"}, "gamma"),
         ({"policy": "bandit"}, "policy"),
-        ({"signals": True}, "signals"),
         ({"policy": 7}, "policy"),
     ],
 )

@@ -69,8 +69,3 @@ def test_a_calibration_of_other_models_is_refused_where_named_and_left_aside_whe
     assert "left aside" in caplog.text
     with pytest.raises(ValueError, match="another target"):
         with_calibration(ServerConfig(calibration=str(folder)), "", draft, draft)
-
-
-def test_a_predictor_has_no_use_on_a_server() -> None:
-    with pytest.raises(ValueError, match="speckv"):
-        ServerConfig.from_mapping({"predictor": "beside.json"})

@@ -21,10 +21,8 @@ CONFIG = ServerConfig()
 @pytest.mark.parametrize(
     "custom",
     [
-        {"specprefill": True},
         {"sparse_prefill": 1},
         {"sparse_prefill": True},
-        {"prune": "both"},
         {"keep_rate": 0},
         {"keep_rate": 1.1},
         {"keep_rate": True},
@@ -35,7 +33,6 @@ CONFIG = ServerConfig()
         {"gamma": [4]},
         {"policy": "oracle"},
         {"policy": {}},
-        {"positions": "original"},
         {"gamma": 4, "policy": "ema"},
         {"protect": 3},
         {"protect": [3, 4]},
@@ -48,7 +45,6 @@ CONFIG = ServerConfig()
         {"keep_rate": 0.2, "spec_stack": {"keep_rate": 0.3}},
         {"spec_stack": {"specprefil": True}},
         {"spec_stack": 3},
-        {"signals": True},
     ],
 )
 def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> None:
@@ -90,16 +86,6 @@ def test_a_draft_with_slots_of_its_own_leaves_the_target_dense(asked: dict[str, 
 def test_a_request_may_ask_for_a_pruned_prompt_where_the_server_prunes_none() -> None:
     prunes_none = ServerConfig.from_mapping({"sparse_prefill": "off"})
     assert RequestOptions.parse({"sparse_prefill": "on"}, prunes_none).sparse_prefill == "on"
-
-
-@pytest.mark.parametrize("old", [{"specprefill": False}, {"prune": "draft"}])
-def test_the_former_switches_are_refused_by_naming_the_new_one(old: dict[str, Any]) -> None:
-    for custom in (old, {"spec_stack": old}):
-        with pytest.raises(ValueError, match="it is now sparse_prefill"):
-            RequestOptions.parse(custom, CONFIG)
-    for settings in (old, {"prefill": old}):
-        with pytest.raises(ValueError, match=next(iter(old))):
-            ServerConfig.from_mapping(settings)
 
 
 @pytest.mark.parametrize("custom", [None, {}, {"mine": 3}, "text", {"keep_rate": None}])
@@ -164,6 +150,8 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"gammas": [2.5]}, "gammas"),
         ({"gammas": 4}, "gammas"),
         ({"prefill": {"keep": 1}}, "prefill.keep"),
+        ({"positions": "original"}, "unknown setting positions"),
+        ({"prefill": {"positions": "original"}}, "unknown setting prefill.positions"),
         ({"prefill": {"draft_window": [8192, 512]}}, "draft_window is for Python"),
         ({"prefill": {"num_scoring_layers": 0}}, "num_scoring_layers"),
         ({"prefill": {"scoring_heads": [[1]]}}, "scoring_heads"),

@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -116,23 +115,6 @@ def test_drafting_says_what_it_cannot_work_with(changed: dict[str, object], said
         return
     with pytest.raises(ValueError, match=said):
         support.require_drafting(args, ServerConfig())
-
-
-@pytest.mark.parametrize("settings", [{"positions": "original"}, {"prefill": {"positions": "contiguous"}}])
-def test_former_positions_are_refused_by_what_is_so_in_their_place(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="always stands at contiguous positions"):
-        ServerConfig.from_mapping(settings)
-    assert ServerConfig().prefill.positions == ServerConfig.from_mapping({}).prefill.positions == "contiguous"
-
-
-def test_the_former_flag_is_refused_as_a_launch_reads_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENVIRONMENT, "{}")
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    parser.parse_args(["--spec-stack-positions", "auto"])
-    with pytest.raises(ValueError, match="leave positions out: a pruned prompt always stands"):
-        ServerConfig.from_environment()
-    assert "--spec-stack-positions" not in parser.format_help()
 
 
 @pytest.mark.parametrize(
