@@ -17,7 +17,6 @@ from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchRequest, DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.batch import BatchThroughput
 from spec_stack.sglang.errors import log_failure
-from spec_stack.sglang.launch_messages import graph_sizes
 from spec_stack.sglang.penalties import is_penalised
 from spec_stack.sglang.request_state import RequestOptions, RunningRequest, note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
@@ -110,7 +109,7 @@ class BatchPolicy:
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
         """The batch sizes for which this gamma's graphs are captured; None without graphs."""
-        return None if self.graph_sizes is None else graph_sizes(self._config, self.graph_sizes, step)
+        return None if self.graph_sizes is None else self._config.sizes_for(step, self.graph_sizes)
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         padded = self._padded(batch_size)

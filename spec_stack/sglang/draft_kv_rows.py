@@ -75,5 +75,10 @@ def num_row_slots(config: PrefillConfig, max_gamma: int) -> int:
     return config.draft_kv_budget + RENEW_EVERY + _STEPS_AHEAD * (max_gamma + 1)
 
 
+def pool_slots(num_requests: int, num_per_request: int) -> int:
+    """Slots of a draft's whole pool. One row is SGLang's padding."""
+    return (num_requests + 1) * num_per_request
+
+
 def text_of(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Ints:
     return np.append(np.asarray(prompt_ids, dtype=np.int64), np.asarray(output_ids, dtype=np.int64))

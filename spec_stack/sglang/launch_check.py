@@ -6,12 +6,13 @@ import contextlib
 import importlib.util
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spec_stack.config import how_to_install
 from spec_stack.sglang import launch_messages as notes
+from spec_stack.sglang.draft_kv_rows import num_row_slots, pool_slots
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.sglang.support import (
     architecture_refusal,
@@ -21,16 +22,15 @@ from spec_stack.sglang.support import (
     require_slots,
     untested_refusal,
 )
-from spec_stack.sglang.threshold import with_threshold
 from spec_stack.tokenizers.chat_turns import ChatTurns
 
-_NOT_SHOWN = ("arguments", "problem", "warnings", "numbers")
+_NOT_SHOWN = ("arguments", "problem", "warnings")
 
 
 def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
     """Resolve the arguments of an SGLang launch as SGLang does, and report the result as plain values.
 
-    Sentences by topic; "problem": why the launch would end, or None; "warnings"; "numbers": the sentences' figures.
+    Sentences by topic; "problem": why the launch would end, or None; "warnings".
     Reads configurations and tokenizers, from the hub too. Loads SGLang's plugins, and leaves the flags in the
     environment, as a launch does. Raises ValueError without SGLang in this Python.
     """
@@ -85,46 +85,32 @@ class Launch:
     def prunes(self) -> bool:
         return self.refusal is None and self.config.prunes
 
+    @property
+    def has_slots(self) -> bool:
+        """Return whether the draft has slots of its own."""
+        return self.is_own and self.config.prefill.sparse_prefill == "draft_only"
+
 
 def describe(launch: Launch) -> dict[str, Any]:
-    """What a launch will take and do: sentences by topic, their "numbers", and "warnings"."""
-    config, numbers = launch.config, _numbers(launch)
+    """What a launch will take and do: sentences by topic, and "warnings"."""
+    config, args = launch.config, launch.args
     report: dict[str, Any] = {"vocabularies": launch.vocabularies}
     if not launch.is_own:
         report["scoring backend"] = launch.scoring
     report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
-    report["drafting"] = notes.drafting_note(config) if launch.is_own else notes.others_note(launch.algorithm)
-    report["attention"] = str(launch.args.decode_attention_backend or launch.args.attention_backend)
-    report["target's pool"] = _target_pool_note(launch, numbers)
+    report["drafting"] = notes.drafting_note(config, launch.algorithm)
+    report["attention"] = str(args.decode_attention_backend or args.attention_backend)
+    report["target's pool"] = _target_pool_note(launch)
+    own_bytes = launch.own_bytes or _numbers_per_token(launch.small, args) * int(launch.small.dtype.itemsize)
     if launch.prunes:
-        report["draft's pool"] = pool_note(config, numbers["draft_pool_bytes"] // numbers["draft_pool_tokens"])
-    if "draft_kv_budget" in numbers:
-        report["draft's slots"] = notes.slots_note(**numbers["draft_kv_budget"])
+        report["draft's pool"] = notes.pool_note(config, own_bytes)
+    if launch.has_slots:
+        num_slots = num_row_slots(config.prefill, config.gammas[-1])
+        num_bytes = pool_slots(args.max_running_requests, num_slots) * own_bytes
+        report["draft's slots"] = notes.slots_note(num_slots, num_bytes)
     if launch.is_own:
         report["CUDA graphs"] = notes.graphs_note(config, launch.sizes)
-    return {**report, "numbers": numbers, "warnings": _warnings(launch)}
-
-
-def _numbers(launch: Launch) -> dict[str, Any]:
-    args, config = launch.args, launch.config
-    own_bytes = launch.own_bytes or _num_per_token(launch.small, args.tp_size) * int(launch.small.dtype.itemsize)
-    numbers: dict[str, Any] = {
-        "prunes": launch.prunes,
-        "min_prompt_tokens": config.prefill.min_prompt_tokens if launch.prunes else None,
-        "target_bytes_per_token": _bytes_per_token(launch.target, args),
-        "draft_bytes_per_token": launch.own_bytes or _bytes_per_token(launch.small, args),
-        "drafts": launch.is_own,
-        "gammas": list(config.gammas) if launch.is_own else [],
-    }
-    if launch.prunes:
-        tokens = config.most_pool_tokens
-        numbers |= {"draft_pool_tokens": tokens, "draft_pool_bytes": tokens * own_bytes}
-    if launch.is_own and config.prefill.sparse_prefill == "draft_only":
-        numbers["draft_kv_budget"] = notes.slots_of(config, args.max_running_requests, own_bytes)
-    if launch.is_own and launch.sizes is not None:
-        graphs = notes.captured(config, launch.sizes)
-        numbers |= {"graph_batch_sizes": graphs, "num_graphs": notes.num_graphs(graphs)}
-    return numbers
+    return {**report, "warnings": _warnings(launch)}
 
 
 def _warnings(launch: Launch) -> list[str]:
@@ -136,34 +122,25 @@ def _warnings(launch: Launch) -> list[str]:
     return found
 
 
-def _bytes_per_token(model: Any, args: Any) -> int | None:
-    """Bytes of a token in SGLang's pool; None where its layers are not plain attention."""
-    if architecture_refusal(model) is not None:
-        return None
-    is_short = str(args.kv_cache_dtype or "auto").startswith("fp8")
-    return _num_per_token(model, args.tp_size) * (1 if is_short else int(model.dtype.itemsize))
-
-
-def _num_per_token(model: Any, tp_size: int) -> int:
-    return int(model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim))
-
-
-def _target_pool_note(launch: Launch, numbers: Mapping[str, Any]) -> str:
-    """Memory of a token in SGLang's own pool."""
-    note, draft = f"{numbers['target_bytes_per_token']} bytes of the target", numbers["draft_bytes_per_token"]
-    if launch.is_own and "draft_kv_budget" not in numbers:
+def _target_pool_note(launch: Launch) -> str:
+    """Memory of a token in SGLang's own pool, where all of its layers are plain attention."""
+    models = [(launch.target, "the target")]
+    if launch.is_own and not launch.has_slots:
         # SGLang reserves a slot of the draft's beside each of the target's.
-        note = f"{note} and {draft} bytes of the draft"
-    return "not estimated for these layers" if "None" in note else f"each token takes {note} on each rank"
+        models.append((launch.small, "the draft"))
+    if any(architecture_refusal(model) is not None for model, _ in models):
+        return "not estimated for these layers"
+    is_short = str(launch.args.kv_cache_dtype or "auto").startswith("fp8")
+    sizes = []
+    for model, name in models:
+        itemsize = 1 if is_short else int(model.dtype.itemsize)
+        sizes.append(f"{_numbers_per_token(model, launch.args) * itemsize} bytes of {name}")
+    return f"each token takes {' and '.join(sizes)} on each rank"
 
 
-def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
-    """Memory of the draft's own pool, as far as known before loading."""
-    num_tokens = config.most_pool_tokens
-    note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
-    if config.draft_pool_tokens is not None:
-        return note
-    return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
+def _numbers_per_token(model: Any, args: Any) -> int:
+    """Numbers of a token's keys and values on one rank."""
+    return int(model.num_hidden_layers * model.get_num_kv_heads(args.tp_size) * (model.head_dim + model.v_head_dim))
 
 
 # By SGLang itself
@@ -206,7 +183,7 @@ def _resolve(arguments: list[str]) -> Launch:
         small = backend.config
         require_scoring(args, target, small)
     configs = target.hf_text_config, small.hf_text_config
-    config = with_threshold(with_calibration(config, source, *configs), *configs)
+    config = with_calibration(config, source, *configs)
     if algorithm == NAME and config.prefill.sparse_prefill == "draft_only":
         require_slots(args, small)
     return Launch(

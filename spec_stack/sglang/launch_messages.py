@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spec_stack.sglang.draft_kv_rows import num_row_slots
-from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.threshold import NEVER
+from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, NEVER, ServerConfig
 
 
 def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:
@@ -44,41 +42,31 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
     )
 
 
-def slots_of(config: ServerConfig, num_requests: int, bytes_per_token: int) -> dict[str, int]:
-    """Slots of a draft over its own, for each request, and their bytes. One row is SGLang's padding."""
-    num_per_request = num_row_slots(config.prefill, config.gammas[-1])
-    return {"num_per_request": num_per_request, "num_bytes": (num_requests + 1) * num_per_request * bytes_per_token}
-
-
 def slots_note(num_per_request: int, num_bytes: int, **counters: int) -> str:
     return f"the draft has {num_per_request} slots of its own for each request, {num_bytes / 1e9:.2f} GB in all"
 
 
-def graph_sizes(config: ServerConfig, sizes: Sequence[int], gamma: int) -> list[int]:
-    """The batch sizes that may use this gamma, for which alone its graphs are captured."""
-    return [size for size in sizes if gamma in config.gammas_at(size)]
-
-
-def captured(config: ServerConfig, sizes: Sequence[int]) -> dict[int, list[int]]:
-    """Captured batch sizes by gamma. SGLang captures its launch gamma, the largest, before any policy is asked."""
-    last = config.gammas[-1]
-    return {gamma: list(sizes) if gamma == last else graph_sizes(config, sizes, gamma) for gamma in config.gammas}
-
-
-def num_graphs(sizes_by_gamma: Mapping[int, Sequence[int]]) -> int:
-    """CUDA graphs in all: to verify, to extend the draft, and over gamma 1 to draft on after that."""
-    return sum(len(sizes) * (3 if gamma > 1 else 2) for gamma, sizes in sizes_by_gamma.items())
+def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
+    """Memory of the draft's own pool, as far as known before loading."""
+    num_tokens = config.draft_pool_tokens or MOST_POOL_TOKENS
+    note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
+    if config.draft_pool_tokens is not None:
+        return note
+    return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
 
 
 def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
     """The captured batch sizes of every gamma; sizes is None where no graphs are captured."""
     if sizes is None:
         return "none"
-    graphs = captured(config, sizes)
+    # SGLang captures its launch gamma, the largest, before any policy is asked.
+    graphs = {gamma: config.sizes_for(gamma, sizes) for gamma in config.gammas[:-1]} | {config.gammas[-1]: sizes}
+    # To verify, to extend the draft, and over gamma 1 to draft on after that.
+    num_graphs = sum(len(found) * (3 if gamma > 1 else 2) for gamma, found in graphs.items())
     each = "; ".join(
         f"gamma {gamma} for {len(found)} batch sizes up to {max(found, default=0)}" for gamma, found in graphs.items()
     )
-    return f"{num_graphs(graphs)} in all: {each}"
+    return f"{num_graphs} in all: {each}"
 
 
 def penalty_advice(sampling: Mapping[str, Any]) -> str | None:
@@ -93,9 +81,8 @@ def penalty_advice(sampling: Mapping[str, Any]) -> str | None:
     )
 
 
-def drafting_note(config: ServerConfig) -> str:
-    return f"policy {config.policy}, gammas {list(config.gammas)}"
-
-
-def others_note(algorithm: str) -> str:
+def drafting_note(config: ServerConfig, algorithm: str) -> str:
+    """algorithm: the name of what decodes; "" for none."""
+    if algorithm == NAME:
+        return f"policy {config.policy}, gammas {list(config.gammas)}"
     return f"{algorithm or 'none'}, by SGLang itself"

@@ -25,14 +25,13 @@ from spec_stack.sglang.decide import (
 )
 from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
-from spec_stack.sglang.launch_messages import others_note, pruning_note, slots_note
+from spec_stack.sglang.launch_messages import drafting_note, pruning_note, slots_note
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Score
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.scoring_schedule import ScoringSchedule
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
-from spec_stack.sglang.threshold import with_threshold
 from spec_stack.tokenizers.chat_turns import Protected
 
 logger = logging.getLogger(__name__)
@@ -71,9 +70,7 @@ class SparsePrefillManager:
         self._worker: Any = scheduler.draft_worker
         self._drafts = model.algorithm == NAME
         configs = scheduler.model_config.hf_text_config, model.runner.model_config.hf_text_config
-        self.config = with_threshold(
-            with_calibration(ServerConfig.from_environment(), model.source, *configs), *configs
-        )
+        self.config = with_calibration(ServerConfig.from_environment(), model.source, *configs)
         self._refusal = model.refusal
         # A draft with slots of its own cannot score.
         self._can_prune = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
@@ -102,8 +99,7 @@ class SparsePrefillManager:
 
     def _announce(self, algorithm: str) -> None:
         config = self.config
-        if not self._drafts:
-            logger.info("%s: drafting: %s", NAME, others_note(algorithm))
+        logger.info("%s: drafting: %s", NAME, drafting_note(config, algorithm))
         level = logging.WARNING if self._refusal or self._prunes else logging.INFO
         logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._known.template.unrecognised))
         if slots := self._draft_slots():

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
+from spec_stack.prefill.cost import Shape, counted_break_even
 from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
 from spec_stack.settings.checks import check_fields, require, require_int
 from spec_stack.settings.options import documented, meaning, option
@@ -23,6 +24,8 @@ NAME = "SPEC_STACK"
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
 MOST_POOL_TOKENS = 65_536
+NEVER = 2**30
+"""A min_prompt_tokens that is longer than any prompt."""
 Backend = Literal["auto", "sglang", "transformers"]
 FollowUp = Literal["recall", "freeze", "afresh"]
 """Rules for the text of earlier turns. freeze: the earlier selection stays. recall: so it does, and dropped text that
@@ -134,16 +137,15 @@ class ServerConfig:
         allowed = tuple(gamma for gamma in self.gammas if gamma <= min(caps, default=self.gammas[-1]))
         return allowed or self.gammas[:1]
 
+    def sizes_for(self, gamma: int, batch_sizes: Sequence[int]) -> list[int]:
+        """Those of the batch sizes that may use this gamma, for which alone its graphs are captured."""
+        return [size for size in batch_sizes if gamma in self.gammas_at(size)]
+
     def pool_tokens(self, bytes_per_token: int, num_free_bytes: int) -> int:
         """Tokens of the draft's own KV pool on a device with so much free memory."""
         if self.draft_pool_tokens is not None:
             return self.draft_pool_tokens
         return max(1, min(MOST_POOL_TOKENS, num_free_bytes // 10 // bytes_per_token))
-
-    @property
-    def most_pool_tokens(self) -> int:
-        """`pool_tokens` where memory is no limit."""
-        return self.draft_pool_tokens or MOST_POOL_TOKENS
 
     def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
@@ -193,22 +195,31 @@ class ServerConfig:
 
 
 def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft_config: Any) -> ServerConfig:
-    """The settings with calibrated values for those that have defaults.
+    """The settings with calibrated values for those that have defaults, and the shortest prompt for which pruning pays.
 
-    Raises ValueError for a named calibration that does not fit these models; one beside the draft is skipped then.
+    target_config, draft_config: their Transformers text configurations. Raises ValueError for a named calibration that
+    does not fit these models; one beside the draft is skipped then.
     """
     named = False if config.calibration == NONE else config.calibration
     configs = target_config, draft_config
     found, problem = choose_calibration(draft, named, configs, lambda: sketch_of_files(draft))
     if problem:
         logger.warning("%s: the calibration beside the draft is left aside: %s", NAME, problem)
-    if found is None:
+    if found is not None:
+        logger.info("%s: prompts are pruned as calibrated by %s", NAME, found.origin)
+        prefill = found.complete(config.prefill)
+        if prefill.draft_window is not None:
+            logger.info("%s: the draft attends to whole prompts, whatever draft_window was calibrated", NAME)
+        config = replace(config, prefill=replace(prefill, draft_window=None))
+    if not config.prunes or "min_prompt_tokens" in config.prefill.given:
         return config
-    logger.info("%s: prompts are pruned as calibrated by %s", NAME, found.origin)
-    prefill = found.complete(config.prefill)
-    if prefill.draft_window is not None:
-        logger.info("%s: the draft attends to whole prompts, whatever draft_window was calibrated", NAME)
-    return replace(config, prefill=replace(prefill, draft_window=None))
+    try:
+        even = counted_break_even(Shape.of(target_config), Shape.of(draft_config), config.prefill) or NEVER
+    except ValueError:
+        # Layers without a cost model.
+        return config
+    longest = max(even, config.prefill.min_prompt_tokens)
+    return replace(config, prefill=replace(config.prefill, min_prompt_tokens=longest))
 
 
 def _prefill_config(values: dict[str, Any]) -> PrefillConfig:

@@ -20,7 +20,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Ints
-from spec_stack.sglang.draft_kv_rows import DraftKVRow, Part, num_row_slots, text_of
+from spec_stack.sglang.draft_kv_rows import DraftKVRow, Part, num_row_slots, pool_slots, text_of
 from spec_stack.sglang.draft_scoring_runner import bytes_per_token, extend_batch
 from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.request_state import was_wrong
@@ -43,7 +43,7 @@ class SlottedDraft:
     def __init__(self, runner: Any, config: PrefillConfig, max_gamma: int, num_requests: int) -> None:
         self._runner, self._config = runner, config
         self.num_per_request = num_row_slots(config, max_gamma)
-        self.num_bytes = (num_requests + 1) * self.num_per_request * bytes_per_token(runner)
+        self.num_bytes = pool_slots(num_requests, self.num_per_request) * bytes_per_token(runner)
         self._reserve = torch.empty(self.num_bytes, dtype=torch.uint8, device=runner.device)
         self._rows: dict[int, DraftKVRow] = {}
         self._num_prefilled: dict[int, int] = {}

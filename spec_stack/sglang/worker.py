@@ -19,7 +19,7 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from spec_stack.sglang import hooks
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.errors import log_and_continue, log_failure
-from spec_stack.sglang.launch_messages import drafting_note, graphs_note, penalty_advice
+from spec_stack.sglang.launch_messages import graphs_note, penalty_advice
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE
@@ -110,8 +110,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         logging.getLogger(eagle_worker_v2.__name__).addFilter(lambda entry: not entry.getMessage().startswith(_SWITCH))
 
     def announce(self) -> None:
-        """Log once, after the graphs' capture, how this server drafts."""
-        logger.info("%s: drafting: %s", NAME, drafting_note(self._config))
+        """Log once, after the graphs' capture, what drafting takes."""
         graphs = graphs_note(self._config, self.batch_policy.graph_sizes)
         memory = getattr(self, "graph_memory_usage", None)
         logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs, memory)

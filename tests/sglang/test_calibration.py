@@ -65,7 +65,8 @@ def test_a_calibration_of_other_models_is_refused_where_named_and_left_aside_whe
     calibrated_draft: tuple[Path, Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, _, draft = calibrated_draft
-    assert with_calibration(ServerConfig(), str(folder), draft, draft) == ServerConfig()
+    config = ServerConfig(PrefillConfig(min_prompt_tokens=2048))
+    assert with_calibration(config, str(folder), draft, draft) == config
     assert "left aside" in caplog.text
     with pytest.raises(ValueError, match="another target"):
         with_calibration(ServerConfig(calibration=str(folder)), "", draft, draft)

@@ -10,8 +10,7 @@ import pytest
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.cost import Shape, counted_break_even
 from spec_stack.sglang.launch_messages import pruning_note
-from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.threshold import NEVER, with_threshold
+from spec_stack.sglang.server_args import NEVER, ServerConfig, with_calibration
 
 
 def _model(num_layers: int, hidden_size: int) -> Any:
@@ -30,7 +29,8 @@ LARGE, SMALL = _model(32, 4096), _model(16, 1024)
 
 
 def _threshold(target: Any, draft: Any, **settings: Any) -> int:
-    return with_threshold(ServerConfig.from_mapping(settings), target, draft).prefill.min_prompt_tokens
+    config = ServerConfig.from_mapping({"calibration": "none", **settings})
+    return with_calibration(config, "draft", target, draft).prefill.min_prompt_tokens
 
 
 def test_a_small_draft_leaves_the_default() -> None:
@@ -45,7 +45,7 @@ def test_a_pair_that_gains_on_long_prompts_alone_prunes_those() -> None:
 
 
 def test_a_draft_as_large_as_its_target_prunes_on_request_alone() -> None:
-    config = with_threshold(ServerConfig(), SMALL, LARGE)
+    config = with_calibration(ServerConfig(calibration="none"), "draft", SMALL, LARGE)
     assert config.prefill.min_prompt_tokens == NEVER
     assert "pruned on request alone" in pruning_note(config, None, "")
 
