@@ -153,7 +153,7 @@ def _resolve(arguments: list[str]) -> Launch:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-    from spec_stack.sglang.scoring_backend import ScoringBackend, choose_backend, rows_differ
+    from spec_stack.sglang.scoring_model import ScoringBackend, choose_backend, rows_differ
 
     load_plugins()
     server_args = _parse(arguments)

@@ -6,11 +6,15 @@ Requests that wait for a score stay in SGLang's waiting queue (limits, aborts, t
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from spec_stack.sglang import self_test
 from spec_stack.sglang.decide import (
@@ -30,7 +34,6 @@ from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Score
 from spec_stack.sglang.scoring_model import ScoringModel
-from spec_stack.sglang.scoring_schedule import ScoringSchedule
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.tokenizers.chat_turns import Protected
 
@@ -38,8 +41,73 @@ logger = logging.getLogger(__name__)
 # Remembered turns cost a few bytes per token, and the draft's pool evicts texts too: so many times its length is
 # enough.
 _TURNS_PER_POOL = 16
+# Most tokens of a part while anything runs: its forward delays the running requests' next tokens.
+_MOST_BESIDE = 2048
 # Most tokens that the draft prefills in one round beside a prefill batch: little against the target's chunk.
 _MOST_QUICK_TOKENS = 512
+
+
+class ScoringSchedule:
+    """The rounds of one scheduler that scoring may use. Asked once at the beginning of each in which prompts wait.
+
+    Between two prefill batches, two scoring parts, or one of each, there is a decode step while anything runs.
+    decode_interval: decode steps after a prefill batch, where the launch set no `--prefill-decode-interval`. Below a
+    `--prefill-decode-interval-min-bs` (SGLang 0.5.23) every round may prefill, and every other one score.
+    """
+
+    def __init__(self, scheduler: Any, decode_interval: int) -> None:
+        self._scheduler = scheduler
+        self._scored_last = False
+        # SGLang reads it before every prefill batch.
+        if not scheduler.prefill_decode_interval:
+            scheduler.prefill_decode_interval = decode_interval
+
+    def may_prefill(self) -> bool:
+        """Return whether this round may hold a prefill batch: after one, the running requests decode first."""
+        if not self._scheduler._prefill_decode_interval_remaining or not self._anything_runs():
+            return True
+        # Below it SGLang delays nothing, whatever remains of the interval.
+        least = getattr(self._scheduler, "prefill_decode_interval_min_bs", 0)
+        return bool(least) and self._num_running() < least
+
+    def most_of_a_part(self, chunk: int) -> int:
+        """Most tokens of the next part of a scoring. chunk: those of a forward by the settings."""
+        server = self._scheduler.chunked_prefill_size
+        if server and server > 0:
+            chunk = min(chunk, server)
+        return min(chunk, _MOST_BESIDE) if self._anything_runs() else chunk
+
+    def is_for_scoring(self, unscored: set[int]) -> bool:
+        """Return whether this round scores a part; it then holds no prefill while anything runs.
+
+        unscored: id() of the waiting requests that are not ready to be prefilled. Mutates the scheduler: delays the
+        round's prefill by one round.
+        """
+        scheduler = self._scheduler
+        if not self.may_prefill():
+            return False
+        is_ready = scheduler.chunked_req is not None or any(id(it) not in unscored for it in scheduler.waiting_queue)
+        if is_ready and self._scored_last:
+            self._scored_last = False
+            return False
+        self._scored_last = True
+        if self._anything_runs():
+            scheduler._prefill_decode_interval_remaining = 1
+        return True
+
+    def _anything_runs(self) -> bool:
+        return not self._scheduler.running_batch.is_empty() or bool(self._just_prefilled())
+
+    def _num_running(self) -> int:
+        """The running batch's size later in this round, without ended requests."""
+        running = [request for request in self._scheduler.running_batch.reqs if not request.finished()]
+        return len({id(request) for request in (*running, *self._just_prefilled())})
+
+    def _just_prefilled(self) -> list[RunningRequest]:
+        """Requests of the last batch that join the running batch in this round, or are in it."""
+        scheduler = self._scheduler
+        last: list[RunningRequest] = [] if scheduler.last_batch is None else scheduler.last_batch.reqs
+        return [request for request in last if request is not scheduler.chunked_req and not request.finished()]
 
 
 @dataclass(eq=False)
@@ -69,23 +137,23 @@ class SparsePrefillManager:
         # SPEC_STACK's own worker, or SGLang's.
         self._worker: Any = scheduler.draft_worker
         self._drafts = model.algorithm == NAME
-        configs = scheduler.model_config.hf_text_config, model.runner.model_config.hf_text_config
+        configs = scheduler.model_config.hf_text_config, model.model_config.hf_text_config
         self.config = with_calibration(ServerConfig.from_environment(), model.source, *configs)
         self._refusal = model.refusal
         # A draft with slots of its own cannot score.
         self._can_prune = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
         self._prunes = self._refusal is None and self.config.prunes
         self._schedule = ScoringSchedule(scheduler, self.config.prefill_decode_interval if self._prunes else 0)
-        self._scorer, self._backend = model.scorer(scheduler, self._schedule.most_of_a_part), model.backend
-        most_tokens = _TURNS_PER_POOL * model.num_pool_tokens
+        self._scorer, self._backend = model.scorer, model.backend
+        most_tokens = _TURNS_PER_POOL * model.scorer.num_pool_tokens
         template = scheduler.server_args.chat_template
-        self._known = KnownTexts(self._scheduler.tokenizer, template, self._scorer.num_cached, most_tokens)
+        self._known = KnownTexts(scheduler.tokenizer, template, self._num_cached, most_tokens)
         self._pending: list[PendingScore] = []
         self._at_work: PendingScore | None = None
         self._set_aside: list[RunningRequest] | None = None
         forget_with(scheduler.tree_cache, self.forget)
         if self._prunes:
-            seconds = self_test.run(scheduler, self._scorer, self.config.prefill)
+            seconds = self_test.run(scheduler, self._known, self._scorer, self.config.prefill)
             logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
         self._announce(model.algorithm)
 
@@ -107,6 +175,15 @@ class SparsePrefillManager:
 
     def _draft_slots(self) -> dict[str, int]:
         return self._worker.slots.state() if self._drafts and self._worker.slots is not None else {}
+
+    def _num_cached(self, prompt: Prompt) -> int:
+        """Prefix tokens whose KV the target has, were the prompt prefilled densely."""
+        # SGLang prefills at least one token, so the last one counts as not cached.
+        limit = max(len(prompt.token_ids) - 1, 0)
+        key = RadixKey(array("q", prompt.token_ids), prompt.extra_key, limit=limit, cache_salt=prompt.cache_salt)
+        found = self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
+        # A number since SGLang 0.5.22, slots before.
+        return int(found.device_prefix_len) if hasattr(found, "device_prefix_len") else len(found.device_indices)
 
     # Arrival
 
@@ -228,7 +305,7 @@ class SparsePrefillManager:
         """Score follow-ups with little draft prefill in the round of their prefill batch."""
         if not self._schedule.may_prefill():
             return
-        left = most = min(_MOST_QUICK_TOKENS, self._scorer.chunk(self.config.prefill))
+        left = most = min(_MOST_QUICK_TOKENS, self._schedule.most_of_a_part(self.config.prefill.prefill_chunk))
         for pending in [it for it in self._pending if it.work is None and it.needs.is_recall_only and not it.is_long]:
             if left <= 0:
                 break
@@ -263,10 +340,10 @@ class SparsePrefillManager:
         needs, started = pending.needs, perf_counter()
         score, failure = None, None
         try:
-            with self._scorer.working():
+            with self._scorer.working(self._scheduler):
                 if pending.work is None:
-                    texts = self._known.token_texts(needs.prompt)
-                    pending.work = self._scorer.score(needs.prompt, texts, needs.first_query)
+                    texts, most_of_a_part = self._known.token_texts(needs.prompt), self._schedule.most_of_a_part
+                    pending.work = self._scorer.score(needs.prompt, most_of_a_part, texts, needs.first_query)
                 next(pending.work)
         except StopIteration as end:
             score = end.value
@@ -296,7 +373,7 @@ class SparsePrefillManager:
 
     def _restart(self, pending: PendingScore) -> None:
         if pending.work is not None:
-            with self._scorer.working():
+            with self._scorer.working(self._scheduler):
                 pending.work.close()
             pending.work = None
 

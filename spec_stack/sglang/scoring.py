@@ -6,7 +6,6 @@ A scoring runs in parts between the scheduler's batches, in the draft's own KV p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -14,8 +13,6 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
@@ -46,27 +43,16 @@ class Score:
 
 
 class Scorer(ABC):
-    """Scores a scheduler's prompts. Engine errors propagate."""
+    """Scores prompts by one model, over KV of its own. Engine errors propagate.
 
-    def __init__(self, scheduler: Any, most_of_a_part: Callable[[int], int] = lambda chunk: chunk) -> None:
-        """most_of_a_part: most tokens of the next part, given a chunk's; called before every part."""
-        self._scheduler: Any = scheduler
-        self._most_of_a_part = most_of_a_part
+    num_pool_tokens: capacity of its KV.
+    """
 
-    def num_cached(self, prompt: Prompt) -> int:
-        """Prefix tokens whose KV the target has, were the prompt prefilled densely."""
-        # SGLang prefills at least one token, so the last one counts as not cached.
-        limit = max(len(prompt.token_ids) - 1, 0)
-        token_ids = array("q", prompt.token_ids)
-        key = RadixKey(token_ids, prompt.extra_key, limit=limit, cache_salt=prompt.cache_salt)
-        found = self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
-        # A number since SGLang 0.5.22, slots before.
-        return int(found.device_prefix_len) if hasattr(found, "device_prefix_len") else len(found.device_indices)
+    num_pool_tokens: int
 
-    def chunk(self, config: PrefillConfig) -> int:
-        server = self._scheduler.chunked_prefill_size
-        chunk = min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
-        return self._most_of_a_part(chunk)
+    @abstractmethod
+    def allocate(self) -> None:
+        """Reserve the KV, once, before SGLang sizes its own pools."""
 
     @abstractmethod
     def pool_state(self) -> dict[str, int]: ...
@@ -83,28 +69,34 @@ class Scorer(ABC):
     def forget(self) -> None: ...
 
     @abstractmethod
-    def working(self) -> AbstractContextManager[None]: ...
+    def working(self, scheduler: Any) -> AbstractContextManager[None]: ...
 
     @abstractmethod
     def score(
-        self, prompt: Prompt, pieces: Sequence[str] | None = None, first_query: int = 0
+        self,
+        prompt: Prompt,
+        most_of_a_part: Callable[[int], int],
+        pieces: Sequence[str] | None = None,
+        first_query: int = 0,
     ) -> Generator[None, None, Score]:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
-        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
-        first_query: first token whose segment may hold the question.
+        PoolFullError where the prompt is longer than the draft's pool. most_of_a_part: most tokens of the next part,
+        given the configured chunk; called before every part. pieces: the text of every token, or None. first_query:
+        first token whose segment may hold the question.
         """
 
 
 class DraftScorer(Scorer):
-    """Scores by SGLang's model of the draft, in the draft's own KV pool."""
+    """Scores by SGLang's model of the draft, in the draft's own KV pool. context_len: the target's."""
 
-    def __init__(
-        self, scheduler: Any, pool: DraftScoringRunner, most_of_a_part: Callable[[int], int] = lambda chunk: chunk
-    ) -> None:
-        super().__init__(scheduler, most_of_a_part)
-        self._draft, self._device = pool, pool.device
+    def __init__(self, draft: DraftScoringRunner, context_len: int) -> None:
+        self._draft, self._context_len = draft, context_len
+        self.num_pool_tokens = draft.index.num_slots
+
+    def allocate(self) -> None:
+        self._draft.allocate()
 
     def pool_state(self) -> dict[str, int]:
         return {**self._draft.index.state(), "num_bytes": self._draft.num_bytes}
@@ -119,8 +111,18 @@ class DraftScorer(Scorer):
     def forget(self) -> None:
         self._draft.index.clear()
 
+    @contextmanager
+    def working(self, scheduler: Any) -> Iterator[None]:
+        moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
+        with torch.no_grad(), on_forward_stream(scheduler, self._draft.device), moe[0], moe[1]:
+            yield
+
     def score(
-        self, prompt: Prompt, pieces: Sequence[str] | None = None, first_query: int = 0
+        self,
+        prompt: Prompt,
+        most_of_a_part: Callable[[int], int],
+        pieces: Sequence[str] | None = None,
+        first_query: int = 0,
     ) -> Generator[None, None, Score]:
         """As `Scorer.score`.
 
@@ -136,8 +138,7 @@ class DraftScorer(Scorer):
         num_in_place = 1 if found is None else num_tokens - found.start
         spans = () if found is None else found.repeated
         repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]
-        room = int(self._scheduler.model_config.context_len) - num_tokens
-        look_ahead = max(0, min(config.look_ahead, room)) if found is None else 0
+        look_ahead = max(0, min(config.look_ahead, self._context_len - num_tokens)) if found is None else 0
         # The scoring queries run again whatever the pool has.
         lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_in_place)
         num_shared = num_agreed = lease.num_shared
@@ -145,8 +146,12 @@ class DraftScorer(Scorer):
             lease.extend(num_tokens - num_shared + look_ahead + len(repeated))
             slots = lease.slots
             # Determined anew after every part, since requests begin and end meanwhile.
-            while stops := self._stops(num_agreed, num_in_place, prompt):
-                stop = stops[0]
+            while True:
+                # The last part is a whole chunk, and has the scoring queries.
+                chunk = max(most_of_a_part(config.prefill_chunk), num_in_place)
+                if num_tokens - num_agreed <= chunk:
+                    break
+                stop = num_tokens - (num_tokens - num_agreed - 1) // chunk * chunk
                 self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], num_layers)
                 yield
                 num_agreed = stop
@@ -170,7 +175,7 @@ class DraftScorer(Scorer):
             yield
             num_agreed = num_tokens
             queries = Queries() if found is None else _queries_of(found, num_in_place)
-            where = to_device(torch.from_numpy(slots[:num_tokens]), torch.device(self._device))
+            where = to_device(torch.from_numpy(slots[:num_tokens]), torch.device(self._draft.device))
             if queries.segments:
                 opening = opening_of_own_heads(self._draft, where, layers, config, queries)
                 yield
@@ -182,36 +187,23 @@ class DraftScorer(Scorer):
         finally:
             lease.insert(num_agreed)
 
-    def _stops(self, start: int, num_in_place: int, prompt: Prompt) -> range:
-        """The ends of the prefill parts from `start` on, but for the last part: a whole chunk, with the queries."""
-        chunk, num_tokens = max(self.chunk(prompt.config), num_in_place), len(prompt.token_ids)
-        return range(num_tokens - (num_tokens - start - 1) // chunk * chunk, num_tokens, chunk)
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
-        with torch.no_grad(), self._on_forward_stream(), moe[0], moe[1]:
+@contextmanager
+def on_forward_stream(scheduler: Any, device: str) -> Iterator[None]:
+    """Under overlap scheduling the last batch may still run: wait for it, and use its stream."""
+    # A version that has renamed it fails in the self-test, at launch: nothing else would order reads and writes.
+    stream = None if device == "cpu" else scheduler.forward_stream
+    if stream is None:
+        yield
+        return
+    current = torch.get_device_module(device).current_stream()
+    stream.wait_stream(current)
+    try:
+        with scheduler.forward_stream_ctx:
             yield
-
-    @contextmanager
-    def _on_forward_stream(self) -> Iterator[None]:
-        """Under overlap scheduling the last batch may still run: wait for it, and use its stream."""
-        if self._device == "cpu":
-            yield
-            return
-        # A version that has renamed it fails in the self-test, at launch: nothing else would order reads and writes.
-        stream = self._scheduler.forward_stream
-        if stream is None:
-            yield
-            return
-        current = torch.get_device_module(self._device).current_stream()
-        stream.wait_stream(current)
-        try:
-            with self._scheduler.forward_stream_ctx:
-                yield
-        finally:
-            # The pool's slots were written on that stream, even where the scoring failed.
-            current.wait_stream(stream)
+    finally:
+        # The pool's slots were written on that stream, even where the scoring failed.
+        current.wait_stream(stream)
 
 
 def _over_ranks(

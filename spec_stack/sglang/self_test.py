@@ -10,7 +10,7 @@ from typing import Any
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.decide import Prompt
+from spec_stack.sglang.decide import KnownTexts, Prompt
 from spec_stack.sglang.prefix_reuse import CachedPrefix, select_kept
 from spec_stack.sglang.scoring import Scorer
 from spec_stack.sglang.server_args import NAME
@@ -20,7 +20,7 @@ _TEXT = "The quick brown fox jumps over the lazy dog.\n"
 _TENANT = "spec_stack's own test"
 
 
-def run(scheduler: Any, scorer: Scorer, config: PrefillConfig) -> float:
+def run(scheduler: Any, known: KnownTexts, scorer: Scorer, config: PrefillConfig) -> float:
     """Prune a prompt of a few chunks by this server's own models and caches; the seconds that it took.
 
     Raises RuntimeError, saying what is wrong with the installed SGLang. The draft's prefill is forgotten again.
@@ -28,8 +28,8 @@ def run(scheduler: Any, scorer: Scorer, config: PrefillConfig) -> float:
     begun = perf_counter()
     try:
         prompt = Prompt(_token_ids(scheduler, config), _TENANT, None, config, "recall")
-        scorer.num_cached(prompt)
-        importance = _importance(scorer, prompt) if needs_attention(config.scorer) else None
+        known.num_cached(prompt)
+        importance = _importance(scheduler, scorer, prompt) if needs_attention(config.scorer) else None
         select_kept(prompt.token_ids, CachedPrefix(), importance, True, None, config, ())
     except Exception as error:
         raise RuntimeError(
@@ -49,11 +49,11 @@ def _token_ids(scheduler: Any, config: PrefillConfig) -> tuple[int, ...]:
     return tuple(at * 7 % min(int(scheduler.model_config.vocab_size), 1000) for at in range(room))
 
 
-def _importance(scorer: Scorer, prompt: Prompt) -> Any:
+def _importance(scheduler: Any, scorer: Scorer, prompt: Prompt) -> Any:
     """By all parts of a scoring, as in the scheduler's rounds."""
-    work = scorer.score(prompt)
+    work = scorer.score(prompt, lambda chunk: chunk)
     while True:
-        with scorer.working():
+        with scorer.working(scheduler):
             try:
                 next(work)
             except StopIteration as end:

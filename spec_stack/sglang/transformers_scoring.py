@@ -23,24 +23,25 @@ class TransformersScorer(Scorer):
     """
 
     def __init__(
-        self,
-        scheduler: Any,
-        found: FoundScorer,
-        model: PromptScorer,
-        most_tokens: int,
-        most_of_a_part: Callable[[int], int],
+        self, found: FoundScorer, model: PromptScorer, device: str, num_pool_tokens: int, context_len: int
     ) -> None:
-        """most_tokens: of the KV."""
-        super().__init__(scheduler, most_of_a_part)
-        self._found, self._model, self._most_tokens = found, model, most_tokens
+        """context_len: the target's."""
+        self._found, self._model, self._device, self._context_len = found, model, device, context_len
+        self.num_pool_tokens = num_pool_tokens
+        self._room: torch.Tensor | None = None
         # The prompt whose KV is there, or is being written.
         self._held: Prompt | None = None
         self._is_busy = False
 
+    def allocate(self) -> None:
+        # SGLang's pools leave this room to the model's KV, which is allocated by request.
+        shape = self.num_pool_tokens, self._found.bytes_per_token
+        self._room = torch.empty(shape, dtype=torch.uint8, device=self._device)
+
     def pool_state(self) -> dict[str, int]:
         num_held = 0 if self._held is None else len(self._held.token_ids)
-        num_bytes = self._most_tokens * self._found.bytes_per_token
-        return {"num_tokens": self._most_tokens, "num_held": num_held, "num_bytes": num_bytes}
+        num_bytes = self.num_pool_tokens * self._found.bytes_per_token
+        return {"num_tokens": self.num_pool_tokens, "num_held": num_held, "num_bytes": num_bytes}
 
     def num_to_prefill(self, prompt: Prompt) -> int:
         return len(prompt.token_ids) - self._num_shared(prompt)
@@ -51,21 +52,26 @@ class TransformersScorer(Scorer):
         return num_shared(self._held.token_ids, prompt.token_ids[:-1])
 
     def has_room(self, num_tokens: int) -> bool:
-        return not self._is_busy and num_tokens <= self._most_tokens
+        return not self._is_busy and num_tokens <= self.num_pool_tokens
 
     def forget(self) -> None:
         self._held = None
         self._model.forget()
 
-    def working(self) -> AbstractContextManager[None]:
+    def working(self, scheduler: Any) -> AbstractContextManager[None]:
         return torch.no_grad()
 
     def score(
-        self, prompt: Prompt, pieces: Sequence[str] | None = None, first_query: int = 0
+        self,
+        prompt: Prompt,
+        most_of_a_part: Callable[[int], int],
+        pieces: Sequence[str] | None = None,
+        first_query: int = 0,
     ) -> Generator[None, None, Score]:
+        self._room = None
         num_tokens, num_held = len(prompt.token_ids), self._num_shared(prompt)
-        if num_tokens > self._most_tokens:
-            raise PoolFullError(f"the prompt has {num_tokens} tokens, and the draft's KV {self._most_tokens}")
+        if num_tokens > self.num_pool_tokens:
+            raise PoolFullError(f"the prompt has {num_tokens} tokens, and the draft's KV {self.num_pool_tokens}")
         if not num_held:
             self.forget()
         self._held, self._is_busy, is_reusable = prompt, True, False
@@ -73,11 +79,11 @@ class TransformersScorer(Scorer):
             importance = yield from self._model.score(
                 prompt.token_ids,
                 prompt.config,
-                lambda: self.chunk(prompt.config),
+                lambda: most_of_a_part(prompt.config.prefill_chunk),
                 pieces,
                 prompt.spans,
                 prompt.end_ids,
-                int(self._scheduler.model_config.context_len) - num_tokens,
+                self._context_len - num_tokens,
                 first_query,
             )
             # All ranks agree that they have come so far before any waits for another.

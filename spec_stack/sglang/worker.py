@@ -23,8 +23,7 @@ from spec_stack.sglang.launch_messages import graphs_note, penalty_advice
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE
-from spec_stack.sglang.scoring_backend import rows_differ
-from spec_stack.sglang.scoring_model import ScoringModel, fit_draft
+from spec_stack.sglang.scoring_model import ScoringModel, fit_draft, rows_differ
 from spec_stack.sglang.server_args import NAME, ServerConfig
 from spec_stack.sglang.slotted_draft import SlottedDraft, protect_kv_lengths
 from spec_stack.sglang.support import require_no_state, require_slots
@@ -95,7 +94,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self._config = config = ServerConfig.from_environment()
         # The record holds the launch arguments; SGLang's and the algorithm's changes are an overlay.
         resolved = resolving_view(self.server_args)
-        self.scoring_model = ScoringModel(source, draft, runner.model_config, resolved, config)
+        self.scoring_model = ScoringModel.of_draft(source, draft, runner.model_config, resolved, config)
         if config.prefill.sparse_prefill == "draft_only":
             self._give_slots(draft, resolved)
         self.batch_policy = BatchPolicy(

@@ -65,9 +65,8 @@ def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: 
     from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
     from spec_stack.sglang.scoring import DraftScorer
 
-    scheduler: Any = SimpleNamespace(model_config=runner.model_config, chunked_prefill_size=8192, forward_stream=None)
-    scorer = DraftScorer(scheduler, DraftScoringRunner(runner, num_tokens + 100), most_of_a_part)
-    return scorer.score(Prompt((5,) * num_tokens, None, None, config, "recall"))
+    scorer = DraftScorer(DraftScoringRunner(runner, num_tokens + 100), runner.model_config.context_len)
+    return scorer.score(Prompt((5,) * num_tokens, None, None, config, "recall"), most_of_a_part)
 
 
 @pytest.mark.parametrize(

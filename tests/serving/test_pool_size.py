@@ -64,9 +64,8 @@ def test_a_pool_that_does_not_fit_names_its_flag(free: Any) -> None:
     runner = _runner(2, 2, 2**20)
     runner.device = "cpu"
     text = SimpleNamespace()
-    runner.model_config = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]), hf_text_config=text
-    )
+    architecture = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    runner.model_config = SimpleNamespace(hf_config=architecture, hf_text_config=text, context_len=4096)
     config = ServerConfig(draft_pool_tokens=2**24)
     with pytest.raises(ValueError, match="set --spec-stack-draft-pool-tokens to fewer"):
-        ScoringModel("draft", runner, runner.model_config, SimpleNamespace(), config)
+        ScoringModel.of_draft("draft", runner, runner.model_config, SimpleNamespace(), config)

@@ -23,7 +23,7 @@ def test_a_part_runs_on_the_forward_stream_between_what_came_before_and_what_com
     monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """What fails half-way has written slots on that stream too."""
-    from spec_stack.sglang.scoring import DraftScorer
+    from spec_stack.sglang.scoring import on_forward_stream
 
     events: list[str] = []
     forward, current = _Stream("forward", events), _Stream("current", events)
@@ -37,11 +37,9 @@ def test_a_part_runs_on_the_forward_stream_between_what_came_before_and_what_com
             events.append("forward ends")
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: current))
-    scorer = DraftScorer.__new__(DraftScorer)
-    scorer._scheduler = SimpleNamespace(forward_stream=forward, forward_stream_ctx=on_forward())
-    scorer._device = "cuda"
+    scheduler = SimpleNamespace(forward_stream=forward, forward_stream_ctx=on_forward())
     try:
-        with scorer._on_forward_stream():
+        with on_forward_stream(scheduler, "cuda"):
             events.append("part")
             if fails:
                 raise MemoryError

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from spec_stack.sglang.scoring_schedule import ScoringSchedule
+from spec_stack.sglang.manager import ScoringSchedule
 
 SCORE, PREFILL, DECODE, NOTHING = "score", "prefill", "decode", "nothing"
 
@@ -40,6 +40,7 @@ class Loop:
         self.last_batch: Batch | None = None
         self.chunked_req: Request | None = None
         self.prefill_decode_interval = 0
+        self.chunked_prefill_size: int | None = None
         self._prefill_decode_interval_remaining = 0
         self.prefill_decode_interval_min_bs = min_batch_size
         self.rounds = ScoringSchedule(self, decode_interval)  # type: ignore[arg-type]
@@ -191,3 +192,5 @@ def test_a_part_is_short_while_anybody_waits_for_it() -> None:
     loop.running_batch.reqs, loop.chunked_req = [], Request(0, 2, 3)
     loop.last_batch = Batch([loop.chunked_req])
     assert loop.rounds.most_of_a_part(8192) == 8192
+    loop.chunked_prefill_size = 512
+    assert loop.rounds.most_of_a_part(8192) == 512
