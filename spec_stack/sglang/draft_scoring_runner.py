@@ -23,13 +23,13 @@ from spec_stack.sglang.draft_radix_cache import DraftRadixCache, Ints
 from spec_stack.sglang.pool_attention import LayerQueries, attend
 
 
-def attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
+def _attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
     return [module for module in model.modules() if isinstance(module, RadixAttention)]
 
 
 def bytes_per_token(runner: Any) -> int:
     """Bytes of one token's keys and values on this rank, in the model's own precision."""
-    layers = attention_layers(runner.model)
+    layers = _attention_layers(runner.model)
     numbers = sum(layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim) for layer in layers)
     return int(numbers * runner.dtype.itemsize)
 
@@ -70,76 +70,21 @@ def extend_batch(
     )
 
 
-class DraftScoringRunner:
-    """The draft with the KV of whole texts in num_tokens slots; index says which slots hold which text."""
+class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
+    """The draft with the KV of whole texts in num_tokens slots: its model, its attention, and their buffers.
+
+    index: which slots hold which text. The buffers are (num_layers, num_tokens, num_kv_heads, dim).
+    """
 
     def __init__(self, runner: Any, num_tokens: int) -> None:
-        self._runner = runner
+        self._runner, self.device = runner, torch.device(runner.device)
         self.index = DraftRadixCache(num_tokens)
-        layers, device = attention_layers(runner.model), torch.device(runner.device)
-        self._attention = _PoolAttention(layers, num_tokens, runner.dtype, device)
-
-    def allocate(self) -> None:
-        """Allocate the pool once, before SGLang sizes its own pools; the first forward is too late."""
-        self._attention.allocate()
-
-    @property
-    def device(self) -> str:
-        return str(self._runner.device)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._attention.num_bytes
-
-    def forward(self, token_ids: Sequence[int], slots: Ints, num_layers: int | None = None) -> torch.Tensor | None:
-        """Run the last n tokens of a text through the draft; its most likely next token (), without a synchronisation.
-
-        slots: (num_tokens,), of the whole text so far; the last n are written, all are read.
-        num_layers: runs the first layers only, without a next token; None is all.
-        """
-        device, num_new = self._attention.device, len(token_ids)
-        first = len(slots) - num_new
-        positions = torch.arange(first, len(slots), device=device)
-        input_ids = to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), device)
-        # Only the attention knows whose slots these are.
-        batch = extend_batch(input_ids, [0], [first], [num_new], positions, positions)
-        self._attention.begin(slots, num_new, num_layers)
-        try:
-            with forward_context(ForwardContext(attn_backend=self._attention)):
-                logits = self._runner.model.forward(input_ids, positions, batch).next_token_logits
-        except _LayersDoneError:
-            return None
-        return logits[-1].argmax()  # type: ignore[no-any-return]
-
-    @contextmanager
-    def captured_queries(self, layers: dict[int, LayerQueries], num_tokens: int = 1) -> Iterator[None]:
-        """Append the queries of the last num_tokens tokens of every forward in the block to `layers`."""
-        self._attention.captured, self._attention.num_captured = layers, num_tokens
-        try:
-            yield
-        finally:
-            self._attention.captured = None
-
-    def get_key_buffer(self, layer: int) -> torch.Tensor:
-        """All slots' keys of a layer (num_slots, num_kv_heads, head_dim), as SGLang's own pools have them."""
-        return self._attention.keys(layer)
-
-
-class _LayersDoneError(Exception):
-    """Ends a forward of SGLang's model after the wanted layers; on all ranks alike."""
-
-
-class _PoolAttention(AttentionBackend):  # type: ignore[misc]
-    """Causal attention of one text over its slots, and their buffers (num_layers, num_tokens, heads, dim)."""
-
-    def __init__(
-        self, layers: Sequence[RadixAttention], num_tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._at = {layer.layer_id: at for at, layer in enumerate(layers)}
-        self._layers, self._num_tokens, self._dtype, self.device = layers, num_tokens, dtype, device
-        self._keys = self._values = torch.empty(0, dtype=dtype, device=device)
-        self.captured: dict[int, LayerQueries] | None = None
-        self.num_captured = 1
+        self._layers = _attention_layers(runner.model)
+        self._at = {layer.layer_id: at for at, layer in enumerate(self._layers)}
+        self._keys = self._values = torch.empty(0, dtype=runner.dtype, device=self.device)
+        # Of the forward at work.
+        self._captured: dict[int, LayerQueries] | None = None
+        self._num_captured = 1
         self._num_layers: int | None = None
         self._read: slice | torch.Tensor = slice(0, 0)
         self._written: slice | torch.Tensor = slice(0, 0)
@@ -147,10 +92,11 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         self.token_to_kv_pool = SimpleNamespace(dtype=None)
 
     def allocate(self) -> None:
+        """Allocate the pool once, before SGLang sizes its own pools; the first forward is too late."""
         if self._keys.numel():
             return
-        first, num = self._layers[0], (len(self._layers), self._num_tokens)
-        for_all: dict[str, Any] = {"dtype": self._dtype, "device": self.device}
+        first, num = self._layers[0], (len(self._layers), self.index.num_slots)
+        for_all: dict[str, Any] = {"dtype": self._runner.dtype, "device": self.device}
         self._keys = torch.empty((*num, first.tp_k_head_num, first.qk_head_dim), **for_all)
         self._values = torch.empty((*num, first.tp_k_head_num, first.v_head_dim), **for_all)
 
@@ -158,8 +104,29 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
     def num_bytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
 
-    def keys(self, layer: int) -> torch.Tensor:
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        """All slots' keys of a layer (num_slots, num_kv_heads, head_dim), as SGLang's own pools have them."""
         return self._keys[self._at[layer]]
+
+    def run(self, token_ids: Sequence[int], slots: Ints, num_layers: int | None = None) -> torch.Tensor | None:
+        """Run the last n tokens of a text through the draft; its most likely next token (), without a synchronisation.
+
+        slots: (num_tokens,), of the whole text so far; the last n are written, all are read. num_layers: runs the first
+        layers only, without a next token; None is all.
+        """
+        self.allocate()
+        first = len(slots) - len(token_ids)
+        positions = torch.arange(first, len(slots), device=self.device)
+        input_ids = to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), self.device)
+        # Only the attention knows whose slots these are.
+        batch = extend_batch(input_ids, [0], [first], [len(token_ids)], positions, positions)
+        self._read, self._written, self._num_layers = self._where(slots), self._where(slots[first:]), num_layers
+        try:
+            with forward_context(ForwardContext(attn_backend=self)):
+                logits = self._runner.model.forward(input_ids, positions, batch).next_token_logits
+        except _LayersDoneError:
+            return None
+        return logits[-1].argmax()  # type: ignore[no-any-return]
 
     def _where(self, slots: Ints) -> slice | torch.Tensor:
         # A slice copies nothing.
@@ -167,11 +134,14 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
             return slice(int(slots[0]), int(slots[-1]) + 1)
         return to_device(torch.from_numpy(slots), self.device)
 
-    def begin(self, slots: Ints, num_new: int, num_layers: int | None) -> None:
-        """The next forward is of the last num_new tokens of the text in these slots."""
-        self.allocate()
-        self._read, self._written = self._where(slots), self._where(slots[len(slots) - num_new :])
-        self._num_layers = num_layers
+    @contextmanager
+    def captured_queries(self, layers: dict[int, LayerQueries], num_tokens: int = 1) -> Iterator[None]:
+        """Append the queries of the last num_tokens tokens of every forward in the block to `layers`."""
+        self._captured, self._num_captured = layers, num_tokens
+        try:
+            yield
+        finally:
+            self._captured = None
 
     def forward(
         self,
@@ -183,16 +153,20 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Output (n, num_heads * head_dim). q likewise; k, v: (n, num_kv_heads, head_dim)."""
+        """SGLang's attention of one layer: (n, num_heads * head_dim). q likewise; k, v: (n, num_kv_heads, head_dim)."""
         at = self._at[layer.layer_id]
         self._keys[at][self._written] = k.to(self._keys.dtype)
         self._values[at][self._written] = v.view(-1, *self._values.shape[2:]).to(self._values.dtype)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).transpose(0, 1)
-        if self.captured is not None:
-            found = self.captured.setdefault(layer.layer_id, LayerQueries(float(layer.scaling)))
-            found.queries.append(queries[:, -self.num_captured :].clone())
+        if self._captured is not None:
+            found = self._captured.setdefault(layer.layer_id, LayerQueries(float(layer.scaling)))
+            found.queries.append(queries[:, -self._num_captured :].clone())
         if at + 1 == self._num_layers:
             raise _LayersDoneError
         keys, values = (kept[at][self._read].transpose(0, 1) for kept in (self._keys, self._values))
         output = attend(queries.to(keys.dtype), keys, values, float(layer.scaling))
         return output.transpose(0, 1).reshape(q.shape[0], -1).to(q.dtype)
+
+
+class _LayersDoneError(Exception):
+    """Ends a forward of SGLang's model after the wanted layers; on all ranks alike."""

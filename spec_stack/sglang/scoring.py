@@ -1,6 +1,6 @@
-"""Scores a prompt with the engine's draft: chunked prefill, look-ahead, importance (SpecPrefill, section 3.2).
+"""Scores a prompt with the draft: chunked prefill, look-ahead, importance (SpecPrefill, section 3.2).
 
-A scoring runs in parts between the scheduler's batches, in the draft's own KV pool, without SGLang's slots or rows.
+A scoring runs in parts between the scheduler's batches, in the draft's own KV, without SGLang's slots or rows.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, spe
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
+from spec_stack.engine.prompt_scorer import FoundScorer, PromptScorer
+from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.importance import finite, over_queries, segment_weights
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
+from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
 from spec_stack.sglang.pool_attention import (
     LayerQueries,
@@ -28,7 +31,7 @@ from spec_stack.sglang.pool_attention import (
     opening_of_own_heads,
     over_own_heads,
 )
-from spec_stack.sglang.ranks import largest_of_all, num_ranks, own_rank, sum_of_all
+from spec_stack.sglang.ranks import from_first_rank, largest_of_all, num_ranks, own_rank, sum_of_all
 
 # Forwards of the look-ahead in one part of a scoring.
 _LOOK_AHEAD_PER_PART = 4
@@ -141,9 +144,9 @@ class DraftScorer(Scorer):
         look_ahead = max(0, min(config.look_ahead, self._context_len - num_tokens)) if found is None else 0
         # The scoring queries run again whatever the pool has.
         lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_in_place)
-        num_shared = num_agreed = lease.num_shared
+        num_agreed = lease.num_shared
         try:
-            lease.extend(num_tokens - num_shared + look_ahead + len(repeated))
+            lease.extend(num_tokens - lease.num_shared + look_ahead + len(repeated))
             slots = lease.slots
             # Determined anew after every part, since requests begin and end meanwhile.
             while True:
@@ -152,15 +155,15 @@ class DraftScorer(Scorer):
                 if num_tokens - num_agreed <= chunk:
                     break
                 stop = num_tokens - (num_tokens - num_agreed - 1) // chunk * chunk
-                self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], num_layers)
+                self._draft.run(prompt.token_ids[num_agreed:stop], slots[:stop], num_layers)
                 yield
                 num_agreed = stop
             layers: dict[int, LayerQueries] = {}
             with self._draft.captured_queries(layers, num_in_place):
-                following = self._draft.forward(prompt.token_ids[num_agreed:], slots[:num_tokens], num_layers)
+                following = self._draft.run(prompt.token_ids[num_agreed:], slots[:num_tokens], num_layers)
             if repeated:
                 with self._draft.captured_queries(layers, len(repeated)):
-                    self._draft.forward(repeated, slots[: num_tokens + len(repeated)], num_layers)
+                    self._draft.run(repeated, slots[: num_tokens + len(repeated)], num_layers)
             for drafted in range(look_ahead):
                 if drafted % _LOOK_AHEAD_PER_PART == 0:
                     # So many forwards of one token, run without graphs, may take as long as a chunk.
@@ -169,13 +172,13 @@ class DraftScorer(Scorer):
                     raise RuntimeError("the draft's first layers have no next token, and a look-ahead was asked for")
                 token_id = int(following)
                 with self._draft.captured_queries(layers):
-                    following = self._draft.forward([token_id], slots[: num_tokens + drafted + 1])
+                    following = self._draft.run([token_id], slots[: num_tokens + drafted + 1])
                 if token_id in prompt.end_ids:
                     break
             yield
             num_agreed = num_tokens
             queries = Queries() if found is None else _queries_of(found, num_in_place)
-            where = to_device(torch.from_numpy(slots[:num_tokens]), torch.device(self._draft.device))
+            where = to_device(torch.from_numpy(slots[:num_tokens]), self._draft.device)
             if queries.segments:
                 opening = opening_of_own_heads(self._draft, where, layers, config, queries)
                 yield
@@ -183,16 +186,16 @@ class DraftScorer(Scorer):
                 queries = replace(queries, weights=tuple(weights))
             own = over_own_heads(self._draft, where, layers, config, own_rank(), queries)
             yield
-            return Score(_over_ranks(own, layers, config, queries).cpu(), num_tokens - num_shared)
+            return Score(_over_ranks(own, layers, config, queries).cpu(), num_tokens - lease.num_shared)
         finally:
             lease.insert(num_agreed)
 
 
 @contextmanager
-def on_forward_stream(scheduler: Any, device: str) -> Iterator[None]:
+def on_forward_stream(scheduler: Any, device: torch.device) -> Iterator[None]:
     """Under overlap scheduling the last batch may still run: wait for it, and use its stream."""
     # A version that has renamed it fails in the self-test, at launch: nothing else would order reads and writes.
-    stream = None if device == "cpu" else scheduler.forward_stream
+    stream = None if device.type == "cpu" else scheduler.forward_stream
     if stream is None:
         yield
         return
@@ -218,3 +221,80 @@ def _queries_of(found: Candidates, num_in_place: int) -> Queries:
     sizes = [stop - start for start, stop in found.repeated]
     segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
     return Queries(num_in_place, segments, opening=min(found.opening, num_in_place))
+
+
+class TransformersScorer(Scorer):
+    """Scores one prompt at a time, on every rank of a tensor-parallel group, with all of the model.
+
+    The KV of the last prompt stays for a follow-up, unless the model has a recurrent state.
+    """
+
+    def __init__(
+        self, found: FoundScorer, model: PromptScorer, device: str, num_pool_tokens: int, context_len: int
+    ) -> None:
+        """context_len: the target's."""
+        self._found, self._model, self._device, self._context_len = found, model, device, context_len
+        self.num_pool_tokens = num_pool_tokens
+        self._room: torch.Tensor | None = None
+        # The prompt whose KV is there, or is being written.
+        self._held: Prompt | None = None
+        self._is_busy = False
+
+    def allocate(self) -> None:
+        # SGLang's pools leave this room to the model's KV, which is allocated by request.
+        shape = self.num_pool_tokens, self._found.bytes_per_token
+        self._room = torch.empty(shape, dtype=torch.uint8, device=self._device)
+
+    def pool_state(self) -> dict[str, int]:
+        num_held = 0 if self._held is None else len(self._held.token_ids)
+        num_bytes = self.num_pool_tokens * self._found.bytes_per_token
+        return {"num_tokens": self.num_pool_tokens, "num_held": num_held, "num_bytes": num_bytes}
+
+    def num_to_prefill(self, prompt: Prompt) -> int:
+        if self._held is None or self._held.tenant != prompt.tenant:
+            return len(prompt.token_ids)
+        return len(prompt.token_ids) - num_shared(self._held.token_ids, prompt.token_ids[:-1])
+
+    def has_room(self, num_tokens: int) -> bool:
+        return not self._is_busy and num_tokens <= self.num_pool_tokens
+
+    def forget(self) -> None:
+        self._held = None
+        self._model.forget()
+
+    def working(self, scheduler: Any) -> AbstractContextManager[None]:
+        return torch.no_grad()
+
+    def score(
+        self,
+        prompt: Prompt,
+        most_of_a_part: Callable[[int], int],
+        pieces: Sequence[str] | None = None,
+        first_query: int = 0,
+    ) -> Generator[None, None, Score]:
+        self._room = None
+        num_tokens, num_new = len(prompt.token_ids), self.num_to_prefill(prompt)
+        if num_tokens > self.num_pool_tokens:
+            raise PoolFullError(f"the prompt has {num_tokens} tokens, and the draft's KV {self.num_pool_tokens}")
+        if num_new == num_tokens:
+            self.forget()
+        self._held, self._is_busy, is_reusable = prompt, True, False
+        try:
+            importance = yield from self._model.score(
+                prompt.token_ids,
+                prompt.config,
+                lambda: most_of_a_part(prompt.config.prefill_chunk),
+                pieces,
+                prompt.spans,
+                prompt.end_ids,
+                self._context_len - num_tokens,
+                first_query,
+            )
+            # All ranks agree that they have come so far before any waits for another.
+            yield
+            is_reusable = not self._found.is_recurrent
+            return Score(from_first_rank(importance), num_new)
+        finally:
+            self._is_busy = False
+            if not is_reusable:
+                self.forget()

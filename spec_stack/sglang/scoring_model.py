@@ -25,10 +25,9 @@ from spec_stack.engine.prompt_scorer import FoundScorer
 from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner, bytes_per_token
 from spec_stack.sglang.ranks import least_free_bytes
-from spec_stack.sglang.scoring import DraftScorer, Scorer
+from spec_stack.sglang.scoring import DraftScorer, Scorer, TransformersScorer
 from spec_stack.sglang.server_args import NAME, ServerConfig
 from spec_stack.sglang.support import architecture_refusal, pruning_refusal, require_scoring, untested_refusal
-from spec_stack.sglang.transformers_scoring import TransformersScorer
 from spec_stack.tokenizers.vocabulary import compare
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ from typing import Any
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.decide import KnownTexts, Prompt
-from spec_stack.sglang.prefix_reuse import CachedPrefix, select_kept
+from spec_stack.sglang.decide import CachedPrefix, KnownTexts, Prompt, select_kept
 from spec_stack.sglang.scoring import Scorer
 from spec_stack.sglang.server_args import NAME
 

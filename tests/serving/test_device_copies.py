@@ -78,7 +78,7 @@ def test_a_forward_of_the_scoring_draft_copies_without_waiting(slots: Any) -> No
     draft = DraftScoringRunner(_runner("meta"), 100)
     with torch.no_grad(), blocking_copies() as found, draft.captured_queries({}, 4):
         for length, num_new in ((30, 30), (39, 9), (40, 1)):
-            draft.forward([3] * num_new, slots[:length])
+            draft.run([3] * num_new, slots[:length])
     assert found == []
 
 

@@ -39,7 +39,7 @@ def test_a_part_runs_on_the_forward_stream_between_what_came_before_and_what_com
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: current))
     scheduler = SimpleNamespace(forward_stream=forward, forward_stream_ctx=on_forward())
     try:
-        with on_forward_stream(scheduler, "cuda"):
+        with on_forward_stream(scheduler, torch.device("cuda")):
             events.append("part")
             if fails:
                 raise MemoryError

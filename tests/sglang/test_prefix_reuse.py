@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.sglang.prefix_reuse import CachedPrefix, TurnStore, select_kept
+from spec_stack.sglang.decide import CachedPrefix, TurnStore, select_kept
 from tests.support.reference_session import dropped_chunks_to_restore
 
 CONFIG = PrefillConfig(chunk_size=4, keep_rate=0.3, keep_last=1)
