@@ -148,11 +148,14 @@ class _Turn:
         A selection depends on its whole prompt, question included, so only a continuation inherits it. The reply's
         last token may have no KV.
         """
-        if tenant != self.tenant or num_common(self.token_ids, ids) < len(self.token_ids):
+        num_asked = len(self.token_ids)
+        if tenant != self.tenant or not np.array_equal(self.token_ids, ids[:num_asked]):
             return 0
         # A copy: an array that is looked into cannot grow.
-        reply = np.array(self.reply[: len(ids)], dtype=np.int64)
-        return len(self.token_ids) + max(0, num_common(reply, ids[len(self.token_ids) :]) - 1)
+        reply = np.array(self.reply[: len(ids) - num_asked], dtype=np.int64)
+        differs = np.flatnonzero(reply != ids[num_asked : num_asked + len(reply)])
+        num_same = int(differs[0]) if len(differs) else len(reply)
+        return num_asked + max(0, num_same - 1)
 
 
 class TurnStore:
@@ -191,28 +194,21 @@ class TurnStore:
         return CachedPrefix(lengths[best], (*turn.positions, *range(len(turn.token_ids), lengths[best])))
 
 
-def num_common(first: Ints, second: Ints) -> int:
-    """Length of the longest common prefix."""
-    length, at, size = min(len(first), len(second)), 0, 64
-    # Most texts differ soon, and many are compared with each new one.
-    while at < length:
-        stop = min(at + size, length)
-        differs = np.flatnonzero(first[at:stop] != second[at:stop])
-        if len(differs):
-            return at + int(differs[0])
-        at, size = stop, 4 * size
-    return length
-
-
 class KnownTexts:
-    """What a server knows of its prompts: the radix cache, earlier turns, recent plans, the tokenizer.
+    """What a server decides by: its settings, the radix cache, earlier turns, recent plans, the tokenizer.
 
     num_cached: a prompt's prefix tokens that the target has. most_tokens: of all remembered turns.
     """
 
     def __init__(
-        self, tokenizer: Any, chat_template: str | None, num_cached: Callable[[Prompt], int], most_tokens: int
+        self,
+        config: ServerConfig,
+        tokenizer: Any,
+        chat_template: str | None,
+        num_cached: Callable[[Prompt], int],
+        most_tokens: int,
     ) -> None:
+        self.config = config
         self.template = ChatTurns.learn(tokenizer, chat_template)
         self.turns = TurnStore(most_tokens)
         self.num_cached = num_cached
@@ -239,7 +235,7 @@ class KnownTexts:
         self.turns.clear()
 
 
-def decide(prompt: Prompt, known: KnownTexts, recall: SessionConfig, refusal: str | None = None) -> Plan | NeedsScore:
+def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Plan | NeedsScore:
     """Decide how a prompt is prefilled. refusal: why it cannot be pruned, or None."""
     num_tokens = len(prompt.token_ids)
     is_wanted, reason = decide_scoring(prompt.config, num_tokens, ())
@@ -258,10 +254,10 @@ def decide(prompt: Prompt, known: KnownTexts, recall: SessionConfig, refusal: st
         return Plan.dense(prompt, reason, "disabled")
     if prompt in known.plans:
         return known.plans[prompt]
-    needs = _needs(prompt, prefix, reason, recall)
+    needs = _needs(prompt, prefix, reason, known.config.recall)
     if (needs.prunes or needs.recalls) and needs_attention(prompt.config.scorer):
         return needs
-    return plan_scored(needs, None, 0, known, recall)
+    return plan_scored(needs, None, 0, known)
 
 
 def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[CachedPrefix, bool]:
@@ -287,12 +283,10 @@ def _needs(prompt: Prompt, prefix: CachedPrefix, reason: str, recall: SessionCon
     return NeedsScore(prompt, prefix, prunes, recalls, reason)
 
 
-def plan_scored(
-    needs: NeedsScore, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts, recall: SessionConfig
-) -> Plan:
+def plan_scored(needs: NeedsScore, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts) -> Plan:
     """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none."""
     prompt, prefix = needs.prompt, needs.prefix
-    recalling, texts = recall if needs.recalls else None, known.token_texts(prompt)
+    recalling, texts = known.config.recall if needs.recalls else None, known.token_texts(prompt)
     positions, num_recalled = select_kept(
         prompt.token_ids, prefix, importance, needs.prunes, recalling, prompt.config, prompt.spans, texts
     )
@@ -349,14 +343,13 @@ def apply(
     options: RequestOptions,
     plan: Plan,
     known: KnownTexts,
-    config: ServerConfig,
     scoring_s: Sequence[float] = (),
 ) -> None:
     """Give the request its whole prompt, or the planned part of it. Mutates the request, after all that may fail.
 
     scoring_s: of every part of its scoring.
     """
-    prompt, report = plan.prompt, _report(options, plan, config, scoring_s)
+    prompt, report = plan.prompt, _report(options, plan, known.config, scoring_s)
     if not plan.is_whole:
         known.turns.add(prompt.tenant, prompt.token_ids, plan.positions, request.output_ids)
         # An ordinary, shorter prompt from here on. The unpadded ids stay whole: SGLang uses them for detokenization

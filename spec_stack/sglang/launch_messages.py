@@ -42,7 +42,7 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
     )
 
 
-def slots_note(num_per_request: int, num_bytes: int, **counters: int) -> str:
+def slots_note(num_per_request: int, num_bytes: int) -> str:
     return f"the draft has {num_per_request} slots of its own for each request, {num_bytes / 1e9:.2f} GB in all"
 
 

@@ -29,7 +29,7 @@ from spec_stack.sglang.decide import (
 )
 from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
-from spec_stack.sglang.launch_messages import drafting_note, pruning_note, slots_note
+from spec_stack.sglang.launch_messages import drafting_note, pruning_note
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Score
@@ -147,7 +147,7 @@ class SparsePrefillManager:
         self._scorer, self._backend = model.scorer, model.backend
         most_tokens = _TURNS_PER_POOL * model.scorer.num_pool_tokens
         template = scheduler.server_args.chat_template
-        self._known = KnownTexts(scheduler.tokenizer, template, self._num_cached, most_tokens)
+        self._known = KnownTexts(self.config, scheduler.tokenizer, template, self._num_cached, most_tokens)
         self._pending: list[PendingScore] = []
         self._at_work: PendingScore | None = None
         self._set_aside: list[RunningRequest] | None = None
@@ -170,11 +170,6 @@ class SparsePrefillManager:
         logger.info("%s: drafting: %s", NAME, drafting_note(config, algorithm))
         level = logging.WARNING if self._refusal or self._prunes else logging.INFO
         logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._known.template.unrecognised))
-        if slots := self._draft_slots():
-            logger.info("%s: %s", NAME, slots_note(**slots))
-
-    def _draft_slots(self) -> dict[str, int]:
-        return self._worker.slots.state() if self._drafts and self._worker.slots is not None else {}
 
     def _num_cached(self, prompt: Prompt) -> int:
         """Prefix tokens whose KV the target has, were the prompt prefilled densely."""
@@ -208,11 +203,11 @@ class SparsePrefillManager:
     def _on_request(self, request: RunningRequest) -> None:
         options = self._options(request)
         prompt = self._prompt(request, options)
-        decision = self._decide(prompt, self._refusal or dense_reason(request))
+        decision = decide(prompt, self._known, self._refusal or dense_reason(request))
         if isinstance(decision, NeedsScore):
             self._pending.append(PendingScore(request, options, decision))
         else:
-            apply(request, options, decision, self._known, self.config)
+            apply(request, options, decision, self._known)
 
     def _options(self, request: RunningRequest) -> RequestOptions:
         try:
@@ -234,9 +229,6 @@ class SparsePrefillManager:
             frozenset(() if request.sampling_params.ignore_eos else end_ids),
         )
 
-    def _decide(self, prompt: Prompt, refusal: str | None = None) -> Plan | NeedsScore:
-        return decide(prompt, self._known, self.config.recall, refusal)
-
     def _give_up(self, request: RunningRequest, error: Exception) -> None:
         """Prefill the unchanged prompt of a request without a decision densely."""
         self._pending = [pending for pending in self._pending if pending.request is not request]
@@ -245,7 +237,7 @@ class SparsePrefillManager:
                 reason = f"off: deciding failed: {type(error).__name__}: {error}"
                 options = RequestOptions()
                 plan = Plan.dense(self._prompt(request, options), reason, "failed")
-                apply(request, options, plan, self._known, self.config)
+                apply(request, options, plan, self._known)
 
     def after_queueing(self, request: RunningRequest) -> None:
         """Keep a request that must be scored out of the prefill batch that is being made."""
@@ -321,7 +313,7 @@ class SparsePrefillManager:
 
     def _is_settled(self, pending: PendingScore) -> bool:
         self._at_work = pending
-        decision = self._decide(pending.needs.prompt)
+        decision = decide(pending.needs.prompt, self._known)
         if isinstance(decision, NeedsScore):
             pending.needs = decision
             return False
@@ -329,7 +321,7 @@ class SparsePrefillManager:
         return True
 
     def _settle(self, pending: PendingScore, decision: Plan) -> None:
-        apply(pending.request, pending.options, decision, self._known, self.config, pending.scoring_s)
+        apply(pending.request, pending.options, decision, self._known, pending.scoring_s)
         self._pending.remove(pending)
 
     def _do_a_part(self, pending: PendingScore) -> None:
@@ -358,8 +350,7 @@ class SparsePrefillManager:
         if not all_say_yes(failure is None):
             self._on_scoring_failure(pending, failure)
         elif score is not None:
-            plan = plan_scored(needs, score.importance, score.num_draft_tokens, self._known, self.config.recall)
-            self._settle(pending, plan)
+            self._settle(pending, plan_scored(needs, score.importance, score.num_draft_tokens, self._known))
 
     def _on_scoring_failure(self, pending: PendingScore, failure: Exception | None) -> None:
         """Keep all of the new text. failure: None for another rank's."""
@@ -408,7 +399,6 @@ class SparsePrefillManager:
             "num_waiting_for_their_score": len(self._pending),
             "num_turns_remembered": len(self._known.turns),
             "draft_pool": self._scorer.pool_state() if self._can_prune else {},
-            "draft_kv_budget": self._draft_slots(),
             **(self._worker.state() if self._drafts else {}),
             "num_failures": num_failures(),
         }

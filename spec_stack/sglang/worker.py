@@ -19,7 +19,7 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from spec_stack.sglang import hooks
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.errors import log_and_continue, log_failure
-from spec_stack.sglang.launch_messages import graphs_note, penalty_advice
+from spec_stack.sglang.launch_messages import graphs_note, penalty_advice, slots_note
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE
@@ -110,6 +110,8 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
     def announce(self) -> None:
         """Log once, after the graphs' capture, what drafting takes."""
+        if self.slots is not None:
+            logger.info("%s: %s", NAME, slots_note(self.slots.num_per_request, self.slots.num_bytes))
         graphs = graphs_note(self._config, self.batch_policy.graph_sizes)
         memory = getattr(self, "graph_memory_usage", None)
         logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs, memory)
@@ -119,7 +121,9 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         """Counters, as /server_info shows them. SGLang's log of gamma overrides must not grow with the steps."""
-        return {**self.batch_policy.state(), "num_overrides_kept": len(get_context()._overrides_log)}
+        slots = {} if self.slots is None else self.slots.state()
+        num_overrides = len(get_context()._overrides_log)
+        return {**self.batch_policy.state(), "draft_kv_budget": slots, "num_overrides_kept": num_overrides}
 
     def _give_slots(self, draft: Any, resolved: Any) -> None:
         require_slots(resolved, draft.model_config)

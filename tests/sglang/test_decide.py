@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.config import PrefillConfig
 from spec_stack.sglang.decide import KnownTexts, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
+from spec_stack.sglang.server_args import ServerConfig
 
 CONFIG = PrefillConfig(min_prompt_tokens=400)
-RECALL = SessionConfig()
 
 
 def _known(num_cached: int = 0) -> KnownTexts:
-    return KnownTexts(None, None, lambda prompt: min(num_cached, len(prompt.token_ids) - 1), 1_000_000)
+    return KnownTexts(ServerConfig(), None, None, lambda prompt: min(num_cached, len(prompt.token_ids) - 1), 1_000_000)
 
 
 def _prompt(num_tokens: int, **options: Any) -> Prompt:
@@ -37,7 +37,7 @@ def _prompt(num_tokens: int, **options: Any) -> Prompt:
 def test_a_dense_decision_says_why(
     options: dict[str, Any], num_tokens: int, num_cached: int, refusal: str | None, outcome: str, part: str
 ) -> None:
-    decision = decide(_prompt(num_tokens, **options), _known(num_cached), RECALL, refusal)
+    decision = decide(_prompt(num_tokens, **options), _known(num_cached), refusal)
     assert isinstance(decision, Plan)
     assert decision.is_whole
     assert decision.outcome == outcome
@@ -47,10 +47,10 @@ def test_a_dense_decision_says_why(
 @pytest.mark.parametrize(("options", "num_cached"), [({}, 0), ({"sparse_prefill": "on"}, 850), ({}, 400)])
 def test_a_long_prompt_needs_a_score_first_and_then_has_a_plan(options: dict[str, Any], num_cached: int) -> None:
     known, prompt = _known(num_cached), _prompt(900, **options)
-    needs = decide(prompt, known, RECALL)
+    needs = decide(prompt, known)
     assert isinstance(needs, NeedsScore)
     assert (needs.prunes, needs.recalls) == (True, False)
-    plan = plan_scored(needs, torch.rand(900), 900, known, RECALL)
+    plan = plan_scored(needs, torch.rand(900), 900, known)
     start = num_cached if not options else 0
     assert plan.outcome == "pruned"
     assert plan.num_scored_tokens == 900 - start
@@ -60,18 +60,18 @@ def test_a_long_prompt_needs_a_score_first_and_then_has_a_plan(options: dict[str
 
 def test_an_equal_prompt_gets_the_plan_that_is_remembered_and_scores_nothing() -> None:
     known, prompt = _known(), _prompt(900)
-    needs = decide(prompt, known, RECALL)
+    needs = decide(prompt, known)
     assert isinstance(needs, NeedsScore)
-    plan = plan_scored(needs, torch.rand(900), 900, known, RECALL)
+    plan = plan_scored(needs, torch.rand(900), 900, known)
     known.remember(plan)
-    again = decide(prompt, known, RECALL)
+    again = decide(prompt, known)
     assert isinstance(again, Plan)
     assert (again.positions, again.num_scored_tokens, again.num_draft_tokens) == (plan.positions, 0, 0)
-    assert isinstance(decide(replace(prompt, cache_salt="another"), known, RECALL), NeedsScore)
+    assert isinstance(decide(replace(prompt, cache_salt="another"), known), NeedsScore)
 
 
 def test_a_rule_without_a_draft_plans_at_once() -> None:
-    decision = decide(_prompt(900, scorer="bm25"), _known(), RECALL)
+    decision = decide(_prompt(900, scorer="bm25"), _known())
     assert isinstance(decision, Plan)
     assert (decision.outcome, decision.num_scored_tokens) == ("pruned", 0)
 
@@ -81,7 +81,7 @@ def test_a_follow_up_inherits_the_selection_of_its_turn(follow_up: str, recalls:
     known = _known()
     kept = (*range(100), *range(700, 800))
     known.turns.add((None, None), range(800), kept, [])
-    decision = decide(replace(_prompt(850), follow_up=follow_up), known, RECALL)
+    decision = decide(replace(_prompt(850), follow_up=follow_up), known)
     if follow_up == "freeze":
         assert isinstance(decision, Plan)
         assert decision.positions == (*kept, *range(800, 850))
@@ -96,7 +96,7 @@ def test_without_a_score_nothing_new_is_dropped(inherits: bool) -> None:
     known, kept = _known(), (*range(100), *range(700, 800))
     if inherits:
         known.turns.add((None, None), range(800), kept, [])
-    needs = decide(_prompt(850), known, RECALL)
+    needs = decide(_prompt(850), known)
     assert isinstance(needs, NeedsScore)
     decision = plan_unscored(needs, "no room", "draft_pool_full")
     assert decision.outcome == "draft_pool_full"
