@@ -43,7 +43,7 @@ class Client:
         answer = Answer(perf_counter())
         connection = http.client.HTTPConnection(HOST, self._port, timeout=self._limit_s)
         sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": not may_end}
-        sampling["custom_params"] = dict(custom)
+        sampling["custom_params"] = {"spec_stack": custom}
         body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True, **self._wall}
         connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
         for line in connection.getresponse():

@@ -343,12 +343,9 @@ def apply(
     options: RequestOptions,
     plan: Plan,
     known: KnownTexts,
-    scoring_s: Sequence[float] = (),
+    scoring_s: float = 0.0,
 ) -> None:
-    """Give the request its whole prompt, or the planned part of it. Mutates the request, after all that may fail.
-
-    scoring_s: of every part of its scoring.
-    """
+    """Give the request its whole prompt, or the planned part of it. Mutates the request, after all that may fail."""
     prompt, report = plan.prompt, _report(options, plan, known.config, scoring_s)
     if not plan.is_whole:
         known.turns.add(prompt.tenant, prompt.token_ids, plan.positions, request.output_ids)
@@ -363,11 +360,8 @@ def apply(
     known.remember(plan)
 
 
-def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s: Sequence[float]) -> dict[str, Any]:
-    """How a prompt is prefilled, under the names of the library's metrics.
-
-    longest_part_s: of scoring_s, which other requests wait for. num_draft_tokens: prefilled by the draft to score.
-    """
+def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s: float) -> dict[str, Any]:
+    """How a prompt is prefilled, under the names of the library's metrics."""
     prompt, num_kept = plan.prompt, len(plan.positions)
     report = {
         "num_prompt_tokens": len(prompt.token_ids),
@@ -382,8 +376,7 @@ def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s
         "sparse_prefill_reason": _with_note(plan),
         "outcome": plan.outcome,
         "keep_rate": num_kept / len(prompt.token_ids) if prompt.token_ids else 1.0,
-        "scoring_s": sum(scoring_s),
-        "longest_part_s": max(scoring_s, default=0.0),
+        "scoring_s": scoring_s,
     }
     if config.scoring_model is None:
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy

@@ -9,7 +9,7 @@ import logging
 from array import array
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -114,14 +114,14 @@ class ScoringSchedule:
 class PendingScore:
     """A request in SGLang's waiting queue whose prompt is to be scored first.
 
-    scoring_s: of every part so far. is_long: too many of its tokens are missing in the draft's pool for one round.
+    scoring_s: seconds so far. is_long: too many of its tokens are missing in the draft's pool for one round.
     """
 
     request: RunningRequest
     options: RequestOptions
     needs: NeedsScore
     work: Generator[None, None, Score] | None = None
-    scoring_s: list[float] = field(default_factory=list)
+    scoring_s: float = 0.0
     is_long: bool = False
 
 
@@ -140,8 +140,6 @@ class SparsePrefillManager:
         configs = scheduler.model_config.hf_text_config, model.model_config.hf_text_config
         self.config = with_calibration(ServerConfig.from_environment(), model.source, *configs)
         self._refusal = model.refusal
-        # A draft with slots of its own cannot score.
-        self._can_prune = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
         self._prunes = self._refusal is None and self.config.prunes
         self._schedule = ScoringSchedule(scheduler, self.config.prefill_decode_interval if self._prunes else 0)
         self._scorer, self._backend = model.scorer, model.backend
@@ -155,7 +153,9 @@ class SparsePrefillManager:
         if self._prunes:
             seconds = self_test.run(scheduler, self._known, self._scorer, self.config.prefill)
             logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
-        self._announce(model.algorithm)
+        logger.info("%s: drafting: %s", NAME, drafting_note(self.config, model.algorithm))
+        level = logging.WARNING if self._refusal or self._prunes else logging.INFO
+        logger.log(level, "%s: %s", NAME, pruning_note(self.config, self._refusal, self._known.template.unrecognised))
 
     @staticmethod
     def of(scheduler: Any) -> SparsePrefillManager | None:
@@ -164,12 +164,6 @@ class SparsePrefillManager:
             manager = SparsePrefillManager(scheduler, model)
             setattr(scheduler, STATE, manager)
         return manager
-
-    def _announce(self, algorithm: str) -> None:
-        config = self.config
-        logger.info("%s: drafting: %s", NAME, drafting_note(config, algorithm))
-        level = logging.WARNING if self._refusal or self._prunes else logging.INFO
-        logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._known.template.unrecognised))
 
     def _num_cached(self, prompt: Prompt) -> int:
         """Prefix tokens whose KV the target has, were the prompt prefilled densely."""
@@ -201,21 +195,14 @@ class SparsePrefillManager:
             self._give_up(request, failure)
 
     def _on_request(self, request: RunningRequest) -> None:
-        options = self._options(request)
+        # The tokenizer's process has refused bad options, except on other entry points: their prompts are dense.
+        options = RequestOptions.parse(request.sampling_params.custom_params, self.config)
         prompt = self._prompt(request, options)
         decision = decide(prompt, self._known, self._refusal or dense_reason(request))
         if isinstance(decision, NeedsScore):
             self._pending.append(PendingScore(request, options, decision))
         else:
             apply(request, options, decision, self._known)
-
-    def _options(self, request: RunningRequest) -> RequestOptions:
-        try:
-            return RequestOptions.parse(request.sampling_params.custom_params, self.config)
-        except ValueError as error:
-            # The server has refused bad options already, except on other entry points; the scheduler must survive them.
-            logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
-            return RequestOptions(sparse_prefill="off")
 
     def _prompt(self, request: RunningRequest, options: RequestOptions) -> Prompt:
         end_ids: Collection[int] = self._scheduler.model_config.hf_eos_token_id or ()
@@ -346,7 +333,7 @@ class SparsePrefillManager:
             return
         except Exception as error:
             failure = error
-        pending.scoring_s.append(perf_counter() - started)
+        pending.scoring_s += perf_counter() - started
         if not all_say_yes(failure is None):
             self._on_scoring_failure(pending, failure)
         elif score is not None:
@@ -391,14 +378,12 @@ class SparsePrefillManager:
         """Settings and counters, as /server_info shows them."""
         return {
             "settings": asdict(self.config),
-            "prompts_are_pruned": self._can_prune,
             "why_not": self._refusal or "",
             "scoring_backend": self._backend,
-            "unrecognised": self._known.template.unrecognised,
             "num_requests": dict(self._known.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),
             "num_turns_remembered": len(self._known.turns),
-            "draft_pool": self._scorer.pool_state() if self._can_prune else {},
+            "draft_pool": self._scorer.pool_state(),
             **(self._worker.state() if self._drafts else {}),
             "num_failures": num_failures(),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from spec_stack.config import PrefillConfig, SparsePrefill
@@ -16,9 +16,8 @@ META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
 STATE = "spec_stack"
 """The attribute of SGLang's requests that holds their RequestOptions, once they are decided."""
-OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "protect", "explain", "gamma", "policy")
 NESTED = "spec_stack"
-"""The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
+"""The key of `custom_params` under which the options stand."""
 
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
@@ -60,13 +59,19 @@ class RequestOptions:
 
     @classmethod
     def parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:
-        """Read the options from `custom_params`, or from its entry NESTED; other entries are ignored.
+        """Read the options from `custom_params`' entry NESTED; other entries are ignored.
 
-        Raises ValueError for a value of the wrong type or out of range, and for an unknown name in NESTED.
+        Raises ValueError for an unknown option, and for a value of the wrong type or out of range.
         """
-        if not isinstance(custom_params, Mapping):
+        asked = custom_params.get(NESTED) if isinstance(custom_params, Mapping) else None
+        if asked is None:
             return cls()
-        values = _given(custom_params)
+        if not isinstance(asked, Mapping):
+            raise ValueError(f"custom_params.{NESTED} must be an object of options, got {asked!r}")
+        unknown = [str(name) for name in asked if name not in OPTIONS]
+        if unknown:
+            raise ValueError(f"custom_params.{NESTED} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
+        values = {name: value for name, value in asked.items() if value is not None}
         if "protect" in values:
             values["protect"] = _spans(values["protect"])
         options = cls(**values)
@@ -107,24 +112,7 @@ class RequestOptions:
         return replace(config.prefill, **{name: value for name, value in asked.items() if value is not None})
 
 
-def _given(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among a request's parameters, by name."""
-    nested = params.get(NESTED)
-    given = {name: params[name] for name in OPTIONS if params.get(name) is not None}
-    if nested is None:
-        return given
-    if not isinstance(nested, Mapping):
-        raise ValueError(f"custom_params.{NESTED} must be an object of options, got {nested!r}")
-    unknown = [str(name) for name in nested if name not in OPTIONS]
-    if unknown:
-        raise ValueError(f"custom_params.{NESTED} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
-    inside = {name: value for name, value in nested.items() if value is not None}
-    twice = [name for name in inside if name in given and given[name] != inside[name]]
-    if twice:
-        raise ValueError(
-            f"custom_params and custom_params.{NESTED} give {', '.join(twice)} different values; give it once"
-        )
-    return given | inside
+OPTIONS = tuple(entry.name for entry in fields(RequestOptions))
 
 
 def _spans(protect: object) -> tuple[Span, ...]:

@@ -253,7 +253,7 @@ def generate_body(input_ids: Sequence[int], max_new_tokens: int, **custom: Any) 
             "temperature": 0,
             "max_new_tokens": max_new_tokens,
             "ignore_eos": True,
-            "custom_params": custom,
+            "custom_params": {"spec_stack": custom},
         },
     }
 

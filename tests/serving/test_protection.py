@@ -36,7 +36,7 @@ def test_a_chat_is_pruned_as_the_library_prunes_it(server: Server, reference: Re
         messages=messages, max_tokens=24, sparse_prefill="on", keep_rate=keep_rate, gamma=0, ignore_eos=True
     )
     asked = {"sparse_prefill": "on", "keep_rate": keep_rate, "follow_up": "afresh"}
-    reply = server.chat(messages, custom_params=asked)
+    reply = server.chat(messages, custom_params={"spec_stack": asked})
     report = reply["spec_stack"]
     assert report["num_kept_tokens"] == expected.metrics.num_kept_tokens < report["num_prompt_tokens"]
     assert reply["text"] == expected.text
@@ -58,10 +58,8 @@ def test_what_a_caller_protects_is_kept_in_place_of_what_the_server_finds(server
 def test_a_plain_text_is_pruned_and_the_reason_says_that_nothing_is_protected(
     server: Server, reference: Reference
 ) -> None:
-    body: dict[str, Any] = {
-        "input_ids": reference.text_ids(600, seed=6),
-        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "custom_params": {"sparse_prefill": "on"}},
-    }
+    sampling = {"temperature": 0, "max_new_tokens": 4, "custom_params": {"spec_stack": {"sparse_prefill": "on"}}}
+    body: dict[str, Any] = {"input_ids": reference.text_ids(600, seed=6), "sampling_params": sampling}
     _, reply = server.post("/generate", body)
     report = reply["meta_info"]["spec_stack"]
     assert report["sparse_prefill"]

@@ -40,7 +40,7 @@ def test_a_prompt_over_the_threshold_is_pruned_and_finds_its_fact(server: Server
     fact = hide_fact(reference.tokenizer, 3100, 5)
     body = {"model": "default", "messages": fact.messages, "max_tokens": 32, "temperature": 0, "return_meta_info": True}
     for switch in (None, "off"):
-        extra = {} if switch is None else {"custom_params": {"sparse_prefill": switch}}
+        extra = {} if switch is None else {"custom_params": {"spec_stack": {"sparse_prefill": switch}}}
         status, reply = server.post("/v1/chat/completions", {**body, **extra})
         assert status == 200, reply
         report = reply["choices"][0]["meta_info"]["spec_stack"]
@@ -70,7 +70,7 @@ def test_an_openai_stream_gives_the_same_text(server: Server, reference: Referen
         "messages": hide_fact(reference.tokenizer, 600, 3).messages,
         "max_tokens": 24,
         "temperature": 0,
-        "custom_params": {"sparse_prefill": "on", "keep_rate": 0.3},
+        "custom_params": {"spec_stack": {"sparse_prefill": "on", "keep_rate": 0.3}},
     }
     _, whole = server.post("/v1/chat/completions", body)
     parts = [
@@ -186,13 +186,15 @@ def test_a_bad_option_is_a_400_that_names_it(server: Server, custom: dict[str, A
     assert status == 400
     assert named in reply["error"]["message"]
     chat = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-    status, reply = server.post("/v1/chat/completions", {**chat, "custom_params": custom})
+    status, reply = server.post("/v1/chat/completions", {**chat, "custom_params": {"spec_stack": custom}})
     assert status == 400
     assert named in str(reply)
 
 
 def test_options_of_others_in_custom_params_are_left_alone(server: Server) -> None:
-    assert server.generate([5, 6, 7], 4, somebody_elses=3)["meta_info"]["completion_tokens"] == 4
+    body = generate_body([5, 6, 7], 4)
+    body["sampling_params"]["custom_params"] |= {"policy": "somebody else's"}
+    assert server.post("/generate", body)[1]["meta_info"]["completion_tokens"] == 4
 
 
 def test_a_pruned_prompt_may_be_answered_in_a_grammar_several_times(server: Server, reference: Reference) -> None:

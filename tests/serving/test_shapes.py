@@ -58,7 +58,7 @@ def test_the_server_keeps_what_the_library_keeps(server: Server, reference: Refe
         messages=messages, max_tokens=16, sparse_prefill="on", keep_rate=0.2, gamma=0, ignore_eos=True
     )
     asked = {"sparse_prefill": "on", "keep_rate": 0.2, "follow_up": "afresh"}
-    reply = server.chat(messages, max_tokens=16, custom_params=asked)
+    reply = server.chat(messages, max_tokens=16, custom_params={"spec_stack": asked})
     report = reply["spec_stack"]
     assert report["num_kept_tokens"] == expected.metrics.num_kept_tokens < report["num_prompt_tokens"]
     assert reply["text"] == expected.text

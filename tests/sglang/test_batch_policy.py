@@ -269,10 +269,10 @@ def test_a_step_says_how_long_its_texts_are_in_the_mean() -> None:
 
 def test_policies_for_one_request_are_refused() -> None:
     config = ServerConfig(policy="ema")
-    assert RequestOptions.parse({"policy": "throughput"}, config).policy == "throughput"
+    assert RequestOptions.parse({"spec_stack": {"policy": "throughput"}}, config).policy == "throughput"
     for custom in ({"policy": "speckv"}, {"policy": "confidence"}):
         with pytest.raises(ValueError, match=r"unknown batch policy .*known: throughput"):
-            RequestOptions.parse(custom, config)
+            RequestOptions.parse({"spec_stack": custom}, config)
 
 
 def test_a_large_batch_drafts_no_further_than_its_graphs_were_captured_for() -> None:

@@ -18,6 +18,10 @@ from spec_stack.sglang.server_args import ServerConfig
 CONFIG = ServerConfig()
 
 
+def _parse(asked: dict[str, Any], config: ServerConfig) -> RequestOptions:
+    return RequestOptions.parse({"spec_stack": asked}, config)
+
+
 @pytest.mark.parametrize(
     "custom",
     [
@@ -42,22 +46,25 @@ CONFIG = ServerConfig()
         {"protect": [[0, 10**9]]},
         {"sparse_prefill": "draft_only"},
         {"sparse_prefill": "target"},
-        {"keep_rate": 0.2, "spec_stack": {"keep_rate": 0.3}},
-        {"spec_stack": {"specprefil": True}},
-        {"spec_stack": 3},
+        {"specprefil": True},
     ],
 )
 def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(custom))):
-        RequestOptions.parse(custom, CONFIG)
+        _parse(custom, CONFIG)
+
+
+def test_options_are_an_object() -> None:
+    with pytest.raises(ValueError, match="must be an object of options"):
+        RequestOptions.parse({"spec_stack": 3}, CONFIG)
 
 
 def test_nobody_sets_drafts_that_are_not_ours() -> None:
     beside = ServerConfig(scoring_model="draft")
     for name, value in {"gamma": 0, "policy": "ema"}.items():
         with pytest.raises(ValueError, match=f"{name} set how SPEC_STACK drafts"):
-            RequestOptions.parse({name: value}, beside)
-    assert RequestOptions.parse({"keep_rate": 0.3}, beside).keep_rate == 0.3
+            _parse({name: value}, beside)
+    assert _parse({"keep_rate": 0.3}, beside).keep_rate == 0.3
 
 
 def test_the_launch_says_what_a_longer_prompt_keeps_where_a_curve_says_less() -> None:
@@ -72,34 +79,30 @@ def test_the_launch_says_what_a_longer_prompt_keeps_where_a_curve_says_less() ->
 def test_a_draft_with_slots_of_its_own_leaves_the_target_dense(asked: dict[str, Any]) -> None:
     config = ServerConfig.from_mapping({"sparse_prefill": "draft_only", "draft_kv_budget": 256})
     assert "of prompts of over 256 tokens the draft has 256 slots" in pruning_note(config, None, "")
-    assert RequestOptions.parse(asked, config).prefill(config).sparse_prefill == asked.get(
-        "sparse_prefill", "draft_only"
-    )
+    assert _parse(asked, config).prefill(config).sparse_prefill == asked.get("sparse_prefill", "draft_only")
     for other in ({"sparse_prefill": "auto"}, {"sparse_prefill": "on"}):
         with pytest.raises(ValueError, match="sparse_prefill"):
-            RequestOptions.parse(other, config)
+            _parse(other, config)
     for name, value in {"keep_rate": 0.3, "follow_up": "afresh"}.items():
         with pytest.raises(ValueError, match=f"{name} set how prompts are pruned"):
-            RequestOptions.parse({name: value}, config)
+            _parse({name: value}, config)
 
 
 def test_a_request_may_ask_for_a_pruned_prompt_where_the_server_prunes_none() -> None:
     prunes_none = ServerConfig.from_mapping({"sparse_prefill": "off"})
-    assert RequestOptions.parse({"sparse_prefill": "on"}, prunes_none).sparse_prefill == "on"
+    assert _parse({"sparse_prefill": "on"}, prunes_none).sparse_prefill == "on"
 
 
-@pytest.mark.parametrize("custom", [None, {}, {"mine": 3}, "text", {"keep_rate": None}])
+@pytest.mark.parametrize(
+    "custom", [None, {}, {"mine": 3}, "text", {"keep_rate": 3}, {"spec_stack": {"keep_rate": None}}]
+)
 def test_what_is_not_an_option_is_left_alone(custom: Any) -> None:
     assert RequestOptions.parse(custom, CONFIG) == RequestOptions()
 
 
 def test_options_are_read() -> None:
-    options = RequestOptions.parse({"sparse_prefill": "on", "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}, CONFIG)
+    options = _parse({"sparse_prefill": "on", "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}, CONFIG)
     assert options == RequestOptions(sparse_prefill="on", keep_rate=0.3, gamma=8, protect=((0, 4),))
-    assert options == RequestOptions.parse(
-        {"keep_rate": 0.3, "spec_stack": {"sparse_prefill": "on", "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}},
-        CONFIG,
-    )
     assert options.prefill(CONFIG).keep_rate == 0.3
     assert RequestOptions().prefill(CONFIG) == CONFIG.prefill
 
