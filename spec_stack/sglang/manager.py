@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
@@ -32,7 +32,7 @@ from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch_messages import drafting_note, pruning_note
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, RunningRequest, dense_reason
-from spec_stack.sglang.scoring import Score
+from spec_stack.sglang.scoring import Scoring
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.tokenizers.chat_turns import Protected
@@ -120,7 +120,7 @@ class PendingScore:
     request: RunningRequest
     options: RequestOptions
     needs: NeedsScore
-    work: Generator[None, None, Score] | None = None
+    work: Scoring | None = None
     scoring_s: float = 0.0
     is_long: bool = False
 

@@ -19,7 +19,7 @@ from spec_stack.devices import to_device
 from spec_stack.engine.prompt_scorer import FoundScorer, PromptScorer
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.importance import finite, over_queries, segment_weights
-from spec_stack.prefill.queries import Candidates, find_candidates
+from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.draft_radix_cache import PoolFullError
@@ -43,6 +43,12 @@ class Score:
 
     importance: torch.Tensor
     num_draft_tokens: int
+
+
+Scoring = Generator[None, None, Score]
+"""Yields after every part, and returns the score."""
+PartSize = Callable[[int], int]
+"""Most tokens of the next part, given the configured chunk; called before every part."""
 
 
 class Scorer(ABC):
@@ -76,18 +82,13 @@ class Scorer(ABC):
 
     @abstractmethod
     def score(
-        self,
-        prompt: Prompt,
-        most_of_a_part: Callable[[int], int],
-        pieces: Sequence[str] | None = None,
-        first_query: int = 0,
-    ) -> Generator[None, None, Score]:
+        self, prompt: Prompt, most_of_a_part: PartSize, pieces: Sequence[str] | None = None, first_query: int = 0
+    ) -> Scoring:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
-        PoolFullError where the prompt is longer than the draft's pool. most_of_a_part: most tokens of the next part,
-        given the configured chunk; called before every part. pieces: the text of every token, or None. first_query:
-        first token whose segment may hold the question.
+        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
+        first_query: first token whose segment may hold the question.
         """
 
 
@@ -121,12 +122,8 @@ class DraftScorer(Scorer):
             yield
 
     def score(
-        self,
-        prompt: Prompt,
-        most_of_a_part: Callable[[int], int],
-        pieces: Sequence[str] | None = None,
-        first_query: int = 0,
-    ) -> Generator[None, None, Score]:
+        self, prompt: Prompt, most_of_a_part: PartSize, pieces: Sequence[str] | None = None, first_query: int = 0
+    ) -> Scoring:
         """As `Scorer.score`.
 
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
@@ -177,7 +174,11 @@ class DraftScorer(Scorer):
                     break
             yield
             num_agreed = num_tokens
-            queries = Queries() if found is None else _queries_of(found, num_in_place)
+            queries = Queries()
+            if found is not None:
+                sizes = [stop - start for start, stop in found.repeated]
+                segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
+                queries = Queries(num_in_place, segments, opening=min(found.opening, num_in_place))
             where = to_device(torch.from_numpy(slots[:num_tokens]), self._draft.device)
             if queries.segments:
                 opening = opening_of_own_heads(self._draft, where, layers, config, queries)
@@ -215,12 +216,6 @@ def _over_ranks(
     if config.head_reduction == "mean":
         return finite(sum_of_all(own) / num_scoring_heads(layers, config, num_ranks()))
     return finite(over_queries(largest_of_all(own), queries.segments, queries.weights))
-
-
-def _queries_of(found: Candidates, num_in_place: int) -> Queries:
-    sizes = [stop - start for start, stop in found.repeated]
-    segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
-    return Queries(num_in_place, segments, opening=min(found.opening, num_in_place))
 
 
 class TransformersScorer(Scorer):
@@ -266,12 +261,8 @@ class TransformersScorer(Scorer):
         return torch.no_grad()
 
     def score(
-        self,
-        prompt: Prompt,
-        most_of_a_part: Callable[[int], int],
-        pieces: Sequence[str] | None = None,
-        first_query: int = 0,
-    ) -> Generator[None, None, Score]:
+        self, prompt: Prompt, most_of_a_part: PartSize, pieces: Sequence[str] | None = None, first_query: int = 0
+    ) -> Scoring:
         self._room = None
         num_tokens, num_new = len(prompt.token_ids), self.num_to_prefill(prompt)
         if num_tokens > self.num_pool_tokens:

@@ -26,7 +26,7 @@ from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner, bytes_per_token
 from spec_stack.sglang.ranks import least_free_bytes
 from spec_stack.sglang.scoring import DraftScorer, Scorer, TransformersScorer
-from spec_stack.sglang.server_args import NAME, ServerConfig
+from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig
 from spec_stack.sglang.support import architecture_refusal, pruning_refusal, require_scoring, untested_refusal
 from spec_stack.tokenizers.vocabulary import compare
 
@@ -161,7 +161,7 @@ def sized_pool(runner: Any, config: ServerConfig) -> DraftScoringRunner:
 def _pool_tokens(device: str, gpu_id: int, num_bytes: int, config: ServerConfig) -> int:
     """The size of a draft's pool with num_bytes per token. Collective."""
     num_free = least_free_bytes(device, gpu_id)
-    num_tokens = config.pool_tokens(num_bytes, num_free)
+    num_tokens = config.draft_pool_tokens or max(1, min(MOST_POOL_TOKENS, num_free // 10 // num_bytes))
     logger.info(
         "%s: the draft's own KV pool: %d tokens (--spec-stack-draft-pool-tokens), %.2f GB of the %.2f GB that are free",
         *(NAME, num_tokens, num_tokens * num_bytes / 1e9, num_free / 1e9),

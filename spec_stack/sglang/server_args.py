@@ -141,12 +141,6 @@ class ServerConfig:
         """Those of the batch sizes that may use this gamma, for which alone its graphs are captured."""
         return [size for size in batch_sizes if gamma in self.gammas_at(size)]
 
-    def pool_tokens(self, bytes_per_token: int, num_free_bytes: int) -> int:
-        """Tokens of the draft's own KV pool on a device with so much free memory."""
-        if self.draft_pool_tokens is not None:
-            return self.draft_pool_tokens
-        return max(1, min(MOST_POOL_TOKENS, num_free_bytes // 10 // bytes_per_token))
-
     def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
         drafting = tuple(gamma for gamma in self.gammas if gamma)

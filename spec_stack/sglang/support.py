@@ -95,40 +95,34 @@ def untested_refusal(args: Any, target: Any, config: ServerConfig) -> str | None
     """Why a server prunes no prompt unless `sparse_prefill` is "on": no test covers its target or its cache."""
     if config.prefill.sparse_prefill == "on":
         return None
-    reason = _untested(args, target)
-    return reason and f"{reason}, where pruning has not been tested; --spec-stack-sparse-prefill on tries it"
-
-
-def _untested(args: Any, target: Any) -> str | None:
     architecture = target.hf_config.architectures[0]
     if architecture not in _TESTED:
-        return f"the target is a {architecture}"
-    if (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
-        return "decode context parallelism is set"
-    if str(getattr(args, "kv_cache_dtype", None) or "auto").startswith("fp4"):
-        return "the KV cache is FP4"
-    flag = _first_set(args, *_UNTESTED_STORES)
-    return flag and f"{flag} is set"
+        reason = f"the target is a {architecture}"
+    elif (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
+        reason = "decode context parallelism is set"
+    elif str(getattr(args, "kv_cache_dtype", None) or "auto").startswith("fp4"):
+        reason = "the KV cache is FP4"
+    elif flag := _first_set(args, *_UNTESTED_STORES):
+        reason = f"{flag} is set"
+    else:
+        return None
+    return f"{reason}, where pruning has not been tested; --spec-stack-sparse-prefill on tries it"
 
 
 def require_scoring(args: Any, target: Any, scoring: Any) -> None:
     """Raise ValueError where a scoring model cannot run beside SGLang's own algorithm, or none."""
-    refusal = _scoring_refusal(args, target, scoring)
+    refusal: str | None
+    if flag := _first_set(args, *_GROUPS, "dllm_algorithm"):
+        refusal = f"{flag} is set; leave it out"
+    elif not target.is_generation:
+        refusal = "the target does not generate text"
+    elif scoring.context_len < target.context_len:
+        lengths = f"it reads {scoring.context_len} tokens and the target {target.context_len}"
+        refusal = f"{lengths}; add --context-length {scoring.context_len}"
+    else:
+        refusal = pruning_refusal(args, None)
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
-
-
-def _scoring_refusal(args: Any, target: Any, scoring: Any) -> str | None:
-    if flag := _first_set(args, *_GROUPS, "dllm_algorithm"):
-        return f"{flag} is set; leave it out"
-    if not target.is_generation:
-        return "the target does not generate text"
-    if scoring.context_len < target.context_len:
-        return (
-            f"it reads {scoring.context_len} tokens and the target {target.context_len}; "
-            f"add --context-length {scoring.context_len}"
-        )
-    return pruning_refusal(args, None)
 
 
 def require_no_state(hf: Any) -> None:
@@ -141,23 +135,20 @@ def require_no_state(hf: Any) -> None:
 
 
 def require_slots(args: Any, draft: Any) -> None:
-    refusal = _slots_refusal(args, draft)
-    if refusal is not None:
-        raise ValueError(
-            f"--spec-stack-sparse-prefill draft_only gives the draft its own slots, and {refusal}; leave it out"
-        )
-
-
-def _slots_refusal(args: Any, draft: Any) -> str | None:
+    """Raise ValueError where a draft cannot have slots of its own."""
     if reason := architecture_refusal(draft):
-        return f"the draft {reason}"
-    if (getattr(args, "page_size", None) or 1) > 1:
-        return "a page of several slots cannot hold chosen tokens; --page-size 1 can"
-    if _is_disaggregated(args):
-        return _DISAGGREGATED
-    if flag := _first_set(args, *_STORES):
-        return f"{flag} stores the draft's KV with the target's"
-    return None
+        refusal = f"the draft {reason}"
+    elif (getattr(args, "page_size", None) or 1) > 1:
+        refusal = "a page of several slots cannot hold chosen tokens; --page-size 1 can"
+    elif _is_disaggregated(args):
+        refusal = _DISAGGREGATED
+    elif flag := _first_set(args, *_STORES):
+        refusal = f"{flag} stores the draft's KV with the target's"
+    else:
+        return
+    raise ValueError(
+        f"--spec-stack-sparse-prefill draft_only gives the draft its own slots, and {refusal}; leave it out"
+    )
 
 
 def _is_disaggregated(args: Any) -> bool:
