@@ -284,48 +284,30 @@ def _needs(prompt: Prompt, prefix: CachedPrefix, reason: str, recall: SessionCon
 
 
 def plan_scored(needs: NeedsScore, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts) -> Plan:
-    """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none."""
-    prompt, prefix = needs.prompt, needs.prefix
-    recalling, texts = known.config.recall if needs.recalls else None, known.token_texts(prompt)
-    positions, num_recalled = select_kept(
-        prompt.token_ids, prefix, importance, needs.prunes, recalling, prompt.config, prompt.spans, texts
-    )
-    num_tokens, num_scored = len(prompt.token_ids), 0
+    """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none.
+
+    The target prefills again what stands behind the first recalled token.
+    """
+    prompt, prefix, num_tokens = needs.prompt, needs.prefix, len(needs.prompt.token_ids)
+    start, held = prefix.num_tokens, prefix.positions
+    inputs = ScoringInputs(prompt.token_ids, None, prompt.spans, known.token_texts(prompt), importance)
+    recalled: list[int] = []
+    if needs.recalls:
+        dropped = dropped_positions(held, start)
+        recalled = recall_dropped(inputs, dropped, start, prompt.config, known.config.recall)
+    rule = prompt.config if needs.prunes else None
+    turn = select_turn(inputs, held, start, recalled, rule, prompt.spans, place="in_text")
+    positions = (*held[: turn.num_held], *turn.positions)
+    num_scored = 0
     if importance is not None:
-        num_scored = prefix.num_tokens * needs.recalls + (num_tokens - prefix.num_tokens) * needs.prunes
+        num_scored = start * needs.recalls + (num_tokens - start) * needs.prunes
     reason, outcome = needs.reason, "pruned"
     if len(positions) == num_tokens:
         reason, outcome = "off: chunks and protected spans cover the whole prompt", "nothing_to_prune"
-    elif prefix.num_tokens:
+    elif start:
         origin = "cached and kept" if prefix.is_dense else f"of earlier turns: {prompt.follow_up}"
-        reason = f"{reason}; {prefix.num_tokens} of {num_tokens} tokens are {origin}"
-    return Plan(prompt, positions, reason, outcome, prefix.num_tokens, num_recalled, num_scored, num_draft_tokens)
-
-
-def select_kept(
-    prompt_ids: Sequence[int],
-    beginning: CachedPrefix,
-    importance: torch.Tensor | None,
-    prunes: bool,
-    recalling: SessionConfig | None,
-    config: PrefillConfig,
-    protected: Sequence[Span],
-    pieces: Sequence[str] | None = None,
-) -> tuple[tuple[int, ...], int]:
-    """The kept positions of a prompt, in order, and how many of them are recalled.
-
-    What stands behind the first recalled token is prefilled again. importance: (num_prompt_tokens,), for pruning and
-    recall; None for a scorer without it. prunes: the text after the beginning is pruned. recalling: None recalls
-    nothing. protected: half-open spans that are never dropped. pieces: the text of every token; None has chunks in
-    place of lines.
-    """
-    start, held = beginning.num_tokens, beginning.positions
-    inputs = ScoringInputs(prompt_ids, None, protected, pieces, importance)
-    recalled: list[int] = []
-    if recalling is not None:
-        recalled = recall_dropped(inputs, dropped_positions(held, start), start, config, recalling)
-    turn = select_turn(inputs, held, start, recalled, config if prunes else None, protected, place="in_text")
-    return (*held[: turn.num_held], *turn.positions), len(recalled)
+        reason = f"{reason}; {start} of {num_tokens} tokens are {origin}"
+    return Plan(prompt, positions, reason, outcome, start, len(recalled), num_scored, num_draft_tokens)
 
 
 def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Plan:

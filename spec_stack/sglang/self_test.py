@@ -10,7 +10,7 @@ from typing import Any
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.decide import CachedPrefix, KnownTexts, Prompt, select_kept
+from spec_stack.sglang.decide import CachedPrefix, KnownTexts, NeedsScore, Prompt, plan_scored
 from spec_stack.sglang.scoring import Scorer
 from spec_stack.sglang.server_args import NAME
 
@@ -29,7 +29,7 @@ def run(scheduler: Any, known: KnownTexts, scorer: Scorer, config: PrefillConfig
         prompt = Prompt(_token_ids(scheduler, config), _TENANT, None, config, "recall")
         known.num_cached(prompt)
         importance = _importance(scheduler, scorer, prompt) if needs_attention(config.scorer) else None
-        select_kept(prompt.token_ids, CachedPrefix(), importance, True, None, config, ())
+        plan_scored(NeedsScore(prompt, CachedPrefix(), True, False, ""), importance, len(prompt.token_ids), known)
     except Exception as error:
         raise RuntimeError(
             f"{NAME} cannot serve: a synthetic prompt failed at launch ({type(error).__name__}: {error}). "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,11 +12,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.sglang.decide import CachedPrefix, TurnStore, select_kept
+from spec_stack.prefill.alignment import Span
+from spec_stack.sglang.decide import CachedPrefix, KnownTexts, NeedsScore, Prompt, TurnStore, plan_scored
+from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.tokenizers.chat_turns import Protected
 from tests.support.reference_session import dropped_chunks_to_restore
 
 CONFIG = PrefillConfig(chunk_size=4, keep_rate=0.3, keep_last=1)
 RECALLING = SessionConfig(recall_threshold=1.0, max_recalled_chunks=3, recall_margin=2, recall_word_threshold=None)
+
+
+def _kept(
+    prompt_ids: Sequence[int],
+    beginning: CachedPrefix,
+    importance: torch.Tensor | None,
+    prunes: bool,
+    recall: SessionConfig | None,
+    config: PrefillConfig = CONFIG,
+    protected: Sequence[Span] = (),
+) -> tuple[tuple[int, ...], int]:
+    """The kept positions of a prompt, and how many of them are recalled; recall: None for none."""
+    known = KnownTexts(ServerConfig(recall=recall or SessionConfig()), None, None, lambda prompt: 0, 1000)
+    prompt = Prompt(tuple(prompt_ids), None, None, config, "recall", Protected(tuple(protected)))
+    plan = plan_scored(NeedsScore(prompt, beginning, prunes, recall is not None, "on"), importance, 0, known)
+    return tuple(plan.positions), plan.num_recalled
 
 
 @given(st.randoms(use_true_random=False))
@@ -98,7 +118,7 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
     importance = torch.tensor([rng.randrange(64) / 64 for _ in range(num_tokens)])
     beginning = CachedPrefix(num_cached, held)
     protected = [(num_cached, num_cached + 2)]
-    positions, num_recalled = select_kept(prompt, beginning, importance, prunes, RECALLING, CONFIG, protected)
+    positions, num_recalled = _kept(prompt, beginning, importance, prunes, RECALLING, protected=protected)
     expected = dropped_chunks_to_restore(importance.tolist(), held, num_cached, 4, 1.0, 3, margin=2)
     old, new = positions[: len(held) + len(expected)], positions[len(held) + len(expected) :]
     assert list(old) == sorted([*held, *expected])
@@ -113,14 +133,14 @@ def test_old_text_that_shares_rare_words_with_the_question_is_recalled_without_a
     prompt = [*document, 900, 901, 141, 142, 902]
     beginning = CachedPrefix(80, (*range(8), *range(72, 80)))
     config = PrefillConfig(chunk_size=4, scorer="bm25")
-    positions, num_recalled = select_kept(prompt, beginning, None, False, SessionConfig(recall_margin=0), config, ())
+    positions, num_recalled = _kept(prompt, beginning, None, False, SessionConfig(recall_margin=0), config)
     # 141 and 142 stand at 41 and 42, in the chunk from 40 on.
     assert positions == (*range(8), 40, 41, 42, 43, *range(72, 85))
     assert num_recalled == 4
 
 
 def test_frozen_text_stays_away() -> None:
-    positions, _ = select_kept(range(40), CachedPrefix(30, (0, 5)), torch.ones(40), False, None, CONFIG, ())
+    positions, _ = _kept(range(40), CachedPrefix(30, (0, 5)), torch.ones(40), False, None)
     assert positions == (0, 5, *range(30, 40))
 
 
