@@ -1,4 +1,7 @@
-"""`spec-stack doctor --sglang`: checks a launch and describes its server, without starting it or loading weights."""
+"""`spec-stack doctor --sglang`: checks a launch and describes its server, without starting it or loading weights.
+
+A server's log has the same notes. Bytes are of each rank.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,13 @@ import contextlib
 import importlib.util
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spec_stack.config import how_to_install
-from spec_stack.sglang import launch_messages as notes
 from spec_stack.sglang.draft_kv_rows import num_row_slots, pool_slots
-from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
+from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, NEVER, ServerConfig, with_calibration
 from spec_stack.sglang.support import (
     architecture_refusal,
     pruning_refusal,
@@ -30,9 +32,9 @@ _NOT_SHOWN = ("arguments", "problem", "warnings")
 def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
     """Resolve the arguments of an SGLang launch as SGLang does, and report the result as plain values.
 
-    Sentences by topic; "problem": why the launch would end, or None; "warnings".
-    Reads configurations and tokenizers, from the hub too. Loads SGLang's plugins, and leaves the flags in the
-    environment, as a launch does. Raises ValueError without SGLang in this Python.
+    Sentences by topic; "problem": why the launch would end, or None; "warnings". Reads configurations and tokenizers,
+    from the hub too. Loads SGLang's plugins, and leaves the flags in the environment, as a launch does. Raises
+    ValueError without SGLang in this Python.
     """
     if importlib.util.find_spec("sglang") is None:
         raise ValueError(f"--sglang asks SGLang itself, and this Python has none: {how_to_install('sglang')}")
@@ -97,19 +99,19 @@ def describe(launch: Launch) -> dict[str, Any]:
     report: dict[str, Any] = {"vocabularies": launch.vocabularies}
     if not launch.is_own:
         report["scoring backend"] = launch.scoring
-    report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
-    report["drafting"] = notes.drafting_note(config, launch.algorithm)
+    report["prompts"] = pruning_note(config, launch.refusal, launch.unrecognised)
+    report["drafting"] = drafting_note(config, launch.algorithm)
     report["attention"] = str(args.decode_attention_backend or args.attention_backend)
     report["target's pool"] = _target_pool_note(launch)
     own_bytes = launch.own_bytes or _numbers_per_token(launch.small, args) * int(launch.small.dtype.itemsize)
     if launch.prunes:
-        report["draft's pool"] = notes.pool_note(config, own_bytes)
+        report["draft's pool"] = pool_note(config, own_bytes)
     if launch.has_slots:
         num_slots = num_row_slots(config.prefill, config.gammas[-1])
         num_bytes = pool_slots(args.max_running_requests, num_slots) * own_bytes
-        report["draft's slots"] = notes.slots_note(num_slots, num_bytes)
+        report["draft's slots"] = slots_note(num_slots, num_bytes)
     if launch.is_own:
-        report["CUDA graphs"] = notes.graphs_note(config, launch.sizes)
+        report["CUDA graphs"] = graphs_note(config, launch.sizes)
     return {**report, "warnings": _warnings(launch)}
 
 
@@ -117,7 +119,7 @@ def _warnings(launch: Launch) -> list[str]:
     found = []
     if launch.args.disable_radix_cache:
         found.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
-    if launch.is_own and (advice := notes.penalty_advice(launch.target.get_default_sampling_params())):
+    if launch.is_own and (advice := penalty_advice(launch.target.get_default_sampling_params())):
         found.append(advice)
     return found
 
@@ -141,6 +143,89 @@ def _target_pool_note(launch: Launch) -> str:
 def _numbers_per_token(model: Any, args: Any) -> int:
     """Numbers of a token's keys and values on one rank."""
     return int(model.num_hidden_layers * model.get_num_kv_heads(args.tp_size) * (model.head_dim + model.v_head_dim))
+
+
+# Notes, for a server's log too
+
+
+def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:
+    """What is pruned, from which length, and what is kept whole.
+
+    refusal: why no prompt may be pruned, or None. unrecognised: what the chat template leaves unprotected.
+    """
+    prefill = config.prefill
+    if prefill.sparse_prefill == "draft_only":
+        slots = prefill.draft_kv_budget
+        return f"the target prefills densely; of prompts of over {slots} tokens the draft has {slots} slots"
+    if refusal is not None:
+        return f"no prompt is pruned here, since {refusal}"
+    if not config.prunes:
+        why = "sparse_prefill is off" if prefill.sparse_prefill == "off" else "keep_rate is 1.0"
+        return f"no prompt is pruned, since {why}"
+    from_length = prefill.min_prompt_tokens
+    if from_length == NEVER:
+        return (
+            "prompts are pruned on request alone: by the sizes of both models pruning pays at no length; "
+            "--spec-stack-min-prompt-tokens sets one"
+        )
+    share, longer = (f"{100 * prefill.rate_for(length):.0f} %" for length in (from_length, 4 * from_length))
+    if longer != share:
+        share += f" ({longer} at {4 * from_length})"
+    kept_whole = unrecognised or (
+        "System messages, tool definitions and the template's tokens are kept whole, as far as prompts are rendered by "
+        "the tokenizer's chat template"
+    )
+    return (
+        f"PROMPTS ARE PRUNED, which is lossy: of those with {from_length} or more tokens that are not cached, the "
+        f"target prefills about {share}. {kept_whole}. --spec-stack-min-prompt-tokens sets the length, "
+        "--spec-stack-sparse-prefill off prefills all prompts densely"
+    )
+
+
+def slots_note(num_per_request: int, num_bytes: int) -> str:
+    return f"the draft has {num_per_request} slots of its own for each request, {num_bytes / 1e9:.2f} GB in all"
+
+
+def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
+    """Memory of the draft's own pool, as far as known before loading."""
+    num_tokens = config.draft_pool_tokens or MOST_POOL_TOKENS
+    note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
+    if config.draft_pool_tokens is not None:
+        return note
+    return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
+
+
+def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
+    """The captured batch sizes of every gamma; sizes is None where no graphs are captured."""
+    if sizes is None:
+        return "none"
+    # SGLang captures its launch gamma, the largest, before any policy is asked.
+    graphs = {gamma: config.sizes_for(gamma, sizes) for gamma in config.gammas[:-1]} | {config.gammas[-1]: sizes}
+    # To verify, to extend the draft, and over gamma 1 to draft on after that.
+    num_graphs = sum(len(found) * (3 if gamma > 1 else 2) for gamma, found in graphs.items())
+    each = "; ".join(
+        f"gamma {gamma} for {len(found)} batch sizes up to {max(found, default=0)}" for gamma, found in graphs.items()
+    )
+    return f"{num_graphs} in all: {each}"
+
+
+def penalty_advice(sampling: Mapping[str, Any]) -> str | None:
+    """The advice where a checkpoint's generation_config.json disables drafting; None for nothing."""
+    penalty = sampling.get("repetition_penalty", 1)
+    if penalty == 1:
+        return None
+    return (
+        f"the target's generation_config.json has repetition_penalty {penalty}, which every chat request inherits, and "
+        "a request with a penalty drafts nothing; --sampling-defaults openai leaves the file aside, or requests set "
+        "repetition_penalty 1"
+    )
+
+
+def drafting_note(config: ServerConfig, algorithm: str) -> str:
+    """algorithm: the name of what decodes; "" for none."""
+    if algorithm == NAME:
+        return f"policy {config.policy}, gammas {list(config.gammas)}"
+    return f"{algorithm or 'none'}, by SGLang itself"
 
 
 # By SGLang itself

@@ -29,7 +29,7 @@ from spec_stack.sglang.decide import (
 )
 from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
-from spec_stack.sglang.launch_messages import drafting_note, pruning_note
+from spec_stack.sglang.launch_check import drafting_note, pruning_note
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Scoring

@@ -19,7 +19,7 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from spec_stack.sglang import hooks
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.errors import log_and_continue, log_failure
-from spec_stack.sglang.launch_messages import graphs_note, penalty_advice, slots_note
+from spec_stack.sglang.launch_check import graphs_note, penalty_advice, slots_note
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE

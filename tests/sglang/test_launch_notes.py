@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.launch_messages import graphs_note, penalty_advice, pool_note
+from spec_stack.sglang.launch_check import graphs_note, penalty_advice, pool_note
 from spec_stack.sglang.server_args import ServerConfig
 
 # SGLang's own for 48 running requests under speculation.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.launch_messages import pruning_note
+from spec_stack.sglang.launch_check import pruning_note
 from spec_stack.sglang.request_state import (
     RequestOptions,
     dense_reason,
