@@ -159,39 +159,36 @@ class _Turn:
 
 
 class TurnStore:
-    """Pruned turns, of most_tokens tokens in all, by tenant; the oldest are forgotten first."""
+    """Pruned turns, of most_tokens tokens in all, by tenant; those not continued for longest are dropped."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
-        self._turns: OrderedDict[int, _Turn] = OrderedDict()
-        self._next = 0
+        self._turns: list[_Turn] = []
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def add(self, tenant: Hashable, prompt_ids: Sequence[int], positions: Sequence[int], reply: Sequence[int]) -> None:
         """Remember a turn; `reply` is not copied."""
-        self._turns[self._next] = _Turn(tenant, np.asarray(prompt_ids, dtype=np.int64), tuple(positions), reply)
-        self._next += 1
-        num_tokens = sum(map(len, self._turns.values()))
+        self._turns.append(_Turn(tenant, np.asarray(prompt_ids, dtype=np.int64), tuple(positions), reply))
+        num_tokens = sum(map(len, self._turns))
         while num_tokens > self._most_tokens and len(self._turns) > 1:
-            _, oldest = self._turns.popitem(last=False)
-            num_tokens -= len(oldest)
+            num_tokens -= len(self._turns.pop(0))
 
     def clear(self) -> None:
         self._turns.clear()
 
     def find(self, tenant: Hashable, prompt_ids: Sequence[int]) -> CachedPrefix:
-        """The longest prefix of a prompt that a turn had; of equal ones the newest turn's."""
+        """The longest prefix of a prompt that a turn had; of equal ones the latest turn's."""
         # A prompt's last token is new.
         ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
-        lengths = {number: turn.num_continued(tenant, ids) for number, turn in self._turns.items()}
-        best = max(lengths, key=lambda number: (lengths[number], number), default=None)
-        if best is None or not lengths[best]:
+        lengths = [turn.num_continued(tenant, ids) for turn in self._turns]
+        longest = max(lengths, default=0)
+        if not longest:
             return CachedPrefix()
-        self._turns.move_to_end(best)
-        turn = self._turns[best]
-        return CachedPrefix(lengths[best], (*turn.positions, *range(len(turn.token_ids), lengths[best])))
+        turn = self._turns.pop(max(at for at, length in enumerate(lengths) if length == longest))
+        self._turns.append(turn)
+        return CachedPrefix(longest, (*turn.positions, *range(len(turn.token_ids), longest)))
 
 
 class KnownTexts:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -70,6 +71,14 @@ def extend_batch(
     )
 
 
+@contextmanager
+def draft_forward(attention: AttentionBackend) -> Iterator[None]:
+    """SGLang's model of a draft runs in the block, outside of SGLang's workers."""
+    moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
+    with torch.no_grad(), moe[0], moe[1], forward_context(ForwardContext(attn_backend=attention)):
+        yield
+
+
 class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
     """The draft with the KV of whole texts in num_tokens slots: its model, its attention, and their buffers.
 
@@ -122,7 +131,7 @@ class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
         batch = extend_batch(input_ids, [0], [first], [len(token_ids)], positions, positions)
         self._read, self._written, self._num_layers = self._where(slots), self._where(slots[first:]), num_layers
         try:
-            with forward_context(ForwardContext(attn_backend=self)):
+            with draft_forward(self):
                 logits = self._runner.model.forward(input_ids, positions, batch).next_token_logits
         except _LayersDoneError:
             return None

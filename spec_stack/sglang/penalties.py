@@ -54,16 +54,16 @@ class Penalties:
                 self._counted = counted
 
     def correct_prefill(self, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> None:
-        """Correct a prefill, which repeats output after a retraction. device: SGLang's."""
+        """Correct a prefill, which repeats output after a retraction. device: SGLang's.
+
+        The next step counts the output anew: a prefill may be of a request that was retracted.
+        """
+        self._counted = None
         with log_and_continue(*_COUNTING):
             repeats = any(request.output_ids and has_penalties(request) for request in requests)
             if repeats and (counted := _OutputCounts.of(requests, sampling_info, device)):
                 num_output = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)
                 counted.correct(sampling_info, torch.zeros_like(num_output), num_output)
-
-    def forget(self) -> None:
-        """Count the output anew in the next step: a prefill may be of a request that was retracted."""
-        self._counted = None
 
 
 class _OutputCounts:

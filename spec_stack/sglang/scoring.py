@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
@@ -115,11 +114,8 @@ class DraftScorer(Scorer):
     def forget(self) -> None:
         self._draft.index.clear()
 
-    @contextmanager
-    def working(self, scheduler: Any) -> Iterator[None]:
-        moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
-        with torch.no_grad(), on_forward_stream(scheduler, self._draft.device), moe[0], moe[1]:
-            yield
+    def working(self, scheduler: Any) -> AbstractContextManager[None]:
+        return on_forward_stream(scheduler, self._draft.device)
 
     def score(
         self, prompt: Prompt, most_of_a_part: PartSize, pieces: Sequence[str] | None = None, first_query: int = 0

@@ -12,16 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Ints
 from spec_stack.sglang.draft_kv_rows import DraftKVRow, Part, num_row_slots, pool_slots, text_of
-from spec_stack.sglang.draft_scoring_runner import bytes_per_token, extend_batch
+from spec_stack.sglang.draft_scoring_runner import bytes_per_token, draft_forward, extend_batch
 from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.request_state import was_wrong
 
@@ -181,8 +179,7 @@ class SlottedDraft:
         # Image placeholders are no tokens.
         input_ids.clamp_(0, int(runner.model_config.vocab_size) - 1)
         self._plan(batch)
-        moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
-        with torch.no_grad(), moe[0], moe[1], forward_context(ForwardContext(attn_backend=runner.attn_backend)):
+        with draft_forward(runner.attn_backend):
             runner.attn_backend.init_forward_metadata(batch)
             logits: torch.Tensor = runner.model.forward(input_ids, batch.positions, batch).next_token_logits
         return logits

@@ -155,7 +155,6 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             self.batch_policy.invalidate_step_timing()
-            self._penalties.forget()
             self._penalties.correct_prefill(batch.reqs, batch.sampling_info, batch.seq_lens.device)
             return super().forward_batch_generation(batch, *args, **kwargs)
         if self.slots is not None and not batch.forward_mode.is_idle():

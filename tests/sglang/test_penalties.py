@@ -100,7 +100,7 @@ def test_what_is_added_step_by_step_is_what_was_said(
         for row, ids in zip(rows, said, strict=True):
             row.output_ids = ids[: len(ids) - lag]
         if number in others:
-            penalties.forget()
+            penalties.correct_prefill([], None, torch.device("cpu"))
         info = SimpleNamespace(
             acc_additive_penalties=torch.zeros(len(rows), VOCABULARY),
             acc_scaling_penalties=torch.ones(len(rows), VOCABULARY),
