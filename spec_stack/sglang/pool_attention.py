@@ -82,10 +82,8 @@ def opening_of_own_heads(
     pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, found: Queries
 ) -> torch.Tensor:
     """Attention (num_tokens,) of the opening tokens by this rank's heads."""
-    heads = {index: range(layer.queries[0].shape[0]) for index, layer in layers.items()}
-    skipped = _skipped(config, layers)
-    behind = {index: own if index >= skipped else [] for index, own in heads.items()}
-    return opening_attention(_own_heads(pool, slots, layers, behind), found.num_in_place, found.opening)
+    own = _own_heads(pool, slots, layers, _heads_by_default(layers, config))
+    return opening_attention(own, found.num_in_place, found.opening)
 
 
 def over_own_heads(
@@ -100,16 +98,13 @@ def over_own_heads(
     with "mean" the sum of their importance (num_tokens,). slots: (num_tokens,). config.scoring_heads count over all
     ranks.
     """
-    skipped = 0 if config.scoring_heads is not None else _skipped(config, layers)
-    voters = {index: _voters(index, layer, config, rank) if index >= skipped else [] for index, layer in layers.items()}
-    unknown = {layer for layer, _ in config.scoring_heads or ()} - set(layers)
-    if unknown:
-        raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(layers)}")
+    heads = config.scoring_heads
+    voters = _heads_by_default(layers, config) if heads is None else _chosen_heads(layers, heads, rank)
     own = _own_heads(pool, slots, layers, voters)
     if config.head_reduction == "mean":
-        heads = [head_importance(head, found.num_in_place, found.segments, found.weights).sum(dim=0) for head in own]
-        return torch.stack(heads).sum(dim=0) if heads else torch.zeros(len(slots), device=slots.device)
-    if not any(voters.values()):
+        sums = [head_importance(head, found.num_in_place, found.segments, found.weights).sum(dim=0) for head in own]
+        return torch.stack(sums).sum(dim=0) if sums else torch.zeros(len(slots), device=slots.device)
+    if not voters:
         # Without voting heads on this rank: zeros, the least attention.
         num_queries = sum(query.shape[1] for query in next(iter(layers.values())).queries)
         return torch.zeros(num_queries, len(slots), device=slots.device)
@@ -120,34 +115,39 @@ def num_scoring_heads(layers: Mapping[int, LayerQueries], config: PrefillConfig,
     """Scoring heads over all ranks."""
     if config.scoring_heads is not None:
         return len(config.scoring_heads)
-    skipped = _skipped(config, layers)
-    return sum(layer.queries[0].shape[0] for index, layer in layers.items() if index >= skipped) * num_ranks
+    return num_ranks * sum(map(len, _heads_by_default(layers, config).values()))
 
 
-def _skipped(config: PrefillConfig, layers: Mapping[int, LayerQueries]) -> int:
-    return min(config.first_scoring_layer, (max(layers) + 1) // 2)
+def _heads_by_default(layers: Mapping[int, LayerQueries], config: PrefillConfig) -> dict[int, Sequence[int]]:
+    """All heads of this rank behind the first layers, by layer."""
+    skipped = min(config.first_scoring_layer, (max(layers) + 1) // 2)
+    return {index: range(found.queries[0].shape[0]) for index, found in layers.items() if index >= skipped}
 
 
-def _voters(index: int, found: LayerQueries, config: PrefillConfig, rank: int) -> list[int]:
-    """This rank's voting heads of a layer, by number on the rank."""
-    num_heads = found.queries[0].shape[0]
-    if config.scoring_heads is None:
-        return list(range(num_heads))
-    return [
-        head - rank * num_heads
-        for layer, head in sorted(config.scoring_heads)
-        if layer == index and head // num_heads == rank
-    ]
+def _chosen_heads(
+    layers: Mapping[int, LayerQueries], heads: Sequence[tuple[int, int]], rank: int
+) -> dict[int, Sequence[int]]:
+    """This rank's heads among the chosen ones, by layer and by number on the rank."""
+    unknown = {layer for layer, _ in heads} - set(layers)
+    if unknown:
+        raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(layers)}")
+    chosen: dict[int, list[int]] = {}
+    for layer, head in sorted(heads):
+        num_heads = layers[layer].queries[0].shape[0]
+        if head // num_heads == rank:
+            chosen.setdefault(layer, []).append(head - rank * num_heads)
+    return dict(chosen)
 
 
 def _own_heads(
     pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], voters: Mapping[int, Sequence[int]]
 ) -> Iterator[ScoredLayer]:
     """The layers by key head: one head's keys and attention are held at a time."""
-    for index, found in sorted(layers.items()):
-        queries, buffer = torch.cat(found.queries, dim=1), pool.get_key_buffer(index)
+    for index, heads in sorted(voters.items()):
+        found, buffer = layers[index], pool.get_key_buffer(index)
+        queries = torch.cat(found.queries, dim=1)
         groups = queries.shape[0] // buffer.shape[1]
-        for head in sorted({voter // groups for voter in voters[index]}):
-            own = torch.tensor([voter for voter in voters[index] if voter // groups == head])
+        for key_head in sorted({head // groups for head in heads}):
+            own = torch.tensor([head for head in heads if head // groups == key_head])
             own_queries = queries[devices.to_device(own, queries.device)]
-            yield ScoredLayer(own_queries, buffer[slots, head][None], found.scaling)
+            yield ScoredLayer(own_queries, buffer[slots, key_head][None], found.scaling)

@@ -115,11 +115,6 @@ class ServerConfig:
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
         if self.scoring_backend == "transformers" and self.scoring_model is None:
             raise ValueError("scoring_backend 'transformers' runs a scoring_model alone; name one, or leave it out")
-        if self.prefill.draft_window is not None:
-            raise ValueError(
-                "prefill.draft_window is for Python: a server's draft attends to the whole prompt, which is faster; "
-                "leave it out"
-            )
         if self.recall.max_cached_tokens is not None:
             raise ValueError(
                 "recall.max_cached_tokens is for Python: a server's caches make room by themselves; leave it out"
@@ -221,6 +216,10 @@ def _prefill_config(values: dict[str, Any]) -> PrefillConfig:
         raise ValueError(
             "draft_kv_budget are those of sparse_prefill 'draft_only'; add it, or leave draft_kv_budget out"
         )
+    for name in ("draft_window", "draft_sinks"):
+        if values.get(name) is not None:
+            why = "a server's draft attends to the whole prompt, which is faster"
+            raise ValueError(f"prefill.{name} is for Python: {why}; leave it out")
     names = [entry.name for entry in fields(PrefillConfig) if not entry.kw_only and entry.name != "positions"]
     _refuse_unknown("prefill.", values, names)
     return PrefillConfig(**values, positions="contiguous")
