@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -109,10 +109,12 @@ async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: A
     """The report goes into an OpenAI stream's usage chunk, and beside a completion's text."""
     response = await handle(serving, *args, **kwargs)
     with log_and_continue("writing a report", "the reply has none"):
-        books = getattr(serving.tokenizer_manager, STATE, None)
-        if hasattr(response, "body_iterator") and _is_on():
-            response.body_iterator = with_report(response.body_iterator, partial(_books, serving.tokenizer_manager))
-        elif books is not None and getattr(response, "object", "") == "text_completion":
+        if not _is_on():
+            return response
+        books = _books(serving.tokenizer_manager)
+        if hasattr(response, "body_iterator"):
+            response.body_iterator = with_report(response.body_iterator, books)
+        elif getattr(response, "object", "") == "text_completion":
             return reported_completion(response, books)
     return response
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from spec_stack.sglang.errors import log_and_continue
@@ -89,7 +89,7 @@ class ReportStore:
         return self._reports.get(str(request_id))
 
 
-async def with_report(stream: AsyncIterator[Any], books: Callable[[], ReportStore]) -> AsyncIterator[Any]:
+async def with_report(stream: AsyncIterator[Any], books: ReportStore) -> AsyncIterator[Any]:
     """An OpenAI stream with the report in its usage chunk (stream_options.include_usage), the last one.
 
     Of several replies in one stream that chunk has the id of one.
@@ -103,7 +103,7 @@ async def with_report(stream: AsyncIterator[Any], books: Callable[[], ReportStor
         with log_and_continue("writing a report", "the reply has none"):
             name, _, data = event.strip().partition(" ")
             chunk = json.loads(data) if name == "data:" else {}
-            report = books().report_of(chunk.get("id"))
+            report = books.report_of(chunk.get("id"))
             if report is not None:
                 reported = f"data: {json.dumps(chunk | _shown(report))}\n\n"
         yield reported

@@ -77,7 +77,7 @@ def test_an_openai_stream_carries_the_report_in_its_usage_chunk_alone() -> None:
             yield event
 
     async def collect() -> list[str]:
-        return [event async for event in with_report(stream(), lambda: books)]
+        return [event async for event in with_report(stream(), books)]
 
     first, last, done = asyncio.run(collect())
     assert (first, done) == (events[0], events[2])
