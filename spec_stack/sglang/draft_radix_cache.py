@@ -64,12 +64,15 @@ class _FreeSlots:
 
 
 class Lease:
-    """The slots of one text during its scoring, the first num_shared of them read-only. End it with `insert`."""
+    """The slots of one text during its scoring, the first num_shared of them read-only. End it with `insert`.
+
+    num_agreed: tokens that all ranks have, for the scorer.
+    """
 
     def __init__(self, cache: DraftRadixCache, namespace: Hashable, token_ids: Sequence[int], num_wanted: int) -> None:
         self._cache, self._namespace, self._token_ids = cache, namespace, token_ids
         self._node, self.slots = cache.match(namespace, token_ids[:num_wanted])
-        self.num_shared = len(self.slots)
+        self.num_shared = self.num_agreed = len(self.slots)
         cache.tree.inc_lock_ref(self._node)
         cache.num_leases += 1
 

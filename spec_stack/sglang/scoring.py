@@ -6,7 +6,7 @@ A scoring runs in parts between the scheduler's batches, in the draft's own KV, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +17,12 @@ from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
 from spec_stack.engine.prompt_scorer import FoundScorer, PromptScorer
 from spec_stack.hf.prompt import num_shared
+from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.importance import finite, over_queries, segment_weights
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.draft_radix_cache import PoolFullError
+from spec_stack.sglang.draft_radix_cache import Ints, Lease, PoolFullError
 from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
 from spec_stack.sglang.pool_attention import (
     LayerQueries,
@@ -125,67 +126,79 @@ class DraftScorer(Scorer):
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
         """
-        num_tokens, config = len(prompt.token_ids), prompt.config
+        num_tokens, queries = len(prompt.token_ids), Queries()
+        repeated: Sequence[Span] = ()
+        if prompt.config.queries_from_prompt:
+            found = find_candidates(num_tokens, pieces, prompt.spans).reaching(first_query)
+            repeated = found.repeated
+            num_in_place, sizes = num_tokens - found.start, [stop - start for start, stop in repeated]
+            segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
+            queries = Queries(num_in_place, segments, opening=min(found.opening, num_in_place))
+        # The scoring queries run again whatever the pool has.
+        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - queries.num_in_place)
+        num_new = num_tokens - lease.num_shared
+        try:
+            layers = yield from self._run(prompt, lease, queries.num_in_place, repeated, most_of_a_part)
+            lease.num_agreed = num_tokens
+            importance = yield from self._importance(prompt.config, lease.slots[:num_tokens], layers, queries)
+            return Score(importance.cpu(), num_new)
+        finally:
+            lease.insert(lease.num_agreed)
+
+    def _run(
+        self, prompt: Prompt, lease: Lease, num_in_place: int, repeated: Sequence[Span], most_of_a_part: PartSize
+    ) -> Generator[None, None, dict[int, LayerQueries]]:
+        """Run the prompt, and its repeated spans or a look-ahead; the scoring queries by layer."""
+        config, token_ids, num_tokens = prompt.config, prompt.token_ids, len(prompt.token_ids)
         # First layers alone cannot predict the next token, so they draft no look-ahead.
         num_layers = config.resolved_scoring_layers
-        found = None
-        if config.queries_from_prompt:
-            found = find_candidates(num_tokens, pieces, prompt.spans).reaching(first_query)
-        num_in_place = 1 if found is None else num_tokens - found.start
-        spans = () if found is None else found.repeated
-        repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]
-        look_ahead = max(0, min(config.look_ahead, self._context_len - num_tokens)) if found is None else 0
-        # The scoring queries run again whatever the pool has.
-        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_in_place)
-        num_agreed = lease.num_shared
-        try:
-            lease.extend(num_tokens - lease.num_shared + look_ahead + len(repeated))
-            slots = lease.slots
-            # Determined anew after every part, since requests begin and end meanwhile.
-            while True:
-                # The last part is a whole chunk, and has the scoring queries.
-                chunk = max(most_of_a_part(config.prefill_chunk), num_in_place)
-                if num_tokens - num_agreed <= chunk:
-                    break
-                stop = num_tokens - (num_tokens - num_agreed - 1) // chunk * chunk
-                self._draft.run(prompt.token_ids[num_agreed:stop], slots[:stop], num_layers)
-                yield
-                num_agreed = stop
-            layers: dict[int, LayerQueries] = {}
-            with self._draft.captured_queries(layers, num_in_place):
-                following = self._draft.run(prompt.token_ids[num_agreed:], slots[:num_tokens], num_layers)
-            if repeated:
-                with self._draft.captured_queries(layers, len(repeated)):
-                    self._draft.run(repeated, slots[: num_tokens + len(repeated)], num_layers)
-            for drafted in range(look_ahead):
-                if drafted % _LOOK_AHEAD_PER_PART == 0:
-                    # So many forwards of one token, run without graphs, may take as long as a chunk.
-                    yield
-                if following is None:
-                    raise RuntimeError("the draft's first layers have no next token, and a look-ahead was asked for")
-                token_id = int(following)
-                with self._draft.captured_queries(layers):
-                    following = self._draft.run([token_id], slots[: num_tokens + drafted + 1])
-                if token_id in prompt.end_ids:
-                    break
+        again = [token for span in repeated for token in token_ids[slice(*span)]]
+        room = self._context_len - num_tokens
+        look_ahead = 0 if config.queries_from_prompt else max(0, min(config.look_ahead, room))
+        lease.extend(num_tokens - lease.num_shared + look_ahead + len(again))
+        slots = lease.slots
+        # Determined anew after every part, since requests begin and end meanwhile. The last part is a whole chunk, and
+        # has the scoring queries.
+        while num_tokens - lease.num_agreed > (chunk := max(most_of_a_part(config.prefill_chunk), num_in_place)):
+            stop = num_tokens - (num_tokens - lease.num_agreed - 1) // chunk * chunk
+            self._draft.run(token_ids[lease.num_agreed : stop], slots[:stop], num_layers)
             yield
-            num_agreed = num_tokens
-            queries = Queries()
-            if found is not None:
-                sizes = [stop - start for start, stop in found.repeated]
-                segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
-                queries = Queries(num_in_place, segments, opening=min(found.opening, num_in_place))
-            where = to_device(torch.from_numpy(slots[:num_tokens]), self._draft.device)
-            if queries.segments:
-                opening = opening_of_own_heads(self._draft, where, layers, config, queries)
+            lease.num_agreed = stop
+        layers: dict[int, LayerQueries] = {}
+        with self._draft.captured_queries(layers, num_in_place):
+            following = self._draft.run(token_ids[lease.num_agreed :], slots[:num_tokens], num_layers)
+        if again:
+            with self._draft.captured_queries(layers, len(again)):
+                self._draft.run(again, slots[: num_tokens + len(again)], num_layers)
+        for drafted in range(look_ahead):
+            if drafted % _LOOK_AHEAD_PER_PART == 0:
+                # So many forwards of one token, run without graphs, may take as long as a chunk.
                 yield
-                weights = segment_weights(sum_of_all(opening) / num_ranks(), queries.segments, queries.opening)
-                queries = replace(queries, weights=tuple(weights))
-            own = over_own_heads(self._draft, where, layers, config, own_rank(), queries)
+            if following is None:
+                raise RuntimeError("the draft's first layers have no next token, and a look-ahead was asked for")
+            token_id = int(following)
+            with self._draft.captured_queries(layers):
+                following = self._draft.run([token_id], slots[: num_tokens + drafted + 1])
+            if token_id in prompt.end_ids:
+                break
+        yield
+        return layers
+
+    def _importance(
+        self, config: PrefillConfig, slots: Ints, layers: dict[int, LayerQueries], queries: Queries
+    ) -> Generator[None, None, torch.Tensor]:
+        """The importance (num_tokens,) over all ranks. slots: (num_tokens,)."""
+        where = to_device(torch.from_numpy(slots), self._draft.device)
+        if queries.segments:
+            opening = opening_of_own_heads(self._draft, where, layers, config, queries)
             yield
-            return Score(_over_ranks(own, layers, config, queries).cpu(), num_tokens - lease.num_shared)
-        finally:
-            lease.insert(num_agreed)
+            weights = segment_weights(sum_of_all(opening) / num_ranks(), queries.segments, queries.opening)
+            queries = replace(queries, weights=tuple(weights))
+        own = over_own_heads(self._draft, where, layers, config, own_rank(), queries)
+        yield
+        if config.head_reduction == "mean":
+            return finite(sum_of_all(own) / num_scoring_heads(layers, config, num_ranks()))
+        return finite(over_queries(largest_of_all(own), queries.segments, queries.weights))
 
 
 @contextmanager
@@ -204,14 +217,6 @@ def on_forward_stream(scheduler: Any, device: torch.device) -> Iterator[None]:
     finally:
         # The pool's slots were written on that stream, even where the scoring failed.
         current.wait_stream(stream)
-
-
-def _over_ranks(
-    own: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, queries: Queries
-) -> torch.Tensor:
-    if config.head_reduction == "mean":
-        return finite(sum_of_all(own) / num_scoring_heads(layers, config, num_ranks()))
-    return finite(over_queries(largest_of_all(own), queries.segments, queries.weights))
 
 
 class TransformersScorer(Scorer):
