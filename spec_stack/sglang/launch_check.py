@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_stack.config import how_to_install
+from spec_stack.prefill.cost import NEVER
 from spec_stack.sglang.draft_kv_rows import num_row_slots, pool_slots
-from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, NEVER, ServerConfig, with_calibration
+from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig, with_calibration
 from spec_stack.sglang.support import (
     architecture_refusal,
     pruning_refusal,

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
-from spec_stack.prefill.cost import Shape, counted_break_even
+from spec_stack.prefill.cost import with_threshold
 from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
 from spec_stack.settings.checks import check_fields, require, require_int
 from spec_stack.settings.options import documented, meaning, option
@@ -24,8 +24,6 @@ NAME = "SPEC_STACK"
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
 MOST_POOL_TOKENS = 65_536
-NEVER = 2**30
-"""A min_prompt_tokens that is longer than any prompt."""
 Backend = Literal["auto", "sglang", "transformers"]
 FollowUp = Literal["recall", "freeze", "afresh"]
 """Rules for the text of earlier turns. freeze: the earlier selection stays. recall: so it does, and dropped text that
@@ -200,15 +198,9 @@ def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft
         if prefill.draft_window is not None:
             logger.info("%s: the draft attends to whole prompts, whatever draft_window was calibrated", NAME)
         config = replace(config, prefill=replace(prefill, draft_window=None))
-    if not config.prunes or "min_prompt_tokens" in config.prefill.given:
+    if not config.prunes:
         return config
-    try:
-        even = counted_break_even(Shape.of(target_config), Shape.of(draft_config), config.prefill) or NEVER
-    except ValueError:
-        # Layers without a cost model.
-        return config
-    longest = max(even, config.prefill.min_prompt_tokens)
-    return replace(config, prefill=replace(config.prefill, min_prompt_tokens=longest))
+    return replace(config, prefill=with_threshold(config.prefill, *configs))
 
 
 def _prefill_config(values: dict[str, Any]) -> PrefillConfig:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.cost import Shape, counted_break_even
+from spec_stack.prefill.cost import NEVER, Shape, counted_break_even
 from spec_stack.sglang.launch_check import pruning_note
-from spec_stack.sglang.server_args import NEVER, ServerConfig, with_calibration
+from spec_stack.sglang.server_args import ServerConfig, with_calibration
 
 
 def _model(num_layers: int, hidden_size: int) -> Any:
