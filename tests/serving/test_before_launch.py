@@ -212,17 +212,3 @@ def test_settings_that_cannot_work_are_refused_as_a_launch_reads_them(
     prepare_server_args([*_PAIR, *_SPEC_STACK, *_CPU, *flags])
     with pytest.raises(ValueError, match=named):
         ServerConfig.from_environment()
-
-
-def test_sglangs_benchmark_has_every_flag_that_the_page_gives_it() -> None:
-    """Read out of its source: importing it takes a package that is not needed to serve."""
-    import sglang
-
-    source = (Path(sglang.__path__[0]) / "benchmark" / "serving.py").read_text()
-    known = set(re.findall(r'"(--[\w-]+)"', source))
-    (words,) = [words for words in _commands() if "sglang.benchmark.serving" in words]
-    flags = {word for word in words if word.startswith("--")}
-    assert len(flags) > 5
-    assert flags <= known
-    assert "sglang-oai-chat" in source
-    assert "generated-shared-prefix" in source
