@@ -19,6 +19,8 @@ STATE = "spec_stack"
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options stand."""
 
+# No other reader of `custom_params` means these.
+_OURS_ALONE = ("sparse_prefill", "keep_rate", "follow_up")
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
 
@@ -61,9 +63,14 @@ class RequestOptions:
     def parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:
         """Read the options from `custom_params`' entry NESTED; other entries are ignored.
 
-        Raises ValueError for an unknown option, and for a value of the wrong type or out of range.
+        Raises ValueError for an unknown option, for a value of the wrong type or out of range, and for a name that is
+        this package's alone beside the entry.
         """
-        asked = custom_params.get(NESTED) if isinstance(custom_params, Mapping) else None
+        params: Mapping[str, Any] = custom_params if isinstance(custom_params, Mapping) else {}
+        beside = [name for name in _OURS_ALONE if params.get(name) is not None]
+        if beside:
+            raise ValueError(f"{', '.join(beside)} belongs in custom_params.{NESTED}")
+        asked = params.get(NESTED)
         if asked is None:
             return cls()
         if not isinstance(asked, Mapping):

@@ -59,6 +59,12 @@ def test_options_are_an_object() -> None:
         RequestOptions.parse({"spec_stack": 3}, CONFIG)
 
 
+@pytest.mark.parametrize("name", ["sparse_prefill", "keep_rate", "follow_up"])
+def test_an_option_beside_its_entry_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} belongs in custom_params\.spec_stack"):
+        RequestOptions.parse({name: "off", "spec_stack": {"gamma": 4}}, CONFIG)
+
+
 def test_nobody_sets_drafts_that_are_not_ours() -> None:
     beside = ServerConfig(scoring_model="draft")
     for name, value in {"gamma": 0, "policy": "ema"}.items():
@@ -94,7 +100,7 @@ def test_a_request_may_ask_for_a_pruned_prompt_where_the_server_prunes_none() ->
 
 
 @pytest.mark.parametrize(
-    "custom", [None, {}, {"mine": 3}, "text", {"keep_rate": 3}, {"spec_stack": {"keep_rate": None}}]
+    "custom", [None, {}, {"mine": 3}, "text", {"gamma": 3}, {"keep_rate": None}, {"spec_stack": {"keep_rate": None}}]
 )
 def test_what_is_not_an_option_is_left_alone(custom: Any) -> None:
     assert RequestOptions.parse(custom, CONFIG) == RequestOptions()
