@@ -123,21 +123,22 @@ def _capture_candidates(
         parts = [rest, behind]
     else:
         parts = [[*rest, *behind]]
+    # Tokens that a recurrent draft recomputes before it are no queries.
+    first = min(_in_draft_tokens((found.start, num_tokens), ranges)[0], num_draft_tokens - 1)
     sizes: list[int] = []
-    with draft.capture(found.start if tokenization is None else 0) as captured:
+    with draft.capture(first) as captured:
         for part in parts:
             num_cached = draft.num_cached
             draft.prefill(part, range(draft.next_position, draft.next_position + len(part)), num_layers=num_layers)
             if not sizes and num_layers is None:
                 draft.checkpoint()
             sizes.append(draft.num_cached - num_cached)
-    if tokenization is None:
-        sizes = [num_tokens - found.start, *map(len, repeated)]
-    num_in_place, *sizes = sizes
+    num_in_place = num_draft_tokens - first
+    sizes = [*map(len, repeated)] if tokenization is None else sizes[1:]
     if draft.next_position > num_tokens:
         draft.rollback(draft.next_position - num_tokens)
     spans = [_in_draft_tokens(segment, ranges) for segment in found.segments]
-    segments = query_segments(found, num_in_place, num_draft_tokens - num_in_place, sizes, spans)
+    segments = query_segments(found, num_in_place, first, sizes, spans)
     opening = num_draft_tokens - _in_draft_tokens((num_tokens - found.opening, num_tokens), ranges)[0]
     return CapturedAttention(
         scored_layers(captured, num_draft_tokens),

@@ -17,14 +17,17 @@ from spec_stack.hf.attention import install
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.queries import MOST_REPEATED
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.scoring import run_draft
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import compare
-from spec_stack.types import DraftTokenization
+from spec_stack.types import DraftTokenization, Proposal
 from tests.support import reference
 from tests.support.models import make_model, make_tokenizer
 from tests.support.nightly import others_nightly
 from tests.support.retokenize import drop_merges
+from tests.support.tiny_architectures import make_model as make_architecture
 
 TARGET_TOKENS = "a b c d e f ab abc de cd"
 DRAFT_TOKENS = "f e bc d abc c b ef a"
@@ -229,6 +232,27 @@ def test_the_kept_slots_are_those_of_the_kept_tokens_and_of_the_drafts_own_begin
     expected = by_hand.forward(pieces, range(len(whole), len(whole) + len(pieces)), 1)[0]
     torch.testing.assert_close(logits[0], masked(expected, translation), atol=1e-4, rtol=1e-4)
     assert draft.num_cached == by_hand.num_cached < len(whole)
+
+
+@pytest.mark.parametrize("name", ["Falcon-H1", "Llama"])
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_draft_that_goes_back_into_the_scoring_queries_scores_as_a_fresh_one(name: str, bos: bool) -> None:
+    """A recurrent state goes over tokens before them again."""
+    translation, model = make_translation(bos), make_architecture(name, disturbed=True)
+    install(model)
+    prompt = make_tokenizer(TARGET_TOKENS, "<t>", bos=bos)(text_of(300)).input_ids
+    tokenization, config = translation.tokenize(prompt), PrefillConfig(first_scoring_layer=0)
+
+    def importance(index: CachedModel) -> torch.Tensor:
+        draft = TranslatedDraft(index, translation, tokenization)
+        attention, _ = run_draft(draft, ScoringInputs(prompt), lambda *_: Proposal(), config, tokenization)
+        return attention.importance(config)
+
+    expected = importance(CachedModel(model, 4096))
+    for num_held in (50, len(prompt) - 1):
+        index = CachedModel(model, 4096)
+        TranslatedDraft(index, translation, tokenization).prefill(prompt[:num_held], range(num_held))
+        torch.testing.assert_close(importance(index), expected, atol=1e-5, rtol=1e-3)
 
 
 def test_other_positions_than_the_next_ones_are_refused() -> None:
