@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
 from typing import Any, cast
@@ -91,13 +92,12 @@ def watch(
     """Answer questions as turns of a session, after the messages; None continues each as a plain text. options: as in
     `generate`."""
     said, turns = list(messages or ()), []
-    with generator.session() as session:
-        # A session has a last step more, which prepares the next turn.
-        generate = session.generate if len(questions) > 1 else generator.generate
+    # A session needs all layers of the draft, and has a last step more, which prepares the next turn.
+    with generator.session() if len(questions) > 1 else nullcontext(generator) as answering:
         for question in questions:
             said.append({"role": "user", "content": question})
             prompt: dict[str, Any] = {"prompt": question} if messages is None else {"messages": said}
-            result = generate(**prompt, **options, return_records=True)
+            result = answering.generate(**prompt, **options, return_records=True)
             said.append({"role": "assistant", "content": result.text})
             turns.append(view_of(generator, question, result))
     return RunView(name, turns)

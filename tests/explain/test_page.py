@@ -153,6 +153,13 @@ def test_the_question_scores_wherever_it_stands() -> None:
     assert QUESTION in [query.text.strip() for query in first]
 
 
+def test_one_question_needs_no_session_and_so_not_all_layers_of_the_draft() -> None:
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, num_scoring_layers=2, on_scoring_failure="raise"))
+    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
+    (turn,) = watch(watching(generator), "r", [], [f"{DOCUMENT}\n\n{QUESTION}"], max_tokens=2).turns
+    assert "d" in turn.prompt.states
+
+
 def test_a_draft_with_another_tokenizer_has_the_same_segments() -> None:
     tokenizer, other = make_tokenizer("a b c d ab abc cd ?", "<t>"), make_tokenizer("d abc c b a bc ?", "<s>")
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_failure="raise"))
