@@ -128,8 +128,8 @@ def _medians(runs: dict[int, list[float]]) -> list[tuple[int, float]]:
 
 def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer = perf_counter) -> Measured:
     """Measure a pair. Every variant runs once before it is timed, since first runs load kernels and capture graphs.
-    After two thirds of `minutes` nothing is repeated and no further prompt starts. timer: returns seconds; use
-    processor seconds on a shared machine."""
+    After two thirds of `minutes` nothing is repeated, so that first runs count, and no further prompt starts. timer:
+    returns seconds; use processor seconds on a shared machine."""
     until = perf_counter() + 40 * minutes
     most = min(min(generator.pair.max_positions) - MAX_LOOK_AHEAD, _LONGEST)
     window = generator.config.prefill.draft_window
@@ -142,13 +142,13 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
     def run(length: int) -> None:
         ids = prompt[:length]
         for repeat in range(1 + _REPEATS):
-            if repeat > 1 and perf_counter() > until:
+            if repeat and perf_counter() > until:
                 break
             dense[length].append(ttft(generator, ids, False, timer))
             sparse[length].append(ttft(generator, ids, True, timer))
             draft[length].append(_draft_pass(generator, ids, timer))
         for runs in (dense, sparse, draft):
-            del runs[length][0]
+            runs[length] = runs[length][1:] or runs[length]
 
     run(LENGTH)
     longer = _longer(LENGTH, median(dense[LENGTH]), len(prompt))
@@ -237,8 +237,9 @@ def _answers(generator: SpecStackGenerator, until: float, timer: Timer) -> dict[
         )
         return len(result.token_ids) / (_now(generator, timer) - began), result.metrics
 
-    for gamma in (0, None):
-        answer(next(iter(_PROMPTS.values())), gamma)
+    if perf_counter() <= until:
+        for gamma in (0, None):
+            answer(next(iter(_PROMPTS.values())), gamma)
     plain: dict[str, float] = {}
     drafted: dict[str, float] = {}
     num_proposed = num_accepted = 0

@@ -202,10 +202,7 @@ def simulated(
     return SimpleNamespace(config=SpecStackConfig(), pair=pair, generate=generate, tokenizer=tokenize)
 
 
-@pytest.mark.parametrize(("minutes", "num_runs", "num_prompts"), [(60.0, 2, 4), (0.0, 1, 1)])
-def test_what_a_first_run_costs_beyond_others_is_not_measured(
-    minutes: float, num_runs: int, num_prompts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_first_run_costs_beyond_others_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream(0.0)
     monkeypatch.setattr(torch.accelerator, "synchronize", stream.synchronize)
     warm: set[object] = set()
@@ -228,12 +225,29 @@ def test_what_a_first_run_costs_beyond_others_is_not_measured(
         return SimpleNamespace(token_ids=[0] * max_tokens, metrics=metrics)
 
     generator = simulated(stream, generate, lambda ids: cost(len(ids) / 10_000, "draft", len(ids)), 0.01)
-    measured = measure(generator, minutes, timer=lambda: stream.host)
+    measured = measure(generator, 60.0, timer=lambda: stream.host)
     for kind, share in ((measured.dense, 1.0), (measured.sparse, 0.5), (measured.draft, 0.1)):
         assert {length: pytest.approx(runs) for length, runs in kind.items()} == {
-            length: [share * length / 1000] * num_runs for length in (512, 2048)
+            length: [share * length / 1000] * 2 for length in (512, 2048)
         }
-    assert (len(measured.plain), measured.decode_gain) == (num_prompts, pytest.approx(2.0))
+    assert (len(measured.plain), measured.decode_gain) == (4, pytest.approx(2.0))
+
+
+def test_a_pair_that_is_slow_for_its_minutes_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shorter prompt takes all of the time: no run after it is a warm-up, or is repeated."""
+    stream, begun = Stream(0.0), []
+    monkeypatch.setattr(torch.accelerator, "synchronize", stream.synchronize)
+    monkeypatch.setattr(measuring, "perf_counter", lambda: stream.host)
+
+    def generate(sparse_prefill: str, max_tokens: int, input_ids: Sequence[int] = (), **options: Any) -> Any:
+        begun.append((sparse_prefill, len(input_ids)))
+        stream.launch(100.0)
+        stream.synchronize()
+        return SimpleNamespace(token_ids=[0] * max_tokens, metrics=SimpleNamespace(num_proposed=8, num_accepted=4))
+
+    measured = measure(simulated(stream, generate, lambda ids: 10.0, 1.0), 3.0, timer=lambda: stream.host)
+    assert begun == [("off", 512), ("on", 512), ("off", 1024), ("on", 1024), ("draft_only", 0), ("draft_only", 0)]
+    assert (measured.dense, list(measured.plain)) == ({512: [100.0], 1024: [100.0]}, ["code"])
 
 
 @pytest.mark.parametrize("launch_s", [0.0, 0.02, 0.3])
