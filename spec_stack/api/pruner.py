@@ -326,7 +326,8 @@ class PrunerConversation:
             over = len(_whole_segments(prompt, kept, True)) - (max_tokens or 0)
             if max_tokens is None or over <= 0 or room <= 1:
                 break
-            room -= over
+            # Segments that did not fit leave a part of the room unused.
+            room = sum(at >= num_old for at in turn.positions) - num_protected - over
         return kept, len(recalled)
 
     def _inputs(self, prompt: _Prompt) -> ScoringInputs:
