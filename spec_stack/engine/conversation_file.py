@@ -24,7 +24,8 @@ from spec_stack.prefill.calibration import fingerprint
 
 VERSION = 4
 _KIND = "spec_stack session"
-_NO_SETTINGS = ("given", "calibrated_by")
+# A GPU's threshold is counted, and decides over later text alone.
+_NO_SETTINGS = ("given", "calibrated_by", "min_prompt_tokens")
 _NUM_PROBED = 8
 # Of the largest logit: the change that another kernel, thread count or device may cause.
 _TOLERANCE = 0.01
@@ -131,10 +132,10 @@ def _check_made_with(saved: dict[str, Any], own: dict[str, Any]) -> None:
         given: Any = saved.get(name)
         if given == value:
             continue
-        if name == "prefill":
-            other = [f"{key}={given.get(key)!r}, here {value[key]!r}" for key in value if given.get(key) != value[key]]
+        if name != "prefill":
+            raise ValueError(f"the session was made with another {name}: {given!r}, here {value!r}")
+        if other := [f"{key}={given.get(key)!r}, here {value[key]!r}" for key in value if given.get(key) != value[key]]:
             raise ValueError(f"the session was made with another PrefillConfig: {'; '.join(other)}")
-        raise ValueError(f"the session was made with another {name}: {given!r}, here {value!r}")
 
 
 def _probes(pair: ModelPair) -> dict[str, torch.Tensor]:
