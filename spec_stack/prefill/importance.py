@@ -16,7 +16,7 @@ from spec_stack.devices import to_device
 from spec_stack.prefill.alignment import Span
 
 MOST_WEIGHTS = 1 << 26
-"""Most attention weights of a layer that are held at once: a quarter of a gigabyte in fp32."""
+"""Most attention weights of several key heads that are held at once: a quarter of a gigabyte in fp32."""
 # Weight factor of a segment with a question mark.
 _QUESTION_MARK = 5.0
 # Most tokens between questions that count alike.
@@ -187,7 +187,7 @@ def head_importance(
 
 
 def _parts(layer: ScoredLayer) -> Iterator[ScoredLayer]:
-    """The layer by as many key heads as fit MOST_WEIGHTS, each with its query heads."""
+    """The layer by as many key heads as fit MOST_WEIGHTS, or by one, each with its query heads."""
     queries, keys, scaling, sinks = layer
     groups = queries.shape[0] // keys.shape[0]
     size = max(1, MOST_WEIGHTS // (groups * queries.shape[1] * keys.shape[1]))

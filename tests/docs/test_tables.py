@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
-from tests.support.pages import ROOT, result
+from tests.support.pages import PAGES, ROOT, result
 
 RULES = ("calibrated", "default", "BM25", "paper", "random lines")
 RATES = ("0.1", "0.2", "0.3")
@@ -116,3 +118,11 @@ def published_tables() -> list[str]:
 def test_the_results_page_has_the_committed_figures(figures: Callable[[], list[str]]) -> None:
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert [each for each in figures() if each not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_table_is_no_part_of_the_paragraph_before_it(page: Path) -> None:
+    """Markdown would show its source."""
+    lines = ["", *page.read_text(encoding="utf-8").splitlines()]
+    rules = [at for at, line in enumerate(lines) if re.fullmatch(r"\|[-| :]+\|", line)]
+    assert [lines[at - 1] for at in rules if lines[at - 2] and not lines[at - 2].startswith("<!--")] == []
