@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from textwrap import shorten
 from typing import Any, cast
 
 import torch
@@ -119,7 +118,7 @@ def view_of(generator: SpecStackGenerator, question: str, result: GenerationResu
         queries=query_segments(seen, [*tokens, *token_texts(pair, seen.look_ahead)]),
     )
     return TurnView(
-        question=shorten(question.strip().rsplit("\n", 1)[-1], _MAX_HEADING, placeholder=" …"),
+        question=_heading(question),
         prompt=prompt,
         answer=written(records, token_texts(pair, result.token_ids)),
         steps=records,
@@ -166,3 +165,9 @@ def _by_words(request: Request) -> bool:
 def _short(values: torch.Tensor) -> list[float]:
     """Three digits, a third of the bytes."""
     return [float(f"{value:.3g}") for value in values.tolist()]
+
+
+def _heading(text: str) -> str:
+    """The last line, cut within words too: some scripts have no spaces."""
+    last = text.strip().rsplit("\n", 1)[-1]
+    return last if len(last) <= _MAX_HEADING else f"{last[: _MAX_HEADING - 1]}…"

@@ -160,6 +160,11 @@ def test_one_question_needs_no_session_and_so_not_all_layers_of_the_draft() -> N
     assert "d" in turn.prompt.states
 
 
+def test_a_long_question_without_spaces_heads_its_turn(watched: SpecStackGenerator) -> None:
+    (turn,) = watch(watched, "r", None, [f"{PROMPT}\n{'問' * 130}"], max_tokens=1).turns
+    assert turn.question == "問" * 119 + "…"
+
+
 def test_a_draft_with_another_tokenizer_has_the_same_segments() -> None:
     tokenizer, other = make_tokenizer("a b c d ab abc cd ?", "<t>"), make_tokenizer("d abc c b a bc ?", "<s>")
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_failure="raise"))
