@@ -195,8 +195,13 @@ class SparsePrefillManager:
             self._give_up(request, failure)
 
     def _on_request(self, request: RunningRequest) -> None:
-        # The tokenizer's process has refused bad options, except on other entry points: their prompts are dense.
-        options = RequestOptions.parse(request.sampling_params.custom_params, self.config)
+        try:
+            options = RequestOptions.parse(request.sampling_params.custom_params, self.config)
+        except ValueError as error:
+            # The tokenizer's process has refused bad options, except on other entry points. A client's mistake is no
+            # failure of this server.
+            logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
+            options = RequestOptions(sparse_prefill="off")
         prompt = self._prompt(request, options)
         decision = decide(prompt, self._known, self._refusal or dense_reason(request))
         if isinstance(decision, NeedsScore):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 
-def _runner(num_layers: int, num_kv_heads: int, head_dim: int) -> Any:
+def runner_of(num_layers: int, num_kv_heads: int, head_dim: int) -> Any:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [RadixAttention(8, head_dim, 1.0, num_kv_heads, layer_id=layer) for layer in range(num_layers)]
@@ -48,7 +48,7 @@ def test_the_drafts_pool_takes_a_tenth_of_the_free_memory_at_most(
 
     free(gigabytes)
     with caplog.at_level("INFO"):
-        pool = sized_pool(_runner(28, 8, 128), ServerConfig(draft_pool_tokens=set_to))
+        pool = sized_pool(runner_of(28, 8, 128), ServerConfig(draft_pool_tokens=set_to))
     assert pool.index.num_slots == expected
     pool.allocate()
     assert pool.num_bytes == 114_688 * expected
@@ -61,7 +61,7 @@ def test_a_pool_that_does_not_fit_names_its_flag(free: Any) -> None:
 
     free(7)
     # 256 TB.
-    runner = _runner(2, 2, 2**20)
+    runner = runner_of(2, 2, 2**20)
     runner.device = "cpu"
     text = SimpleNamespace()
     architecture = SimpleNamespace(architectures=["LlamaForCausalLM"])
