@@ -159,6 +159,6 @@ def _check_what_is_not_ours_to_set(server: Server) -> None:
     ],
 )
 def test_a_launch_that_cannot_score_ends_by_name(launch: Any, arguments: Sequence[str], named: str) -> None:
-    server = launch(*arguments, beside=(), wait=False)
+    server = launch(*arguments, beside=(), wait=False, environment=_TWO_RANKS)
     assert server.exit_code() != 0
     assert named in server.log.read_text(errors="replace")
