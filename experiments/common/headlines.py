@@ -116,6 +116,13 @@ ROWS = (
         _repeats(CALIBRATION),
     ),
     Row(
+        "the same in fp32 by the current rule",
+        "real_speed",
+        ("real_speed_fp32",),
+        _times_sooner(CALIBRATION),
+        _repeats(CALIBRATION),
+    ),
+    Row(
         "the same, SmolLM2 135M as the draft",
         "real_speed",
         ("real_speed_smollm2_1k", "real_speed_smollm2"),
