@@ -100,8 +100,6 @@ class BatchThroughput(Policy):
     _rates: AcceptanceRates = field(init=False, repr=False)
     # Steps without a result, by number.
     _pending: OrderedDict[int, StepContext] = field(init=False, repr=False, default_factory=OrderedDict)
-    # Batch sizes and gammas whose first step, which includes warm-up, has run.
-    _warmed_up: set[tuple[int, int]] = field(init=False, repr=False, default_factory=set)
     # Steps with known seconds, by batch size, context length and gamma.
     _num_timed: Counter[tuple[tuple[int, int], int]] = field(init=False, repr=False, default_factory=Counter)
     # The newest gamma chosen as the best, or nearly so.
@@ -175,11 +173,7 @@ class BatchThroughput(Policy):
             self._rates.observe(record.request_id, min(record.gamma, self._candidates[-1]), record.num_accepted)
 
     def _observe_seconds(self, step: StepContext, gamma: int, seconds: float) -> None:
-        batch_scale, length = _shape_of(step)
-        if (batch_scale, gamma) not in self._warmed_up:
-            self._warmed_up.add((batch_scale, gamma))
-            return
-        self._num_timed[(batch_scale, length), gamma] += 1
+        self._num_timed[_shape_of(step), gamma] += 1
         self._seconds.at(step, step.batch_size).add(gamma, seconds / _relative_s(gamma, step.batch_size))
 
     def _expected_s(self, context: StepContext, batch_size: int) -> list[float]:

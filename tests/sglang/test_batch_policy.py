@@ -348,3 +348,12 @@ def test_what_the_first_step_of_a_shape_compiles_is_no_steps_cost() -> None:
     assert chosen[50:].count(0) > 320
     known = gamma.state()["step_seconds"][1]
     assert all(known[drafted] == pytest.approx(0.004 * (1 + 0.2 * drafted), rel=0.3) for drafted in (0, 1))
+
+
+def test_the_first_step_of_a_shape_and_one_stall_move_little() -> None:
+    clock = _Clock()
+    gamma = BatchPolicy(ServerConfig(gammas=(4,)), "fp32", clock=clock)
+    _run(gamma, clock, [request_of("a"), request_of("b")], 1, lambda drafted: 0.01)
+    for seconds in (9.0, *[0.01] * 20, 5.0):
+        _run(gamma, clock, [request_of("a")], 1, lambda drafted, seconds=seconds: seconds)
+    assert gamma.state()["step_seconds"][1][4] < 0.0125
