@@ -1,4 +1,4 @@
-"""GPU specifics: the flash kernel, asynchronous copies and synchronization."""
+"""Device specifics: attention in bounded memory, asynchronous copies and synchronization."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 # Head dimension limit of the flash kernel.
 _MOST_DIMS, _DIMS_STEP = 256, 8
+MOST_SCORES = 1 << 26
+"""Scores of one tile of queries over all heads: a quarter of a gigabyte in fp32, whatever the text's length."""
 # Captures of all threads share torch's capture stream.
 _capturing = threading.Lock()
 
@@ -38,6 +40,47 @@ def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: fl
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     output: torch.Tensor = kernel(query, key, value, 0.0, True, scale=scale)[0]
     return output
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    most_scores: int = MOST_SCORES,
+) -> torch.Tensor:
+    """Attention of each query over the keys up to its own: (num_heads, n, head_dim).
+
+    queries (num_heads, n, head_dim); keys, values (num_kv_heads, num_tokens, head_dim), the last n the queries' own.
+    most_scores: bound on the stored scores, over all heads.
+    """
+    num_heads, num_queries, _ = queries.shape
+    num_tokens = keys.shape[1]
+    if fits_flash(queries, values):
+        return flash(queries[None], keys[None], values[None], scaling)[0]
+    first = num_tokens - num_queries
+    size = max(1, most_scores // (num_heads * num_tokens))
+    tiles = []
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
+        end = first + stop
+        # SDPA aligns its own causal mask with the first key.
+        is_square = first + start == 0
+        mask = None
+        if not is_square and stop - start > 1:
+            mask = torch.ones(stop - start, end, dtype=torch.bool, device=queries.device).tril(first + start)
+        tiles.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                queries[None, :, start:stop],
+                keys[None, :, :end],
+                values[None, :, :end],
+                attn_mask=mask,
+                is_causal=is_square and stop > 1,
+                scale=scaling,
+                enable_gqa=num_heads != keys.shape[0],
+            )[0]
+        )
+    return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -13,12 +13,12 @@ from experiments.gpu.shapes import Models, random_prompt
 from experiments.gpu.timing import interleave, once, rounded, summary
 from spec_stack import PrefillConfig, Selection, SpecStackConfig, SpecStackGenerator
 from spec_stack.config import DraftStep
+from spec_stack.devices import attend
 from spec_stack.hf.attention import install
 from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.selection import select
-from spec_stack.sglang.pool_attention import attend as attend_to_pool
 
 BLOCKS = range(1, 10)
 DRAFTED = 8
@@ -113,7 +113,7 @@ def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
         start = 0
         for stop in range(first, num_tokens + 1, chunk):
             seen = keys[:, :stop], values[:, :stop]
-            attend_to_pool(queries[:, start:stop], *seen, config.head_dim**-0.5)
+            attend(queries[:, start:stop], *seen, config.head_dim**-0.5)
             start = stop
 
     rows: dict[str, Any] = {}

@@ -5,7 +5,7 @@ One pass of `scoring.run_draft` serves any configuration of heads, layers, vote 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -46,6 +46,16 @@ def scored_layers(captured: Mapping[int, CapturedLayer], num_draft_tokens: int) 
         for index, layer in captured.items()
         if layer.keys is not None
     }
+
+
+def voting_heads(layers: Collection[int], config: PrefillConfig) -> dict[int, list[int] | None]:
+    """The voting ones of the captured layers, each with its voting heads; None is all."""
+    if config.scoring_heads is None:
+        # No more than half of a shallow draft is skipped.
+        skipped = min(config.first_scoring_layer, (max(layers, default=0) + 1) // 2)
+        return dict.fromkeys([index for index in layers if index >= skipped] or layers)
+    heads = {at: [head for layer, head in config.scoring_heads if layer == at] for at in layers}
+    return {index: chosen for index, chosen in heads.items() if chosen}
 
 
 @dataclass(frozen=True)
@@ -102,15 +112,8 @@ class CapturedAttention:
 
     def voting(self, config: PrefillConfig) -> list[ScoredLayer]:
         """The voting layers, each with its voting heads."""
-        if config.scoring_heads is None:
-            # No more than half of a shallow draft is skipped.
-            skipped = min(config.first_scoring_layer, (max(self.layers, default=0) + 1) // 2)
-            return [layer for index, layer in self.layers.items() if index >= skipped] or list(self.layers.values())
-        by_layer: dict[int, list[int]] = {}
-        for index, head in config.scoring_heads:
-            by_layer.setdefault(index, []).append(head)
-        chosen = [choose_heads(layer, by_layer[index]) for index, layer in self.layers.items() if index in by_layer]
-        return chosen
+        heads = voting_heads(self.layers, config)
+        return [self.layers[at] if own is None else choose_heads(self.layers[at], own) for at, own in heads.items()]
 
     def _of_target(self, scores: torch.Tensor) -> torch.Tensor:
         mapped = scores if self.ranges is None else map_importance(scores, self.ranges)

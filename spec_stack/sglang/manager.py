@@ -27,7 +27,7 @@ from spec_stack.sglang.decide import (
     plan_scored,
     plan_unscored,
 )
-from spec_stack.sglang.draft_radix_cache import PoolFullError
+from spec_stack.sglang.draft_pool import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch_check import drafting_note, pruning_note
 from spec_stack.sglang.ranks import all_say_yes, num_ranks

@@ -6,31 +6,34 @@ A scoring runs in parts between the scheduler's batches, in the draft's own KV, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.devices import to_device
 from spec_stack.engine.prompt_scorer import FoundScorer, PromptScorer
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.importance import finite, over_queries, segment_weights
+from spec_stack.prefill.attention import voting_heads
+from spec_stack.prefill.importance import (
+    ScoredLayer,
+    Segment,
+    choose_heads,
+    finite,
+    head_importance,
+    largest_attention,
+    opening_attention,
+    over_queries,
+    segment_weights,
+)
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.draft_radix_cache import Ints, Lease, PoolFullError
-from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
-from spec_stack.sglang.pool_attention import (
-    LayerQueries,
-    Queries,
-    num_scoring_heads,
-    opening_of_own_heads,
-    over_own_heads,
-)
+from spec_stack.sglang.draft_pool import DraftScoringRunner, Lease, PoolFullError, Queries
 from spec_stack.sglang.ranks import from_first_rank, largest_of_all, num_ranks, own_rank, sum_of_all
 
 # Forwards of the look-ahead in one part of a scoring.
@@ -52,10 +55,7 @@ PartSize = Callable[[int], int]
 
 
 class Scorer(ABC):
-    """Scores prompts by one model, over KV of its own. Engine errors propagate.
-
-    num_pool_tokens: capacity of its KV.
-    """
+    """Scores prompts by one model, over KV of its own of num_pool_tokens tokens. Engine errors propagate."""
 
     num_pool_tokens: int
 
@@ -126,33 +126,53 @@ class DraftScorer(Scorer):
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
         """
-        num_tokens, queries = len(prompt.token_ids), Queries()
+        config, num_tokens, num_in_place, opening = prompt.config, len(prompt.token_ids), 1, 0
+        segments: Sequence[Segment] = ()
+        weights: Sequence[float] = ()
         repeated: Sequence[Span] = ()
-        if prompt.config.queries_from_prompt:
+        if config.queries_from_prompt:
             found = find_candidates(num_tokens, pieces, prompt.spans).reaching(first_query)
-            repeated = found.repeated
-            num_in_place, sizes = num_tokens - found.start, [stop - start for start, stop in repeated]
+            num_in_place, repeated = num_tokens - found.start, found.repeated
+            sizes = [stop - start for start, stop in repeated]
             segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
-            queries = Queries(num_in_place, segments, opening=min(found.opening, num_in_place))
+            opening = min(found.opening, num_in_place)
         # The scoring queries run again whatever the pool has.
-        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - queries.num_in_place)
+        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_in_place)
         num_new = num_tokens - lease.num_shared
         try:
-            layers = yield from self._run(prompt, lease, queries.num_in_place, repeated, most_of_a_part)
+            captured = yield from self._run(prompt, lease, num_in_place, repeated, most_of_a_part)
             lease.num_agreed = num_tokens
-            importance = yield from self._importance(prompt.config, lease.slots[:num_tokens], layers, queries)
-            return Score(importance.cpu(), num_new)
+
+            def own(by: PrefillConfig) -> Iterator[ScoredLayer]:
+                slots = lease.slots[:num_tokens]
+                return own_layers(captured, lambda at: self._draft.scored_layer(at, captured, slots), by, own_rank())
+
+            if segments:
+                seen = opening_attention(own(replace(config, scoring_heads=None)), num_in_place, opening)
+                yield
+                weights = segment_weights(sum_of_all(seen) / num_ranks(), segments, opening)
+            queries = next(iter(captured.values()))
+            rows = () if config.head_reduction == "mean" else (sum(part.shape[1] for part in queries),)
+            # What a rank without voting heads adds is the least attention.
+            votes = torch.zeros(*rows, num_tokens, device=self._draft.device)
+            votes = own_votes(votes, own(config), config, num_in_place, segments, weights)
+            yield
+            if config.head_reduction == "mean":
+                importance = sum_of_all(votes) / num_voters(captured, config, num_ranks())
+            else:
+                importance = over_queries(largest_of_all(votes), segments, weights)
+            return Score(finite(importance).cpu(), num_new)
         finally:
             lease.insert(lease.num_agreed)
 
     def _run(
         self, prompt: Prompt, lease: Lease, num_in_place: int, repeated: Sequence[Span], most_of_a_part: PartSize
-    ) -> Generator[None, None, dict[int, LayerQueries]]:
+    ) -> Generator[None, None, Queries]:
         """Run the prompt, and its repeated spans or a look-ahead; the scoring queries by layer."""
         config, token_ids, num_tokens = prompt.config, prompt.token_ids, len(prompt.token_ids)
         # First layers alone cannot predict the next token, so they draft no look-ahead.
         num_layers = config.resolved_scoring_layers
-        again = [token for span in repeated for token in token_ids[slice(*span)]]
+        again = [*chain.from_iterable(token_ids[start:stop] for start, stop in repeated)]
         room = self._context_len - num_tokens
         look_ahead = 0 if config.queries_from_prompt else max(0, min(config.look_ahead, room))
         lease.extend(num_tokens - lease.num_shared + look_ahead + len(again))
@@ -164,12 +184,11 @@ class DraftScorer(Scorer):
             self._draft.run(token_ids[lease.num_agreed : stop], slots[:stop], num_layers)
             yield
             lease.num_agreed = stop
-        layers: dict[int, LayerQueries] = {}
-        with self._draft.captured_queries(layers, num_in_place):
-            following = self._draft.run(token_ids[lease.num_agreed :], slots[:num_tokens], num_layers)
+        captured: Queries = {}
+        rest = token_ids[lease.num_agreed :]
+        following = self._draft.run(rest, slots[:num_tokens], num_layers, captured, num_in_place)
         if again:
-            with self._draft.captured_queries(layers, len(again)):
-                self._draft.run(again, slots[: num_tokens + len(again)], num_layers)
+            self._draft.run(again, slots[: num_tokens + len(again)], num_layers, captured, len(again))
         for drafted in range(look_ahead):
             if drafted % _LOOK_AHEAD_PER_PART == 0:
                 # So many forwards of one token, run without graphs, may take as long as a chunk.
@@ -177,28 +196,55 @@ class DraftScorer(Scorer):
             if following is None:
                 raise RuntimeError("the draft's first layers have no next token, and a look-ahead was asked for")
             token_id = int(following)
-            with self._draft.captured_queries(layers):
-                following = self._draft.run([token_id], slots[: num_tokens + drafted + 1])
+            following = self._draft.run([token_id], slots[: num_tokens + drafted + 1], captured=captured)
             if token_id in prompt.end_ids:
                 break
         yield
-        return layers
+        return captured
 
-    def _importance(
-        self, config: PrefillConfig, slots: Ints, layers: dict[int, LayerQueries], queries: Queries
-    ) -> Generator[None, None, torch.Tensor]:
-        """The importance (num_tokens,) over all ranks. slots: (num_tokens,)."""
-        where = to_device(torch.from_numpy(slots), self._draft.device)
-        if queries.segments:
-            opening = opening_of_own_heads(self._draft, where, layers, config, queries)
-            yield
-            weights = segment_weights(sum_of_all(opening) / num_ranks(), queries.segments, queries.opening)
-            queries = replace(queries, weights=tuple(weights))
-        own = over_own_heads(self._draft, where, layers, config, own_rank(), queries)
-        yield
+
+def own_layers(
+    captured: Collection[int], layer_of: Callable[[int], ScoredLayer], config: PrefillConfig, rank: int
+) -> Iterator[ScoredLayer]:
+    """This rank's voting layers, each with its voting heads; one layer's keys are held at a time.
+
+    layer_of: a captured layer, with this rank's heads. config.scoring_heads count over all ranks.
+    """
+    unknown = {layer for layer, _ in config.scoring_heads or ()} - set(captured)
+    if unknown:
+        raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(captured)}")
+    for index, heads in voting_heads(captured, config).items():
+        layer = layer_of(index)
+        first, num_heads = rank * len(layer.queries), len(layer.queries)
+        if heads is None:
+            yield layer
+        elif own := [head - first for head in heads if first <= head < first + num_heads]:
+            yield choose_heads(layer, own)
+
+
+def own_votes(
+    votes: torch.Tensor,
+    layers: Iterable[ScoredLayer],
+    config: PrefillConfig,
+    num_in_place: int = 1,
+    segments: Sequence[Segment] = (),
+    weights: Sequence[float] = (),
+) -> torch.Tensor:
+    """This rank's voting heads over a prompt: with head_reduction "max" the largest pooled attention (n, num_tokens),
+    with "mean" the sum of their importance (num_tokens,). votes: zeros. segments, weights: of the n queries.
+    """
+    for layer in layers:
         if config.head_reduction == "mean":
-            return finite(sum_of_all(own) / num_scoring_heads(layers, config, num_ranks()))
-        return finite(over_queries(largest_of_all(own), queries.segments, queries.weights))
+            votes = votes + head_importance(layer, num_in_place, segments, weights).sum(dim=0)
+        else:
+            votes = torch.maximum(votes, largest_attention([layer], config.pool_kernel, num_in_place))
+    return votes
+
+
+def num_voters(captured: Queries, config: PrefillConfig, num_ranks: int) -> int:
+    """Voting heads over all ranks."""
+    voters = voting_heads(captured, config).items()
+    return sum(num_ranks * len(captured[index][0]) if heads is None else len(heads) for index, heads in voters)
 
 
 @contextmanager

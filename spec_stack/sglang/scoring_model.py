@@ -23,7 +23,7 @@ from sglang.srt.model_loader import get_model
 
 from spec_stack.engine.prompt_scorer import FoundScorer
 from spec_stack.hf.loading import load_draft_tokenizer
-from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner, bytes_per_token
+from spec_stack.sglang.draft_pool import DraftScoringRunner, bytes_per_token
 from spec_stack.sglang.ranks import least_free_bytes
 from spec_stack.sglang.scoring import DraftScorer, Scorer, TransformersScorer
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig

@@ -19,7 +19,7 @@ from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Ints
 from spec_stack.sglang.draft_kv_rows import DraftKVRow, Part, num_row_slots, pool_slots, text_of
-from spec_stack.sglang.draft_scoring_runner import bytes_per_token, draft_forward, extend_batch
+from spec_stack.sglang.draft_pool import bytes_per_token, draft_forward, extend_batch
 from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.request_state import was_wrong
 

@@ -31,7 +31,7 @@ def test_bad_options_cost_their_request_a_dense_prompt_and_never_the_server(
 ) -> None:
     """Under on_scoring_failure="raise" an error in scoring ends the server, and a client's mistake is none."""
     from spec_stack.sglang import ranks
-    from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
+    from spec_stack.sglang.draft_pool import DraftScoringRunner
     from spec_stack.sglang.errors import num_failures
     from spec_stack.sglang.manager import SparsePrefillManager
     from spec_stack.sglang.scoring import DraftScorer

@@ -62,7 +62,7 @@ def _runner(device: str) -> Any:
 
 def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: Callable[[int], int]) -> Any:
     from spec_stack.sglang.decide import Prompt
-    from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
+    from spec_stack.sglang.draft_pool import DraftScoringRunner
     from spec_stack.sglang.scoring import DraftScorer
 
     scorer = DraftScorer(DraftScoringRunner(runner, num_tokens + 100), runner.model_config.context_len)
@@ -73,12 +73,12 @@ def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: 
     "slots", [np.arange(40), np.arange(40) + 7, np.array([*range(20), *range(50, 70)]), np.arange(40)[::-1].copy()]
 )
 def test_a_forward_of_the_scoring_draft_copies_without_waiting(slots: Any) -> None:
-    from spec_stack.sglang.draft_scoring_runner import DraftScoringRunner
+    from spec_stack.sglang.draft_pool import DraftScoringRunner
 
     draft = DraftScoringRunner(_runner("meta"), 100)
-    with torch.no_grad(), blocking_copies() as found, draft.captured_queries({}, 4):
+    with torch.no_grad(), blocking_copies() as found:
         for length, num_new in ((30, 30), (39, 9), (40, 1)):
-            draft.run([3] * num_new, slots[:length])
+            draft.run([3] * num_new, slots[:length], captured={}, num_captured=4)
     assert found == []
 
 

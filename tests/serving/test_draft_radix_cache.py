@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_stack.sglang.draft_radix_cache import DraftRadixCache, Lease, PoolFullError
+from spec_stack.sglang.draft_pool import DraftRadixCache, Lease, PoolFullError
 
 
 class Written:

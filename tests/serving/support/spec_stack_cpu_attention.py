@@ -104,14 +104,14 @@ def _fail_on(rank):
 
     from spec_stack.sglang import scoring
 
-    over_own_heads = scoring.over_own_heads
+    own_votes = scoring.own_votes
 
-    def fail_on_long_prompts(pool, slots, *args):
-        if get_tp_group().rank_in_group == rank and len(slots) > 600:
+    def fail_on_long_prompts(votes, *args):
+        if get_tp_group().rank_in_group == rank and votes.shape[-1] > 600:
             raise MemoryError("put out of action by a test")
-        return over_own_heads(pool, slots, *args)
+        return own_votes(votes, *args)
 
-    scoring.over_own_heads = fail_on_long_prompts
+    scoring.own_votes = fail_on_long_prompts
 
 
 def _break(name):

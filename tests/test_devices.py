@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_stack.sglang.pool_attention import attend
+from spec_stack.devices import attend
 from tests.support.cuda import blocking_copies, flash_on_cpu
 
 

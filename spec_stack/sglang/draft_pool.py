@@ -1,0 +1,318 @@
+"""The scoring draft over a KV pool of its own: SGLang's model and weights, and SGLang's radix tree without pages.
+
+SGLang's STANDALONE draft uses the target's KV slots, so prefilling a prompt there would take the target's room. A
+scoring leases a text's slots and shares its cached prefix; the least recently used texts are evicted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from spec_stack.devices import attend, to_device
+from spec_stack.prefill.importance import ScoredLayer
+
+Ints = npt.NDArray[np.int64]
+Queries = dict[int, list[torch.Tensor]]
+"""Scoring queries by layer, (num_heads, n, head_dim), in parts along n."""
+
+
+class PoolFullError(RuntimeError):
+    """The text does not fit into the pool, even after eviction. Its prompt is prefilled densely."""
+
+
+class DraftRadixCache:
+    """Which of num_slots slots, 1 or more, hold which text: SGLang's tree, with this object as its allocator."""
+
+    device = "cpu"
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise ValueError(f"a draft pool needs 1 slot or more, got {num_slots}")
+        self.num_slots, self.num_leases = num_slots, 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all texts. Raises RuntimeError while one is leased."""
+        if self.num_leases:
+            raise RuntimeError(f"the draft pool cannot be cleared while {self.num_leases} texts are worked on")
+        self._is_free = np.ones(self.num_slots, dtype=bool)
+        self.num_free = self.num_slots
+        self.tree = RadixCache.create_simulated(mock_allocator=self)
+
+    @property
+    def num_pinned(self) -> int:
+        """Slots of the tree that leases share."""
+        return int(self.tree.protected_size())
+
+    @property
+    def num_held(self) -> int:
+        return int(self.tree.evictable_size()) + self.num_pinned
+
+    @property
+    def num_available(self) -> int:
+        """Slots that are free or can be evicted."""
+        return self.num_free + int(self.tree.evictable_size())
+
+    def state(self) -> dict[str, int]:
+        held = {"num_held": self.num_held, "num_free": self.num_free, "num_pinned": self.num_pinned}
+        return {"num_tokens": self.num_slots, **held}
+
+    def lease(self, namespace: Hashable, token_ids: Sequence[int], num_wanted: int | None = None) -> Lease:
+        """Begin to work on a text. Texts are shared inside a namespace alone. num_wanted: most slots to share."""
+        return Lease(self, namespace, token_ids, len(token_ids) if num_wanted is None else num_wanted)
+
+    def num_shared(self, namespace: Hashable, token_ids: Sequence[int]) -> int:
+        """Length of the text's prefix in the pool."""
+        return len(self.match(namespace, token_ids)[1])
+
+    def match(self, namespace: Hashable, token_ids: Sequence[int]) -> tuple[Any, Ints]:
+        """The tree's node of a text's longest prefix, and its slots."""
+        found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", token_ids), namespace)))
+        node = found.last_device_node
+        # SGLang 0.5.22 leaves the slots with the nodes.
+        slots = found.device_indices if hasattr(found, "device_indices") else self.tree.path_device_indices(node)
+        return node, slots.numpy()
+
+    def take(self, num_slots: int, after: int | None) -> Ints:
+        """Take slots, those behind the slot `after` if they are free; the least recently used texts make room."""
+        room = self.num_available
+        if num_slots > room:
+            raise PoolFullError(f"the draft pool has room for {room} tokens, and scoring needs {num_slots}")
+        if num_slots > self.num_free:
+            self.tree.evict(EvictParams(num_tokens=num_slots - self.num_free))
+        chosen = self._choose(num_slots, after)
+        self._is_free[chosen] = False
+        self.num_free -= num_slots
+        return chosen
+
+    def _choose(self, num_slots: int, after: int | None) -> Ints:
+        """Contiguous slots where possible: such are read in place."""
+        if after is not None and self._is_free[after + 1 : after + 1 + num_slots].sum() == num_slots:
+            return np.arange(after + 1, after + 1 + num_slots)
+        edges = np.flatnonzero(np.diff(self._is_free, prepend=False, append=False))
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        largest = int(lengths.argmax())
+        spare = int(lengths[largest]) - num_slots
+        if spare < 0:
+            return np.flatnonzero(self._is_free)[:num_slots]
+        # In the middle of the room there is, so that this text and the one before it can both grow in place. The very
+        # first slot has nothing before it.
+        start = int(starts[largest]) + (spare // 2 if starts[largest] else 0)
+        return np.arange(start, start + num_slots)
+
+    def give_back(self, slots: Ints) -> None:
+        if self._is_free[slots].any():
+            raise RuntimeError("slots of the draft's pool were given back twice")
+        self._is_free[slots] = True
+        self.num_free += len(slots)
+
+    def free_segment(self, slots: torch.Tensor, start_pos: int) -> None:
+        """Called by SGLang's tree with evicted slots."""
+        self.give_back(slots.numpy())
+
+
+class Lease:
+    """The slots of one text during its scoring, the first num_shared of them read-only. End it with `insert`.
+
+    num_agreed: tokens that all ranks have, for the scorer.
+    """
+
+    def __init__(self, cache: DraftRadixCache, namespace: Hashable, token_ids: Sequence[int], num_wanted: int) -> None:
+        self._cache, self._namespace, self._token_ids = cache, namespace, token_ids
+        self._node, self.slots = cache.match(namespace, token_ids[:num_wanted])
+        self.num_shared = self.num_agreed = len(self.slots)
+        cache.tree.inc_lock_ref(self._node)
+        cache.num_leases += 1
+
+    def extend(self, num_slots: int) -> None:
+        """Take so many more slots. Raises PoolFullError, with nothing taken, where there is no room."""
+        last = int(self.slots[-1]) if len(self.slots) else None
+        self.slots = np.concatenate([self.slots, self._cache.take(num_slots, last)])
+
+    def insert(self, num_tokens: int) -> None:
+        """End, and leave the first num_tokens, which have been written, in the pool; at least what was shared."""
+        cache, num_kept = self._cache, max(num_tokens, self.num_shared)
+        # Another lease may have written the same text meanwhile.
+        num_known = 0
+        if num_kept:
+            key = RadixKey(array("q", self._token_ids[:num_kept]), self._namespace)
+            value = torch.from_numpy(self.slots[:num_kept])
+            num_known = cache.tree.insert(InsertParams(key=key, value=value)).prefix_len
+        cache.give_back(self.slots[self.num_shared : max(num_known, self.num_shared)])
+        cache.give_back(self.slots[num_kept:])
+        cache.tree.dec_lock_ref(self._node)
+        cache.num_leases -= 1
+        self.slots, self.num_shared = self.slots[:0], 0
+
+
+def _attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
+    return [module for module in model.modules() if isinstance(module, RadixAttention)]
+
+
+def bytes_per_token(runner: Any) -> int:
+    """Bytes of one token's keys and values on this rank, in the model's own precision."""
+    layers = _attention_layers(runner.model)
+    numbers = sum(layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim) for layer in layers)
+    return int(numbers * runner.dtype.itemsize)
+
+
+def extend_batch(
+    input_ids: torch.Tensor,
+    rows: Sequence[int],
+    before: Sequence[int],
+    lengths: Sequence[int],
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+) -> ForwardBatch:
+    """SGLang's batch of prefills outside its scheduler: of each row lengths[i] tokens behind before[i] others.
+
+    input_ids, slots, positions: (sum(lengths),), on the device.
+    """
+    ends = [num_before + num_new for num_before, num_new in zip(before, lengths, strict=True)]
+    numbers = torch.tensor([list(rows), ends, list(before), list(lengths)])
+    on_device, seq_lens, starts, num_new = to_device(numbers, input_ids.device)
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=len(lengths),
+        input_ids=input_ids,
+        req_pool_indices=on_device,
+        seq_lens=seq_lens,
+        out_cache_loc=slots,
+        seq_lens_sum=sum(ends),
+        seq_lens_cpu=torch.tensor(ends),
+        positions=positions,
+        extend_num_tokens=sum(lengths),
+        extend_seq_lens=num_new.int(),
+        extend_prefix_lens=starts.int(),
+        extend_start_loc=(num_new.cumsum(0) - num_new).int(),
+        extend_seq_lens_cpu=list(lengths),
+        extend_prefix_lens_cpu=list(before),
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+
+
+@contextmanager
+def draft_forward(attention: AttentionBackend) -> Iterator[None]:
+    """SGLang's model of a draft runs in the block, outside of SGLang's workers."""
+    moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
+    with torch.no_grad(), moe[0], moe[1], forward_context(ForwardContext(attn_backend=attention)):
+        yield
+
+
+class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
+    """The draft with the KV of whole texts in num_tokens slots: its model, its attention, and their buffers.
+
+    index: which slots hold which text. The buffers are (num_layers, num_tokens, num_kv_heads, dim).
+    """
+
+    def __init__(self, runner: Any, num_tokens: int) -> None:
+        self._runner, self.device = runner, torch.device(runner.device)
+        self.index = DraftRadixCache(num_tokens)
+        self._layers = _attention_layers(runner.model)
+        self._at = {layer.layer_id: at for at, layer in enumerate(self._layers)}
+        self._keys = self._values = torch.empty(0, dtype=runner.dtype, device=self.device)
+        # Of the forward at work.
+        self._captured: Queries | None = None
+        self._num_captured = 1
+        self._num_layers: int | None = None
+        self._read: slice | torch.Tensor = slice(0, 0)
+        self._written: slice | torch.Tensor = slice(0, 0)
+        # Some models ask the pool whether they may write keys themselves. They may not.
+        self.token_to_kv_pool = SimpleNamespace(dtype=None)
+
+    def allocate(self) -> None:
+        """Allocate the pool once, before SGLang sizes its own pools; the first forward is too late."""
+        if self._keys.numel():
+            return
+        first, num = self._layers[0], (len(self._layers), self.index.num_slots)
+        for_all: dict[str, Any] = {"dtype": self._runner.dtype, "device": self.device}
+        self._keys = torch.empty((*num, first.tp_k_head_num, first.qk_head_dim), **for_all)
+        self._values = torch.empty((*num, first.tp_k_head_num, first.v_head_dim), **for_all)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._keys.nbytes + self._values.nbytes
+
+    def run(
+        self,
+        token_ids: Sequence[int],
+        slots: Ints,
+        num_layers: int | None = None,
+        captured: Queries | None = None,
+        num_captured: int = 1,
+    ) -> torch.Tensor | None:
+        """Run the last n tokens of a text through the draft; its most likely next token (), without a synchronisation.
+
+        slots: (num_tokens,), of the whole text so far; the last n are written, all are read. num_layers: runs the first
+        layers only, without a next token; None is all. captured: takes the queries of the last num_captured tokens.
+        """
+        self.allocate()
+        first = len(slots) - len(token_ids)
+        positions = torch.arange(first, len(slots), device=self.device)
+        input_ids = to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), self.device)
+        # Only the attention knows whose slots these are.
+        batch = extend_batch(input_ids, [0], [first], [len(token_ids)], positions, positions)
+        self._read, self._written, self._num_layers = self._where(slots), self._where(slots[first:]), num_layers
+        self._captured, self._num_captured = captured, num_captured
+        try:
+            with draft_forward(self):
+                logits = self._runner.model.forward(input_ids, positions, batch).next_token_logits
+        except _LayersDoneError:
+            return None
+        return logits[-1].argmax()  # type: ignore[no-any-return]
+
+    def _where(self, slots: Ints) -> slice | torch.Tensor:
+        # A slice copies nothing.
+        if len(slots) and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((slots[1:] > slots[:-1]).all()):
+            return slice(int(slots[0]), int(slots[-1]) + 1)
+        return to_device(torch.from_numpy(slots), self.device)
+
+    def scored_layer(self, index: int, captured: Queries, slots: Ints) -> ScoredLayer:
+        """A captured layer over the keys of a text, whose slots these are."""
+        at = self._at[index]
+        keys = self._keys[at][self._where(slots)].transpose(0, 1)
+        return ScoredLayer(torch.cat(captured[index], dim=1), keys, float(self._layers[at].scaling))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """SGLang's attention of one layer: (n, num_heads * head_dim). q likewise; k, v: (n, num_kv_heads, head_dim)."""
+        at = self._at[layer.layer_id]
+        self._keys[at][self._written] = k.to(self._keys.dtype)
+        self._values[at][self._written] = v.view(-1, *self._values.shape[2:]).to(self._values.dtype)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).transpose(0, 1)
+        if self._captured is not None:
+            self._captured.setdefault(layer.layer_id, []).append(queries[:, -self._num_captured :].clone())
+        if at + 1 == self._num_layers:
+            raise _LayersDoneError
+        keys, values = (kept[at][self._read].transpose(0, 1) for kept in (self._keys, self._values))
+        output = attend(queries.to(keys.dtype), keys, values, float(layer.scaling))
+        return output.transpose(0, 1).reshape(q.shape[0], -1).to(q.dtype)
+
+
+class _LayersDoneError(Exception):
+    """Ends a forward of SGLang's model after the wanted layers; on all ranks alike."""
