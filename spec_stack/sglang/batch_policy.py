@@ -18,7 +18,7 @@ from spec_stack.controller.base import BatchRequest, DraftSignals, Policy, StepC
 from spec_stack.controller.batch import BatchThroughput
 from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.penalties import is_penalised
-from spec_stack.sglang.request_state import RequestOptions, RunningRequest, note_step, options_of
+from spec_stack.sglang.request import RequestOptions, RunningRequest, note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
 
 # Without captured graphs.

@@ -24,7 +24,7 @@ from spec_stack.prefill.decide import decide_scoring
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.sglang.request_state import RequestOptions, RunningRequest, attach
+from spec_stack.sglang.request import RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
 from spec_stack.tokenizers.pieces import Pieces

@@ -13,14 +13,16 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from spec_stack.sglang.errors import log_and_continue, log_failure
 from spec_stack.sglang.manager import SparsePrefillManager
-from spec_stack.sglang.reports import (
+from spec_stack.sglang.request import (
+    KEY,
     ReportAssembler,
     ReportStore,
+    RequestOptions,
+    RunningRequest,
     correct_acceptance,
     reported_completion,
     with_report,
 )
-from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions, RunningRequest
 from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
 logger = logging.getLogger(__name__)
@@ -58,10 +60,10 @@ def _check_options(verify: Callable[..., None], params: Any, *args: Any, **kwarg
 
 
 def _books(manager: Any) -> ReportStore:
-    books: ReportStore | None = getattr(manager, STATE, None)
+    books: ReportStore | None = getattr(manager, KEY, None)
     if books is None:
         books = ReportStore(manager.served_model_name if manager.enable_metrics else None)
-        setattr(manager, STATE, books)
+        setattr(manager, KEY, books)
     return books
 
 
@@ -76,19 +78,19 @@ def _report(
     **kwargs: Any,
 ) -> None:
     """Put the report into every chunk of a reply, and the true prompt length, where SGLang counts the pruned one."""
-    others = {key: values for key, values in customized_info.items() if key != META_INFO}
+    others = {key: values for key, values in customized_info.items() if key != KEY}
     update(manager, meta_info, state, others, index, *args, **kwargs)
-    if META_INFO not in customized_info:
+    if KEY not in customized_info:
         return
     with log_and_continue("writing a report", "the reply has none"):
-        info: ReportAssembler = getattr(state, STATE, None) or ReportAssembler()
-        setattr(state, STATE, info)
-        info.add(customized_info[META_INFO][index])
+        info: ReportAssembler = getattr(state, KEY, None) or ReportAssembler()
+        setattr(state, KEY, info)
+        info.add(customized_info[KEY][index])
         is_finished = bool(meta_info.get("finish_reason"))
         said = info.meta_info(is_finished)
         if said is None:
             return
-        meta_info[META_INFO] = said
+        meta_info[KEY] = said
         meta_info["prompt_tokens"] = said["num_prompt_tokens"]
         if is_finished:
             _books(manager).close(meta_info, said, is_counted=bool(state.obj.log_metrics))
@@ -99,10 +101,10 @@ def _correct_acceptance(
 ) -> None:
     """Runs once per reply, at its end, before SGLang counts the prompt's tokens."""
     calculate(manager, meta_info, outputs, index)
-    if META_INFO in meta_info:
+    if KEY in meta_info:
         with log_and_continue("correcting SGLang's numbers", "they are SGLang's own"):
-            correct_acceptance(meta_info, meta_info[META_INFO])
-            outputs.prompt_tokens[index] = meta_info[META_INFO]["num_prompt_tokens"]
+            correct_acceptance(meta_info, meta_info[KEY])
+            outputs.prompt_tokens[index] = meta_info[KEY]["num_prompt_tokens"]
 
 
 async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +129,7 @@ def _show_state(get: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: A
     with log_and_continue("showing the state", "/server_info has none"):
         manager = SparsePrefillManager.of(scheduler)
         if manager is not None:
-            output.internal_state[META_INFO] = manager.state()
+            output.internal_state[KEY] = manager.state()
     return output
 
 
@@ -164,7 +166,7 @@ def _score_between_batches(next_batch: Callable[..., Any], scheduler: Any, *args
 
 def _place_draft(init_new: Callable[..., Any], cls: type, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     forward_batch = init_new(cls, batch, runner, *args, **kwargs)
-    slots = getattr(runner, STATE, None)
+    slots = getattr(runner, KEY, None)
     if slots is not None:
         try:
             slots.place(forward_batch, batch)

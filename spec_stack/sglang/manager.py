@@ -31,7 +31,7 @@ from spec_stack.sglang.draft_pool import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch_check import drafting_note, pruning_note
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
-from spec_stack.sglang.request_state import STATE, RequestOptions, RunningRequest, dense_reason
+from spec_stack.sglang.request import KEY, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Scoring
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
@@ -159,10 +159,10 @@ class SparsePrefillManager:
 
     @staticmethod
     def of(scheduler: Any) -> SparsePrefillManager | None:
-        manager = getattr(scheduler, STATE, None)
+        manager = getattr(scheduler, KEY, None)
         if manager is None and (model := ScoringModel.of(scheduler)) is not None:
             manager = SparsePrefillManager(scheduler, model)
-            setattr(scheduler, STATE, manager)
+            setattr(scheduler, KEY, manager)
         return manager
 
     def _num_cached(self, prompt: Prompt) -> int:
@@ -178,7 +178,7 @@ class SparsePrefillManager:
 
     def on_request(self, request: RunningRequest) -> None:
         """Decide for a request before it is first queued. Mutates it."""
-        if getattr(request, STATE, None) is not None:
+        if getattr(request, KEY, None) is not None:
             return
         failure: Exception | None = None
         try:
@@ -225,7 +225,7 @@ class SparsePrefillManager:
         """Prefill the unchanged prompt of a request without a decision densely."""
         self._pending = [pending for pending in self._pending if pending.request is not request]
         with log_and_continue("reporting on a prompt", "its reply has no report"):
-            if getattr(request, STATE, None) is None:
+            if getattr(request, KEY, None) is None:
                 reason = f"off: deciding failed: {type(error).__name__}: {error}"
                 options = RequestOptions()
                 plan = Plan.dense(self._prompt(request, options), reason, "failed")

@@ -15,7 +15,7 @@ import torch
 
 from spec_stack.devices import to_device
 from spec_stack.sglang.errors import log_and_continue
-from spec_stack.sglang.request_state import RunningRequest
+from spec_stack.sglang.request import RunningRequest
 
 _COUNTING = "counting penalties", "they are SGLang's own"
 

@@ -21,7 +21,7 @@ from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Ints
 from spec_stack.sglang.draft_kv_rows import DraftKVRow, Part, num_row_slots, pool_slots, text_of
 from spec_stack.sglang.draft_pool import bytes_per_token, draft_forward, extend_batch
 from spec_stack.sglang.errors import log_failure
-from spec_stack.sglang.request_state import was_wrong
+from spec_stack.sglang.request import was_wrong
 
 # Draft backends that take positions for KV lengths, by `common_template`, and those that have lengths.
 _BUILT_FROM_POSITIONS = ("triton", "flashinfer")

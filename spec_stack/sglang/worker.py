@@ -22,7 +22,7 @@ from spec_stack.sglang.errors import log_and_continue, log_failure
 from spec_stack.sglang.launch_check import graphs_note, penalty_advice, slots_note
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
-from spec_stack.sglang.request_state import STATE
+from spec_stack.sglang.request import KEY
 from spec_stack.sglang.scoring_model import ScoringModel, fit_draft, rows_differ
 from spec_stack.sglang.server_args import NAME, ServerConfig
 from spec_stack.sglang.slotted_draft import SlottedDraft, protect_kv_lengths
@@ -131,7 +131,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self.slots = SlottedDraft(draft, config.prefill, config.gammas[-1], resolved.max_running_requests)
         self._draft_worker.slots = self.slots
         # `hooks` reads them.
-        setattr(draft, STATE, self.slots)
+        setattr(draft, KEY, self.slots)
         # SGLang would reserve as many tokens for the draft as the target has.
         self._target_worker.model_runner.spec_aux_config.eagle_draft_num_layers = 0
 

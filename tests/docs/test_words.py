@@ -22,7 +22,7 @@ from spec_stack.config import (
 )
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.config import ServeConfig
-from spec_stack.sglang.request_state import OPTIONS
+from spec_stack.sglang.request import OPTIONS
 from spec_stack.sglang.server_args import ServerConfig, add_flags
 from spec_stack.types import Metrics
 from tests.support.pages import PAGES, name_of

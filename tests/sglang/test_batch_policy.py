@@ -12,8 +12,8 @@ from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRe
 from spec_stack.controller.registry import make_batch_policy
 from spec_stack.sglang import batch_policy
 from spec_stack.sglang.batch_policy import BatchPolicy
-from spec_stack.sglang.request_state import (
-    STATE,
+from spec_stack.sglang.request import (
+    KEY,
     RequestOptions,
 )
 from spec_stack.sglang.server_args import ServerConfig
@@ -173,7 +173,7 @@ def test_a_result_may_come_with_its_gamma(said: dict[str, Any]) -> None:
     assert gamma.get_steps_for_batch(1) == 4
     assert gamma.on_state_activated(4) is None
     assert gamma.on_verify_complete([3], 1, *said.values()) is None
-    assert request.customized_info[STATE][1] == [4, 3]
+    assert request.customized_info[KEY][1] == [4, 3]
 
 
 def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
@@ -183,8 +183,8 @@ def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
     gamma.get_steps_for_batch(2)
     gone.is_retracted = True
     gamma.on_verify_complete([3, 3], 2)
-    assert len(stays.customized_info[STATE]) == 5
-    assert len(gone.customized_info[STATE]) == 1
+    assert len(stays.customized_info[KEY]) == 5
+    assert len(gone.customized_info[KEY]) == 1
 
 
 def test_where_all_ask_for_a_gamma_the_batch_drafts_the_largest_and_each_has_its_own() -> None:
@@ -194,7 +194,7 @@ def test_where_all_ask_for_a_gamma_the_batch_drafts_the_largest_and_each_has_its
     assert gamma.get_steps_for_batch(2) == 4
     assert gamma.caps == [4, 0]
     gamma.on_verify_complete([3, 0], 2)
-    assert [request.customized_info[STATE][1] for request in requests] == [[4, 3], [0, 0]]
+    assert [request.customized_info[KEY][1] for request in requests] == [[4, 3], [0, 0]]
     assert (gamma.num_proposed, gamma.num_accepted) == (4, 3)
 
 
@@ -204,7 +204,7 @@ def test_a_gamma_asked_for_by_some_caps_them_alone() -> None:
     gamma.begin_step(requests)
     assert gamma.get_steps_for_batch(2) == 8
     gamma.on_verify_complete([2, 7], 2)
-    assert [request.customized_info[STATE][1] for request in requests] == [[2, 2], [8, 7]]
+    assert [request.customized_info[KEY][1] for request in requests] == [[2, 2], [8, 7]]
 
 
 def test_the_seconds_of_a_step_are_not_those_of_a_request_that_it_was_cut_for() -> None:
@@ -322,11 +322,11 @@ def test_a_result_that_comes_a_step_late_teaches_about_its_own_step() -> None:
     second = gamma.get_steps_for_batch(1)
     gamma.on_verify_complete([first], 1)
     gamma.on_verify_complete([0], 1)
-    assert request.customized_info[STATE][-1] is not None
+    assert request.customized_info[KEY][-1] is not None
     assert (first, second) == (4, 4)
     # Four, two more for all accepted, one less for none: five, and the largest candidate under it is four.
     assert gamma.get_steps_for_batch(1) == 4
-    assert math.isclose(sum(item[1] for item in request.customized_info[STATE] if isinstance(item, list)), 0)
+    assert math.isclose(sum(item[1] for item in request.customized_info[KEY] if isinstance(item, list)), 0)
 
 
 def test_what_the_first_step_of_a_shape_compiles_is_no_steps_cost() -> None:

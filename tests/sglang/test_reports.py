@@ -6,11 +6,14 @@ import asyncio
 import json
 from typing import Any
 
-from spec_stack.sglang.reports import ReportAssembler, ReportStore, correct_acceptance, with_report
-from spec_stack.sglang.request_state import (
-    STATE,
+from spec_stack.sglang.request import (
+    KEY,
+    ReportAssembler,
+    ReportStore,
+    correct_acceptance,
     note_step,
     was_wrong,
+    with_report,
 )
 from tests.support import controller_data
 from tests.support.sglang_requests import REPORT, request_of
@@ -21,7 +24,7 @@ def test_what_travels_with_tokens_adds_up_to_the_reply() -> None:
     for gamma, num_accepted in ((4, 2), (0, 0), (8, 8)):
         note_step(request, controller_data.step(gamma, num_accepted))
         request.output_ids += [0] * (num_accepted + 1)
-    carried = request.customized_info[STATE]
+    carried = request.customized_info[KEY]
     assert len(carried) == len(request.output_ids)
     reply = ReportAssembler()
     assert reply.meta_info(is_finished=False) is None
@@ -90,10 +93,10 @@ def test_a_step_after_a_retraction_is_noted_at_its_own_token() -> None:
     note_step(request, controller_data.step(4, 3))
     request.output_ids = [1, 1]
     note_step(request, controller_data.step(2, 0))
-    assert request.customized_info[STATE][1:] == [[4, 3], [2, 0]]
+    assert request.customized_info[KEY][1:] == [[4, 3], [2, 0]]
     request.output_ids = [1, 1, 1, 1, 1]
     note_step(request, controller_data.step(1, 1))
-    assert request.customized_info[STATE][5] == [1, 1]
+    assert request.customized_info[KEY][5] == [1, 1]
 
 
 def test_a_request_was_wrong_where_most_of_its_newest_known_proposal_was() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spec_stack.sglang.launch_check import pruning_note
-from spec_stack.sglang.request_state import (
+from spec_stack.sglang.request import (
     RequestOptions,
     dense_reason,
 )

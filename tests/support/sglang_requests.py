@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from spec_stack.sglang.request_state import RequestOptions, attach
+from spec_stack.sglang.request import RequestOptions, attach
 from tests.support.sampling_settings import asked
 
 REPORT: dict[str, Any] = {

@@ -16,7 +16,7 @@ import torch
 
 # What each hook, and what the worker calls beside them, does first; by module and qualified name.
 FAULTS = {
-    "options": ("request_state", "RequestOptions.parse"),
+    "options": ("request", "RequestOptions.parse"),
     "deciding": ("manager", "decide"),
     "setting aside": ("manager", "SparsePrefillManager._set_unscored_aside"),
     "round": ("manager", "SparsePrefillManager._step"),
@@ -24,10 +24,10 @@ FAULTS = {
     "placing": ("manager", "plan_scored"),
     "forgetting": ("manager", "SparsePrefillManager.forget"),
     "state": ("manager", "SparsePrefillManager.state"),
-    "report": ("reports", "ReportAssembler.add"),
-    "books": ("reports", "ReportStore.close"),
+    "report": ("request", "ReportAssembler.add"),
+    "books": ("request", "ReportStore.close"),
     "acceptance": ("hooks", "correct_acceptance"),
-    "stream": ("reports", "_shown"),
+    "stream": ("request", "_shown"),
     "completion": ("hooks", "reported_completion"),
     "choosing": ("batch_policy", "BatchPolicy._policy"),
     "learning": ("batch_policy", "BatchPolicy._record"),

@@ -1,8 +1,13 @@
-"""A request's options from `custom_params`, its state in the scheduler, and its report. No SGLang import."""
+"""A request from its options in `custom_params` to the report in its reply. No SGLang import.
+
+The scheduler's process attaches the report to the request; the tokenizer's process assembles it from the output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -10,19 +15,31 @@ from spec_stack.config import PrefillConfig, SparsePrefill
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import BATCH_POLICIES
 from spec_stack.prefill.alignment import Span
+from spec_stack.sglang.errors import log_and_continue
 from spec_stack.sglang.server_args import FOLLOW_UPS, ServerConfig
 
-META_INFO = "spec_stack"
-"""The key of a reply's meta info, and of what SGLang carries there token by token."""
-STATE = "spec_stack"
-"""The attribute of SGLang's requests that holds their RequestOptions, once they are decided."""
-NESTED = "spec_stack"
-"""The key of `custom_params` under which the options stand."""
-
+KEY = "spec_stack"
+"""The key of the options in `custom_params` and of the report in a reply's meta info, and the attribute of SGLang's
+objects that holds ours: of a request, once it is decided, its RequestOptions."""
 # No other reader of `custom_params` means these.
 _OURS_ALONE = ("sparse_prefill", "keep_rate", "follow_up")
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
+# Responses are built right after their reply has ended.
+_MOST_REPORTS = 4096
+_GAMMA_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+_SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+_COUNTED = {
+    "num_prompt_tokens": ("prompt_tokens_total", "prompt tokens, whole prompts"),
+    "num_kept_tokens": ("kept_tokens_total", "prompt tokens that the target prefilled or had cached"),
+    "num_scored_tokens": ("scored_tokens_total", "prompt tokens that the draft scored"),
+    "num_draft_tokens": ("draft_prefilled_tokens_total", "prompt tokens that the draft prefilled for it"),
+    "num_recalled_tokens": ("recalled_tokens_total", "recalled tokens of earlier turns"),
+    "num_protected_tokens": ("protected_tokens_total", "prompt tokens of system messages and templates"),
+    "cached_tokens": ("cached_tokens_total", "prompt tokens that were in the radix cache"),
+    "num_proposed": ("proposed_tokens_total", "tokens that the draft proposed"),
+    "num_accepted": ("accepted_tokens_total", "proposed tokens that the target accepted"),
+}
 
 
 class RunningRequest(Protocol):
@@ -61,7 +78,7 @@ class RequestOptions:
 
     @classmethod
     def parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:
-        """Read the options from `custom_params`' entry NESTED; other entries are ignored.
+        """Read the options from `custom_params`' entry KEY; other entries are ignored.
 
         Raises ValueError for an unknown option, for a value of the wrong type or out of range, and for a name that is
         this package's alone beside the entry.
@@ -69,15 +86,15 @@ class RequestOptions:
         params: Mapping[str, Any] = custom_params if isinstance(custom_params, Mapping) else {}
         beside = [name for name in _OURS_ALONE if params.get(name) is not None]
         if beside:
-            raise ValueError(f"{', '.join(beside)} belongs in custom_params.{NESTED}")
-        asked = params.get(NESTED)
+            raise ValueError(f"{', '.join(beside)} belongs in custom_params.{KEY}")
+        asked = params.get(KEY)
         if asked is None:
             return cls()
         if not isinstance(asked, Mapping):
-            raise ValueError(f"custom_params.{NESTED} must be an object of options, got {asked!r}")
+            raise ValueError(f"custom_params.{KEY} must be an object of options, got {asked!r}")
         unknown = [str(name) for name in asked if name not in OPTIONS]
         if unknown:
-            raise ValueError(f"custom_params.{NESTED} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
+            raise ValueError(f"custom_params.{KEY} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
         values = {name: value for name, value in asked.items() if value is not None}
         if "protect" in values:
             values["protect"] = _spans(values["protect"])
@@ -143,7 +160,7 @@ _NOTHING_ASKED = RequestOptions()
 
 
 def options_of(request: RunningRequest) -> RequestOptions:
-    options: RequestOptions = getattr(request, STATE, _NOTHING_ASKED)
+    options: RequestOptions = getattr(request, KEY, _NOTHING_ASKED)
     return options
 
 
@@ -158,10 +175,10 @@ def attach(request: RunningRequest, options: RequestOptions, report: Mapping[str
         token      0         1       2     3     4
         carried    report    [4, 2]  None  None  [0, 0]
 
-    `reports.ReportAssembler` reassembles them.
+    `ReportAssembler` reassembles them.
     """
-    setattr(request, STATE, options)
-    request.customized_info = {**(request.customized_info or {}), META_INFO: [dict(report)]}
+    setattr(request, KEY, options)
+    request.customized_info = {**(request.customized_info or {}), KEY: [dict(report)]}
 
 
 def note_step(request: RunningRequest, record: StepRecord) -> None:
@@ -170,7 +187,7 @@ def note_step(request: RunningRequest, record: StepRecord) -> None:
     Called before SGLang appends the step's tokens. It may append fewer (a stop, a limit), and removes tokens at a
     retraction: notes beyond output_ids are corrected here.
     """
-    carried = (request.customized_info or {}).get(META_INFO)
+    carried = (request.customized_info or {}).get(KEY)
     if carried is None:
         return
     num_out = len(request.output_ids)
@@ -181,7 +198,7 @@ def note_step(request: RunningRequest, record: StepRecord) -> None:
 
 def was_wrong(request: RunningRequest) -> bool:
     """Return whether more than half of the newest known proposal was rejected."""
-    carried = (request.customized_info or {}).get(META_INFO) or []
+    carried = (request.customized_info or {}).get(KEY) or []
     gamma, num_accepted = next((figures for figures in reversed(carried[1:]) if figures), (0, 0))
     return 2 * num_accepted < gamma
 
@@ -207,3 +224,129 @@ def dense_reason(request: RunningRequest) -> str | None:
         "bootstrap_room": "prefill and decode run on different servers",
     }
     return next((reason for name, reason in reasons.items() if getattr(request, name, None)), None)
+
+
+# In the tokenizer's process
+
+
+class ReportAssembler:
+    """One reply's report, assembled from its tokens' customized_info (see `attach`)."""
+
+    def __init__(self) -> None:
+        self._report: dict[str, Any] | None = None
+        self._gammas: list[int] = []
+        self._accepted: list[int] = []
+
+    def add(self, carried: Sequence[Any]) -> None:
+        """Add what came with the next tokens."""
+        for item in carried:
+            if isinstance(item, Mapping):
+                self._report = dict(item)
+            elif item is not None:
+                gamma, num_accepted = item
+                self._gammas.append(gamma)
+                self._accepted.append(num_accepted)
+
+    def meta_info(self, is_finished: bool) -> dict[str, Any] | None:
+        """The report with the steps so far, at the end one by one; None without one, no steps without a policy."""
+        if self._report is None or "policy" not in self._report:
+            return None if self._report is None else dict(self._report)
+        counts = {"num_proposed": sum(self._gammas), "num_accepted": sum(self._accepted)}
+        steps = {"gamma_trace": list(self._gammas), "accepted_trace": list(self._accepted)} if is_finished else {}
+        return {**self._report, **counts, **steps}
+
+
+def correct_acceptance(meta_info: dict[str, Any], report: Mapping[str, Any]) -> None:
+    """Correct what SGLang computes from the widest gamma alone. Mutates meta_info. report: a finished reply's."""
+    if "num_proposed" not in report:
+        return
+    num_proposed, num_accepted = report["num_proposed"], report["num_accepted"]
+    num_steps = len(report["gamma_trace"])
+    meta_info["spec_num_proposed_drafts"] = num_proposed
+    meta_info["spec_num_correct_drafts"] = num_accepted
+    meta_info["spec_accept_rate"] = num_accepted / num_proposed if num_proposed else 0.0
+    # SGLang divides the output tokens, of which a stop or a limit may have cut some off.
+    meta_info["spec_accept_length"] = 1 + num_accepted / num_steps if num_steps else 1.0
+
+
+class ReportStore:
+    """Finished replies: the newest reports by request id, and the sums of all.
+
+    model_name: the label of the metrics; None keeps no sums.
+    """
+
+    def __init__(self, model_name: str | None) -> None:
+        self._metrics = None if model_name is None else ReplyMetrics(model_name)
+        self._reports: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
+
+    def close(self, meta_info: Mapping[str, Any], report: Mapping[str, Any], *, is_counted: bool) -> None:
+        """Add a reply's final report. is_counted: it belongs to the sums."""
+        self._reports[str(meta_info["id"])] = report
+        if len(self._reports) > _MOST_REPORTS:
+            self._reports.popitem(last=False)
+        if self._metrics is not None and is_counted:
+            self._metrics.observe(report, int(meta_info.get("cached_tokens", 0)))
+
+    def report_of(self, request_id: object) -> Mapping[str, Any] | None:
+        return self._reports.get(str(request_id))
+
+
+async def with_report(stream: AsyncIterator[Any], books: ReportStore) -> AsyncIterator[Any]:
+    """An OpenAI stream with the report in its usage chunk (stream_options.include_usage), the last one.
+
+    Of several replies in one stream that chunk has the id of one.
+    """
+    async for event in stream:
+        # Every other chunk has a choice in it, and most of a stream's cost is in its chunks.
+        if not isinstance(event, str) or '"choices":[]' not in event or '"usage":{' not in event:
+            yield event
+            continue
+        reported = event
+        with log_and_continue("writing a report", "the reply has none"):
+            name, _, data = event.strip().partition(" ")
+            chunk = json.loads(data) if name == "data:" else {}
+            report = books.report_of(chunk.get("id"))
+            if report is not None:
+                reported = f"data: {json.dumps(chunk | _shown(report))}\n\n"
+        yield reported
+
+
+def reported_completion(response: Any, books: ReportStore) -> Any:
+    """A completion as plain values with the report beside its text; unchanged without one."""
+    report = books.report_of(response.id)
+    return response if report is None else response.model_dump(mode="json") | _shown(report)
+
+
+def _shown(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {KEY: dict(report)}
+
+
+class ReplyMetrics:
+    """Prometheus metrics, summed over all finished replies' reports. One per process, beside SGLang's own."""
+
+    def __init__(self, model_name: str) -> None:
+        # SGLang must set the shared directory before prometheus_client is imported.
+        from prometheus_client import Counter, Histogram
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(f"spec_stack:{name}", text, ["model_name", *labels])
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Any:
+            return Histogram(f"spec_stack:{name}", text, ["model_name"], buckets=buckets)
+
+        self._model_name = model_name
+        self._requests = counter("requests_total", "finished requests, by the outcome of the prompt", "outcome")
+        self._tokens = {name: counter(*described) for name, described in _COUNTED.items()}
+        self._gamma = histogram("gamma", "tokens drafted per step", _GAMMA_BUCKETS)
+        self._scoring = histogram("scoring_seconds", "scoring of a prompt", _SECONDS_BUCKETS)
+
+    def observe(self, report: Mapping[str, Any], num_cached: int) -> None:
+        """Count a finished reply; report is its final one."""
+        self._requests.labels(self._model_name, report["outcome"]).inc()
+        counts = {"num_proposed": 0, "num_accepted": 0, "cached_tokens": num_cached, **report}
+        for name, counted in self._tokens.items():
+            counted.labels(self._model_name).inc(counts[name])
+        for gamma in report.get("gamma_trace", ()):
+            self._gamma.labels(self._model_name).observe(gamma)
+        if report["num_scored_tokens"]:
+            self._scoring.labels(self._model_name).observe(report["scoring_s"])
