@@ -9,7 +9,7 @@ TRANSFORMERS ?= $(NEWEST_TRANSFORMERS)
 override TRANSFORMERS := $(TRANSFORMERS:lowest=$(LOWEST_TRANSFORMERS))
 VENV := .venv$(if $(filter-out $(NEWEST_TRANSFORMERS),$(TRANSFORMERS)),-transformers-$(TRANSFORMERS))
 BIN := $(VENV)/bin
-# The SGLang that serving-test runs, of those that spec_stack/sglang/support.py allows; each has an environment.
+# The SGLang that serving-test runs, of those that spec_stack/sglang/plugin.py allows; each has an environment.
 NEWEST_SGLANG := $(shell sed -n 's/^sglang==//p' tests/serving/requirements.txt)
 SGLANG ?= $(NEWEST_SGLANG)
 SERVING := .venv-serving$(if $(filter-out $(NEWEST_SGLANG),$(SGLANG)),-$(SGLANG))

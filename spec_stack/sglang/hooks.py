@@ -1,4 +1,7 @@
-"""All wrapped SGLang functions and their wrappers. Under another algorithm each hook only forwards."""
+"""What SGLang calls: SPEC_STACK in its registry of algorithms, and the hooks around its functions.
+
+Under another algorithm each hook only forwards.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ from functools import lru_cache
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from spec_stack.sglang.errors import log_and_continue, log_failure
+from spec_stack.sglang.launch import require_drafting
 from spec_stack.sglang.manager import SparsePrefillManager
 from spec_stack.sglang.request import (
     KEY,
@@ -27,6 +33,44 @@ from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_f
 
 logger = logging.getLogger(__name__)
 _SRT = "sglang.srt"
+_DEFAULT_RUNNING_REQUESTS = 48
+
+
+class SpecStackAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
+    """Behaves as STANDALONE in every query, with buffers for the largest gamma."""
+
+    def is_standalone(self) -> bool:
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Apply what SGLang does for STANDALONE by name, with widths for the largest gamma."""
+        largest = ServerConfig.from_environment().gammas[-1]
+        server_args.speculative_num_steps = largest
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_draft_tokens = largest + 1
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = _DEFAULT_RUNNING_REQUESTS
+        if server_args.device == "cpu":
+            server_args.disable_overlap_schedule = True
+        server_args.enable_mixed_chunk = False
+
+    def resolve_max_speculative_num_draft_tokens(self, server_args: Any) -> int:
+        return ServerConfig.from_environment().gammas[-1] + 1
+
+    def __getattr__(self, name: str) -> Any:
+        # The scheduler asks built-in algorithms for more than CustomSpecAlgo has (create_future_map, need_topk, …).
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(SpeculativeAlgorithm.STANDALONE, name)
+
+
+def validate(server_args: Any) -> None:
+    """Reject unsupported settings before anything is loaded. Raises ValueError with the fix."""
+    check()
+    require_drafting(server_args, ServerConfig.from_environment())
 
 
 # Read once: a file that changes under a running server must not change what is refused.
@@ -198,7 +242,17 @@ HOOKS_BESIDE: dict[str, Callable[..., Any]] = {
 
 
 def register() -> None:
-    """Pass the hooks to SGLang, which applies them after all plugins are loaded."""
+    """Pass the algorithm and the hooks to SGLang, which applies these after all plugins are loaded."""
+
+    @SpeculativeAlgorithm.register(  # type: ignore[untyped-decorator]
+        NAME, supports_overlap=True, validate_server_args=validate, spec_class=SpecStackAlgorithm
+    )
+    def make_worker(server_args: Any) -> type:
+        check()
+        from spec_stack.sglang.worker import SpecStackWorker
+
+        return SpecStackWorker
+
     beside = HOOKS_BESIDE if os.environ.get(ENVIRONMENT) else {}
     for target, hook in (HOOKS | HOOKS_FOR_NUMBERS | beside).items():
         HookRegistry.register(target, hook, HookType.AROUND)

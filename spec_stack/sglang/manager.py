@@ -29,12 +29,12 @@ from spec_stack.sglang.decide import (
 )
 from spec_stack.sglang.draft_pool import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
-from spec_stack.sglang.launch_check import drafting_note, pruning_note
+from spec_stack.sglang.launch import pruning_note
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request import KEY, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Scoring
 from spec_stack.sglang.scoring_model import ScoringModel
-from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
+from spec_stack.sglang.server_args import NAME
 from spec_stack.tokenizers.chat_turns import Protected
 
 logger = logging.getLogger(__name__)
@@ -136,13 +136,9 @@ class SparsePrefillManager:
         self._scheduler: Any = scheduler
         # SPEC_STACK's own worker, or SGLang's.
         self._worker: Any = scheduler.draft_worker
-        self._drafts = model.algorithm == NAME
-        configs = scheduler.model_config.hf_text_config, model.model_config.hf_text_config
-        self.config = with_calibration(ServerConfig.from_environment(), model.source, *configs)
-        self._refusal = model.refusal
-        self._prunes = self._refusal is None and self.config.prunes
-        self._schedule = ScoringSchedule(scheduler, self.config.prefill_decode_interval if self._prunes else 0)
-        self._scorer, self._backend = model.scorer, model.backend
+        self._launch, self._scorer = model.launch, model.scorer
+        self.config, prunes = model.launch.config, model.launch.prunes
+        self._schedule = ScoringSchedule(scheduler, self.config.prefill_decode_interval if prunes else 0)
         most_tokens = _TURNS_PER_POOL * model.scorer.num_pool_tokens
         template = scheduler.server_args.chat_template
         self._known = KnownTexts(self.config, scheduler.tokenizer, template, self._num_cached, most_tokens)
@@ -150,12 +146,13 @@ class SparsePrefillManager:
         self._at_work: PendingScore | None = None
         self._set_aside: list[RunningRequest] | None = None
         forget_with(scheduler.tree_cache, self.forget)
-        if self._prunes:
+        if prunes:
             seconds = self_test.run(scheduler, self._known, self._scorer, self.config.prefill)
             logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
-        logger.info("%s: drafting: %s", NAME, drafting_note(self.config, model.algorithm))
-        level = logging.WARNING if self._refusal or self._prunes else logging.INFO
-        logger.log(level, "%s: %s", NAME, pruning_note(self.config, self._refusal, self._known.template.unrecognised))
+        logger.info("%s: drafting: %s", NAME, self._launch.drafting_note)
+        level = logging.WARNING if self._launch.refusal or prunes else logging.INFO
+        note = pruning_note(self.config, self._launch.refusal, self._known.template.unrecognised)
+        logger.log(level, "%s: %s", NAME, note)
 
     @staticmethod
     def of(scheduler: Any) -> SparsePrefillManager | None:
@@ -203,7 +200,7 @@ class SparsePrefillManager:
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
             options = RequestOptions(sparse_prefill="off")
         prompt = self._prompt(request, options)
-        decision = decide(prompt, self._known, self._refusal or dense_reason(request))
+        decision = decide(prompt, self._known, self._launch.refusal or dense_reason(request))
         if isinstance(decision, NeedsScore):
             self._pending.append(PendingScore(request, options, decision))
         else:
@@ -319,7 +316,7 @@ class SparsePrefillManager:
     def _do_a_part(self, pending: PendingScore) -> None:
         """Run the next part of the scoring; settle the request at its end or failure."""
         self._at_work = pending
-        if self._drafts:
+        if self._launch.is_own:
             self._worker.batch_policy.invalidate_step_timing()
         needs, started = pending.needs, perf_counter()
         score, failure = None, None
@@ -383,13 +380,13 @@ class SparsePrefillManager:
         """Settings and counters, as /server_info shows them."""
         return {
             "settings": asdict(self.config),
-            "why_not": self._refusal or "",
-            "scoring_backend": self._backend,
+            "why_not": self._launch.refusal or "",
+            "scoring_backend": self._launch.backend,
             "num_requests": dict(self._known.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),
             "num_turns_remembered": len(self._known.turns),
             "draft_pool": self._scorer.pool_state(),
-            **(self._worker.state() if self._drafts else {}),
+            **(self._worker.state() if self._launch.is_own else {}),
             "num_failures": num_failures(),
         }
 

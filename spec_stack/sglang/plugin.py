@@ -1,16 +1,19 @@
-"""The entry point that SGLang calls in each process: version check, hooks, the algorithm.
+"""The entry point that SGLang calls in each process: version check, user plugins, hooks.
 
-SGLang only logs a plugin's failure, so an unknown version ends the launch, and the worker checks the hooks.
+SGLang only logs a plugin's failure, so an unknown version ends the launch, and a scheduler checks the hooks.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version
 
 from spec_stack.settings.plugins import import_plugins
 from spec_stack.sglang.server_args import ENVIRONMENT, NAME
-from spec_stack.sglang.support import check_version
+
+# Tested by `tests/serving` (docs/operations.md), up to the newest that pip installs; others are refused.
+VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 
 
 def register() -> None:
@@ -27,10 +30,18 @@ def register() -> None:
         if _is_asked_for():
             raise SystemExit(f"error: {error}") from error
         raise
-    from spec_stack.sglang import algorithm, hooks
+    from spec_stack.sglang import hooks
 
-    algorithm.register()
     hooks.register()
+
+
+def check_version() -> None:
+    """Raise RuntimeError unless SGLang has a supported version."""
+    installed = version("sglang")
+    # A plus sign is followed by the build of the same source.
+    if installed.partition("+")[0] not in VERSIONS:
+        supported = f"{VERSIONS[0]} to {VERSIONS[-1]}"
+        raise RuntimeError(f"{NAME} was made for SGLang {supported}, and this is {installed}; install one of those")
 
 
 def _is_asked_for() -> bool:

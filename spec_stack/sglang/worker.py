@@ -14,19 +14,16 @@ from sglang.srt.runtime_context import get_context, get_exec
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
-from sglang.srt.utils.hf_transformers_utils import get_config
 
-from spec_stack.sglang import hooks
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.errors import log_and_continue, log_failure
-from spec_stack.sglang.launch_check import graphs_note, penalty_advice, slots_note
+from spec_stack.sglang.launch import Launch, graphs_note, penalty_advice, slots_note
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request import KEY
-from spec_stack.sglang.scoring_model import ScoringModel, fit_draft, rows_differ
+from spec_stack.sglang.scoring_model import ScoringModel, draft_scorer, fit_draft
 from spec_stack.sglang.server_args import NAME, ServerConfig
 from spec_stack.sglang.slotted_draft import SlottedDraft, protect_kv_lengths
-from spec_stack.sglang.support import require_no_state, require_slots
 
 logger = logging.getLogger(__name__)
 # Of SGLang's logs: the line and the entry of a change of gamma.
@@ -84,19 +81,14 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     slots: SlottedDraft | None = None
 
     def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
-        hooks.check()
-        source, trust_remote_code = server_args.speculative_draft_model_path, server_args.trust_remote_code
-        require_no_state(get_config(source, trust_remote_code=trust_remote_code).get_text_config())
+        self._config = config = ServerConfig.from_environment()
         super().__init__(server_args, *args, **kwargs)
         # SGLang's worker makes its draft worker by name, and its backends only later.
         self._draft_worker.__class__ = SpecStackDraftWorker
-        runner, draft = self._target_worker.model_runner, self._draft_worker.draft_runner
-        self._config = config = ServerConfig.from_environment()
-        # The record holds the launch arguments; SGLang's and the algorithm's changes are an overlay.
-        resolved = resolving_view(self.server_args)
-        self.scoring_model = ScoringModel.of_draft(source, draft, runner.model_config, resolved, config)
+        runner, draft, launch = self._target_worker.model_runner, self._draft_worker.draft_runner, self._launch
+        self.scoring_model = ScoringModel(launch, draft_scorer(draft, config, launch.target.context_len))
         if config.prefill.sparse_prefill == "draft_only":
-            self._give_slots(draft, resolved)
+            self._give_slots(draft, launch.args.max_running_requests)
         self.batch_policy = BatchPolicy(
             config,
             precision=str(runner.dtype).removeprefix("torch."),
@@ -125,10 +117,8 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         num_overrides = len(get_context()._overrides_log)
         return {**self.batch_policy.state(), "draft_kv_budget": slots, "num_overrides_kept": num_overrides}
 
-    def _give_slots(self, draft: Any, resolved: Any) -> None:
-        require_slots(resolved, draft.model_config)
-        config = self._config
-        self.slots = SlottedDraft(draft, config.prefill, config.gammas[-1], resolved.max_running_requests)
+    def _give_slots(self, draft: Any, num_requests: int) -> None:
+        self.slots = SlottedDraft(draft, self._config.prefill, self._config.gammas[-1], num_requests)
         self._draft_worker.slots = self.slots
         # `hooks` reads them.
         setattr(draft, KEY, self.slots)
@@ -136,12 +126,15 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self._target_worker.model_runner.spec_aux_config.eagle_draft_num_layers = 0
 
     def _validate_vocab_compatibility(self, target_vocab_size: int, target_tokenizer: Any) -> None:
-        """STANDALONE requires equally many embedding rows; one tokenizer is enough."""
-        runner, args = self._draft_worker.draft_runner, self.server_args
-        sizes = target_vocab_size, runner.model_config.vocab_size
-        if rows_differ(*sizes, target_tokenizer, args.speculative_draft_model_path, args.trust_remote_code):
-            logger.info("the draft's %d embedding rows are fitted to the target's %d", sizes[1], sizes[0])
-            fit_draft(runner.model, *sizes)
+        """SGLang's requires equally many embedding rows; one tokenizer is enough. Called before any KV is allocated."""
+        target, draft = self._target_worker.model_runner.model_config, self._draft_worker.draft_runner
+        # The record holds the launch arguments; SGLang's and the algorithm's changes are an overlay.
+        args = resolving_view(self.server_args)
+        self._launch = Launch.drafting(args, target, draft.model_config, target_tokenizer, self._config)
+        if self._launch.must_fit:
+            sizes = target_vocab_size, draft.model_config.vocab_size
+            logger.info("the draft's %d embedding rows are fitted to the target's %d", *reversed(sizes))
+            fit_draft(draft.model, *sizes)
 
     def apply_runtime_state(self, state: Any) -> None:
         super().apply_runtime_state(state)

@@ -33,24 +33,27 @@ def test_bad_options_cost_their_request_a_dense_prompt_and_never_the_server(
     from spec_stack.sglang import ranks
     from spec_stack.sglang.draft_pool import DraftScoringRunner
     from spec_stack.sglang.errors import num_failures
+    from spec_stack.sglang.launch import Launch
     from spec_stack.sglang.manager import SparsePrefillManager
     from spec_stack.sglang.scoring import DraftScorer
     from spec_stack.sglang.scoring_model import ScoringModel
+    from spec_stack.sglang.server_args import ServerConfig
 
     monkeypatch.setattr(ranks, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     settings = f'{{"calibration": "none", "prefill": {{"on_scoring_failure": "{on_failure}"}}}}'
     monkeypatch.setenv("SPEC_STACK_SGLANG", settings)
-    text = SimpleNamespace()
     scheduler = SimpleNamespace(
         draft_worker=None,
-        model_config=SimpleNamespace(hf_text_config=text, hf_eos_token_id=None),
+        model_config=SimpleNamespace(hf_eos_token_id=None),
         server_args=SimpleNamespace(chat_template=None),
         tokenizer=None,
         tree_cache=SimpleNamespace(reset=lambda: None),
         prefill_decode_interval=1,
     )
     scorer = DraftScorer(DraftScoringRunner(runner_of(2, 2, 8), 100), 4096)
-    model = ScoringModel("draft", SimpleNamespace(hf_text_config=text), scorer, "nothing is pruned in this test", "")
+    refusal = "nothing is pruned in this test"
+    launch = Launch("", None, None, None, ServerConfig.from_environment(), refusal)
+    model = ScoringModel(launch, scorer)
     manager, request, before = SparsePrefillManager(scheduler, model), _request(custom_params), num_failures()
     manager.on_request(request)
     assert request.customized_info["spec_stack"][0]["outcome"] == "disabled"

@@ -43,29 +43,28 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_drafts_pool_takes_a_tenth_of_the_free_memory_at_most(
     free: Any, caplog: pytest.LogCaptureFixture, gigabytes: float, set_to: int | None, expected: int
 ) -> None:
-    from spec_stack.sglang.scoring_model import sized_pool
+    from spec_stack.sglang.scoring_model import draft_scorer
     from spec_stack.sglang.server_args import ServerConfig
 
     free(gigabytes)
     with caplog.at_level("INFO"):
-        pool = sized_pool(runner_of(28, 8, 128), ServerConfig(draft_pool_tokens=set_to))
-    assert pool.index.num_slots == expected
-    pool.allocate()
-    assert pool.num_bytes == 114_688 * expected
+        scorer = draft_scorer(runner_of(28, 8, 128), ServerConfig(draft_pool_tokens=set_to), 4096)
+    assert scorer.num_pool_tokens == expected
+    scorer.allocate()
+    assert scorer.pool_state()["num_bytes"] == 114_688 * expected
     assert f"{expected} tokens (--spec-stack-draft-pool-tokens)" in caplog.text
 
 
 def test_a_pool_that_does_not_fit_names_its_flag(free: Any) -> None:
-    from spec_stack.sglang.scoring_model import ScoringModel
+    from spec_stack.sglang.launch import Launch
+    from spec_stack.sglang.scoring_model import ScoringModel, draft_scorer
     from spec_stack.sglang.server_args import ServerConfig
 
     free(7)
     # 256 TB.
     runner = runner_of(2, 2, 2**20)
     runner.device = "cpu"
-    text = SimpleNamespace()
-    architecture = SimpleNamespace(architectures=["LlamaForCausalLM"])
-    runner.model_config = SimpleNamespace(hf_config=architecture, hf_text_config=text, context_len=4096)
     config = ServerConfig(draft_pool_tokens=2**24)
+    scorer = draft_scorer(runner, config, 4096)
     with pytest.raises(ValueError, match="set --spec-stack-draft-pool-tokens to fewer"):
-        ScoringModel.of_draft("draft", runner, runner.model_config, SimpleNamespace(), config)
+        ScoringModel(Launch("SPEC_STACK", None, None, None, config, None), scorer)

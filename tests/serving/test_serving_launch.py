@@ -41,7 +41,7 @@ _ACCEPTED: dict[str, Any] = {
 def test_arguments_that_cannot_work_are_refused_by_name(arguments: dict[str, Any], named: str) -> None:
     from sglang.srt.plugins import load_plugins
 
-    from spec_stack.sglang.algorithm import validate
+    from spec_stack.sglang.hooks import validate
 
     load_plugins()
 
@@ -53,7 +53,7 @@ def test_arguments_that_cannot_work_are_refused_by_name(arguments: dict[str, Any
 def test_a_switch_that_leaves_holes_in_the_drafts_kv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins import load_plugins
 
-    from spec_stack.sglang.algorithm import validate
+    from spec_stack.sglang.hooks import validate
 
     load_plugins()
     monkeypatch.setenv("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "1")

@@ -11,7 +11,7 @@ from spec_stack.cli.main import main
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import SCORERS
 from spec_stack.settings.plugins import ENVIRONMENT, import_plugins
-from spec_stack.sglang import plugin, support
+from spec_stack.sglang import plugin
 
 RULE = """
 from spec_stack.prefill.registry import SCORERS
@@ -57,7 +57,7 @@ def test_a_plugin_that_cannot_be_imported_ends_a_command_and_a_launch_that_asks_
     said = capsys.readouterr().err
     assert f"{ENVIRONMENT} names 'mine_broken'" in said
     assert named in said
-    monkeypatch.setattr(support, "version", lambda name: "0.5.23")
+    monkeypatch.setattr(plugin, "version", lambda name: "0.5.23")
     monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm", "SPEC_STACK"])
     with pytest.raises(SystemExit, match=named):
         plugin.register()

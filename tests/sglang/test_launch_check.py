@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from spec_stack.sglang.draft_kv_rows import num_row_slots
-from spec_stack.sglang.launch_check import Launch, as_text, check_launch, describe
+from spec_stack.sglang.launch import Launch
+from spec_stack.sglang.launch_check import as_text, check_launch, describe
 from spec_stack.sglang.server_args import ServerConfig
 
 
@@ -23,6 +24,7 @@ def _model(num_layers: int, architecture: str = "Qwen3ForCausalLM", sampling: di
         head_dim=128,
         v_head_dim=128,
         dtype=SimpleNamespace(itemsize=2),
+        vocab_size=151_936,
         context_len=40_960,
         get_num_kv_heads=lambda tp_size: 8 // tp_size,
         get_default_sampling_params=lambda: sampling or {},
@@ -34,9 +36,7 @@ def _args(**changed: Any) -> Any:
         **{
             "attention_backend": "fa3",
             "decode_attention_backend": None,
-            "speculative_draft_attention_backend": None,
             "disable_radix_cache": False,
-            "kv_cache_dtype": "auto",
             "max_running_requests": 48,
             "tp_size": 1,
             **changed,
@@ -52,36 +52,33 @@ def _launch(**changed: Any) -> Launch:
         small=_model(28),
         config=ServerConfig(),
         refusal=None,
-        vocabularies="151936 embedding rows in both",
-        sizes=[1, 2, 4, 8, 16],
     )
     return replace(launch, **changed)
 
 
-def test_a_launch_takes_its_pools_and_graphs() -> None:
-    found = describe(_launch())
-    per_token = [2 * 2 * 8 * 128 * num_layers for num_layers in (36, 28)]
-    assert found["target's pool"] == (
-        f"each token takes {per_token[0]} bytes of the target and {per_token[1]} bytes of the draft on each rank"
-    )
-    assert found["draft's pool"].startswith(f"65536 tokens of {per_token[1]} bytes")
+def test_a_launch_takes_its_pool_and_graphs() -> None:
+    found = describe(_launch(), sizes=[1, 2, 4, 8, 16])
+    assert found["vocabularies"] == "151936 embedding rows in both"
+    assert found["draft's pool"].startswith(f"65536 tokens of {2 * 2 * 8 * 128 * 28} bytes")
     assert found["CUDA graphs"].startswith(f"{5 * (2 + 2 + 3 + 3 + 3)} in all: ")
     assert found["CUDA graphs"].endswith("gamma 8 for 5 batch sizes up to 16")
     assert found["warnings"] == []
 
 
-@pytest.mark.parametrize(
-    ("args", "divisor"), [({"tp_size": 4}, 4), ({"kv_cache_dtype": "fp8_e4m3"}, 2), ({"kv_cache_dtype": "bf16"}, 1)]
-)
-def test_ranks_and_short_numbers_take_less(args: dict[str, Any], divisor: int) -> None:
-    note = describe(_launch(args=_args(**args)))["target's pool"]
-    assert note.startswith(f"each token takes {2 * 2 * 8 * 128 * 36 // divisor} bytes of the target")
+@pytest.mark.parametrize(("num_tokens", "said"), [(None, "65536 tokens"), (20_000, "20000 tokens")])
+def test_each_rank_takes_its_part_of_the_drafts_pool(num_tokens: int | None, said: str) -> None:
+    config = ServerConfig(draft_pool_tokens=num_tokens)
+    note = describe(_launch(args=_args(tp_size=4), config=config))["draft's pool"]
+    num_bytes = 2 * 2 * 8 * 128 * 28 // 4
+    assert note.startswith(
+        f"{said} of {num_bytes} bytes, {(num_tokens or 65_536) * num_bytes / 1e9:.2f} GB on each rank"
+    )
+    assert ("a tenth of the memory" in note) == (num_tokens is None)
 
 
-def test_a_draft_over_its_own_slots_takes_none_of_the_targets_pool() -> None:
+def test_a_draft_over_its_own_slots_takes_those_of_all_requests() -> None:
     config = ServerConfig.from_mapping({"sparse_prefill": "draft_only", "draft_kv_budget": 256})
     found = describe(_launch(config=config))
-    assert "draft" not in found["target's pool"]
     assert "the target prefills densely" in found["prompts"]
     num_slots = num_row_slots(config.prefill, 8)
     assert found["draft's slots"] == (
@@ -119,13 +116,7 @@ def test_where_no_prompt_is_pruned_it_says_why(changed: dict[str, Any], said: st
 def test_a_scoring_model_drafts_nothing(algorithm: str) -> None:
     found = describe(_launch(algorithm=algorithm, config=ServerConfig(scoring_model="draft")))
     assert found["drafting"] == f"{algorithm or 'none'}, by SGLang itself"
-    assert "draft" not in found["target's pool"]
     assert "CUDA graphs" not in found
-
-
-def test_layers_that_are_not_plain_attention_are_not_estimated() -> None:
-    found = describe(_launch(target=_model(36, "DeepseekV3ForCausalLM")))
-    assert found["target's pool"] == "not estimated for these layers"
 
 
 def test_what_works_worse_than_it_might_is_a_warning() -> None:
@@ -139,7 +130,7 @@ def test_text_and_json_say_the_same() -> None:
     report = {"arguments": [], "problem": None, **describe(_launch())}
     text = as_text(report)
     assert json.loads(json.dumps(report)) == report
-    for name in ("prompts", "drafting", "target's pool", "draft's pool", "CUDA graphs"):
+    for name in ("prompts", "drafting", "draft's pool", "CUDA graphs"):
         assert f"{name}: {report[name]}" in text
     assert text.endswith("the server would start with these arguments")
     assert as_text({**report, "problem": "no"}).endswith("problem: no")

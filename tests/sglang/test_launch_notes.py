@@ -1,4 +1,4 @@
-"""What a launch and the doctor tell of graphs, memory and penalties. No SGLang here."""
+"""What a launch and the doctor tell of graphs and penalties. No SGLang here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.launch_check import graphs_note, penalty_advice, pool_note
+from spec_stack.sglang.launch import graphs_note, penalty_advice
 from spec_stack.sglang.server_args import ServerConfig
 
 # SGLang's own for 48 running requests under speculation.
@@ -39,10 +39,3 @@ def test_a_checkpoints_own_penalty_is_a_warning_that_names_the_way_out(
     advice = penalty_advice(sampling)
     assert (advice is not None) == is_warned
     assert not is_warned or "--sampling-defaults openai" in (advice or "")
-
-
-@pytest.mark.parametrize(("num_tokens", "said"), [(None, "65536 tokens"), (20_000, "20000 tokens")])
-def test_the_drafts_pool_is_told_in_bytes(num_tokens: int | None, said: str) -> None:
-    note = pool_note(ServerConfig(draft_pool_tokens=num_tokens), 114_688)
-    assert note.startswith(f"{said} of 114688 bytes, {(num_tokens or 65_536) * 114_688 / 1e9:.2f} GB on each rank")
-    assert ("a tenth of the memory" in note) == (num_tokens is None)

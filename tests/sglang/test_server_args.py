@@ -12,7 +12,7 @@ import pytest
 
 from spec_stack.controller.base import StepContext
 from spec_stack.controller.registry import BATCH_POLICIES
-from spec_stack.sglang import plugin, support
+from spec_stack.sglang import launch, plugin
 from spec_stack.sglang.server_args import ENVIRONMENT, ServerConfig, add_flags
 
 
@@ -58,7 +58,7 @@ def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch, value: s
 def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algorithm(
     monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
-    monkeypatch.setattr(support, "version", lambda name: found)
+    monkeypatch.setattr(plugin, "version", lambda name: found)
     monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm", "spec_stack"])
     with pytest.raises(SystemExit, match=f"0.5.20 to 0.5.23, and this is {found}"):
         plugin.register()
@@ -75,8 +75,8 @@ def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algori
 
 @pytest.mark.parametrize("found", ["0.5.20", "0.5.21", "0.5.22", "0.5.23", "0.5.23+cu130"])
 def test_the_versions_that_ran_pass(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
-    monkeypatch.setattr(support, "version", lambda name: found)
-    support.check_version()
+    monkeypatch.setattr(plugin, "version", lambda name: found)
+    plugin.check_version()
 
 
 def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
@@ -84,7 +84,7 @@ def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
         hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]), hf_text_config=SimpleNamespace()
     )
     sliding = SimpleNamespace(hf_config=model.hf_config, hf_text_config=SimpleNamespace(sliding_window=4096))
-    support.require_slots(SimpleNamespace(page_size=1), model)
+    launch.require_slots(SimpleNamespace(page_size=1), model)
     for args, draft, said in (
         (SimpleNamespace(page_size=16), model, "--page-size 1"),
         (SimpleNamespace(page_size=None, enable_hierarchical_cache=True), model, "--enable-hierarchical-cache"),
@@ -92,7 +92,7 @@ def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
         (SimpleNamespace(), sliding, "sliding-window"),
     ):
         with pytest.raises(ValueError, match=said):
-            support.require_slots(args, draft)
+            launch.require_slots(args, draft)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_drafting_says_what_it_cannot_work_with(changed: dict[str, object], said
     plain |= {f"speculative_{name}": False if name in names[3:] else None for name in names}
     args = SimpleNamespace(**{**plain, **changed})
     if said is None:
-        support.require_drafting(args, ServerConfig())
+        launch.require_drafting(args, ServerConfig())
         return
     with pytest.raises(ValueError, match=said):
-        support.require_drafting(args, ServerConfig())
+        launch.require_drafting(args, ServerConfig())
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,6 @@ def test_a_scoring_backend_that_cannot_be_is_refused(settings: dict[str, str], s
 
 @pytest.mark.parametrize("field", ["linear_num_key_heads", "mamba_d_state"])
 def test_a_draft_with_a_recurrent_state_only_scores(field: str) -> None:
-    support.require_no_state(SimpleNamespace(model_type="llama"))
+    launch.require_no_state(SimpleNamespace(model_type="llama"))
     with pytest.raises(ValueError, match="it can score alone, as --spec-stack-scoring-model"):
-        support.require_no_state(SimpleNamespace(**{"model_type": "mixed", field: 4}))
+        launch.require_no_state(SimpleNamespace(**{"model_type": "mixed", field: 4}))

@@ -9,7 +9,7 @@ import pytest
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.cost import NEVER, Shape, counted_break_even
-from spec_stack.sglang.launch_check import pruning_note
+from spec_stack.sglang.launch import pruning_note
 from spec_stack.sglang.server_args import ServerConfig, with_calibration
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from spec_stack.config import PrefillConfig
+from spec_stack.sglang.launch import pruning_refusal, require_scoring, untested_refusal
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.support import pruning_refusal, require_scoring, untested_refusal
 
 
 def _model(context_len: int = 4096, architecture: str = "LlamaForCausalLM", is_generation: bool = True) -> Any:

@@ -1,0 +1,360 @@
+"""What a launch does with this plugin: the models' checks, what scores prompts, and the notes for log and doctor.
+
+Everywhere args are SGLang's resolved arguments, and target, draft, scoring its configurations of the models.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spec_stack.engine.prompt_scorer import FoundScorer
+from spec_stack.hf.loading import load_draft_tokenizer
+from spec_stack.prefill.cost import NEVER
+from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
+from spec_stack.tokenizers.vocabulary import compare
+
+# Models that score or have slots of their own: rotary, full attention in every layer, one key per head and token.
+_ARCHITECTURES = (
+    "Glm4ForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+# Targets that tests prune beside those.
+_TESTED = (*_ARCHITECTURES, "Gemma3ForCausalLM", "GPT2LMHeadModel")
+# Fields of configurations with linear attention or Mamba layers.
+_OF_STATES = ("linear_num_key_heads", "mamba_d_state", "ssm_state_size")
+# Arguments of SGLang's. attn_dp_size is there since 0.5.22.
+_GROUPS = ("pp_size", "enable_dp_attention", "attn_dp_size")
+_STORES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
+# Stores of KV that look a waiting request's prompt up before it is pruned.
+_EARLY_LOOKUPS = ("enable_lmcache", "hicache_storage_backend")
+_UNTESTED_STORES = ("enable_hierarchical_cache", "enable_flexkv", "kv_events_config")
+_DISAGGREGATED = "prefill and decode run on different servers"
+# An environment variable of SGLang's.
+_SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
+# SGLang's names of precisions and ours; any other is the checkpoint's own.
+_PRECISIONS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch whose prompts are pruned, by SPEC_STACK's draft or a scoring model beside another algorithm.
+
+    algorithm: what decodes, "" for none. small: what scores, SGLang's configuration or what the Transformers backend
+    has found. config: calibrated. refusal: why no prompt may be pruned, or None. is_sglang, why: whose runner scores.
+    must_fit: the small model's embedding rows are to be fitted to the target's.
+    """
+
+    algorithm: str
+    args: Any
+    target: Any
+    small: Any
+    config: ServerConfig
+    refusal: str | None
+    is_sglang: bool = True
+    why: str = "SPEC_STACK's draft scores"
+    must_fit: bool = False
+
+    @classmethod
+    def drafting(cls, args: Any, target: Any, draft: Any, tokenizer: Any, config: ServerConfig) -> Launch:
+        """Of SPEC_STACK. tokenizer: the target's, or None. Raises ValueError for a pair that cannot draft."""
+        require_no_state(draft.hf_text_config)
+        source = args.speculative_draft_model_path
+        must_fit = _rows_differ(target, draft, tokenizer, source, args)
+        config = with_calibration(config, source, target.hf_text_config, draft.hf_text_config)
+        if config.prefill.sparse_prefill == "draft_only":
+            require_slots(args, draft)
+        refusal = pruning_refusal(args, draft) or untested_refusal(args, target, config)
+        return cls(NAME, args, target, draft, config, refusal, must_fit=must_fit)
+
+    @classmethod
+    def scoring(
+        cls, algorithm: str, args: Any, target: Any, tokenizer: Any, config: ServerConfig, device: str
+    ) -> Launch:
+        """Of a scoring model beside algorithm. Raises ValueError where nothing can run it."""
+        is_sglang, why, small, must_fit = _choose_backend(config, args, target, tokenizer, device)
+        require_scoring(args, target, small)
+        config = with_calibration(config, str(config.scoring_model), target.hf_text_config, small.hf_text_config)
+        refusal = pruning_refusal(args, None) or untested_refusal(args, target, config)
+        return cls(algorithm, args, target, small, config, refusal, is_sglang, why, must_fit)
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether SPEC_STACK drafts."""
+        return self.algorithm == NAME
+
+    @property
+    def prunes(self) -> bool:
+        return self.refusal is None and self.config.prunes
+
+    @property
+    def backend(self) -> str:
+        return f"{'sglang' if self.is_sglang else 'transformers'}, since {self.why}"
+
+    @property
+    def vocabularies(self) -> str:
+        """Whose tokens the small model scores, in words."""
+        if not self.is_sglang:
+            return str(self.small.vocabulary.prefill_note)
+        if not self.must_fit:
+            return f"{self.target.vocab_size} embedding rows in both"
+        rows = f"{self.target.vocab_size} and {self.small.vocab_size} embedding rows"
+        return f"one tokenizer, {rows}: the draft's are fitted to the target's"
+
+    @property
+    def drafting_note(self) -> str:
+        if self.is_own:
+            return f"policy {self.config.policy}, gammas {list(self.config.gammas)}"
+        return f"{self.algorithm or 'none'}, by SGLang itself"
+
+
+def _choose_backend(
+    config: ServerConfig, args: Any, target: Any, tokenizer: Any, device: str
+) -> tuple[bool, str, Any, bool]:
+    """What runs the scoring model: whether SGLang does, why, its configuration, whether its rows are to be fitted."""
+    source, asked = str(config.scoring_model), config.scoring_backend
+    why = "--spec-stack-scoring-backend names it"
+    if asked != "transformers":
+        try:
+            return True, "its runner runs the scoring model", *_by_sglang(source, args, target, tokenizer)
+        except ValueError as error:
+            if asked == "sglang":
+                raise ValueError(f"{error}; leave --spec-stack-scoring-backend sglang out") from error
+            why = f"SGLang's runner does not score with this model: {error}"
+    try:
+        precision = _PRECISIONS.get(str(args.dtype), "auto")
+        return False, why, FoundScorer.open(source, tokenizer, target.vocab_size, device, precision), False
+    except ValueError as error:
+        raise ValueError(f"the Transformers backend, since {why}, cannot score with {source}: {error}") from error
+
+
+def _by_sglang(source: str, args: Any, target: Any, tokenizer: Any) -> tuple[Any, bool]:
+    """Raises ValueError where SGLang's runner cannot score."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    if source.lower().endswith(".gguf"):
+        raise ValueError(f"{source} is a GGUF file")
+    try:
+        # Without the overrides for the target.
+        scoring = ModelConfig(source, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
+    # Whatever reading another's files raises.
+    except Exception as error:
+        raise ValueError(f"SGLang cannot read the configuration of {source}: {error}") from error
+    if refusal := architecture_refusal(scoring):
+        raise ValueError(f"the scoring model {refusal}")
+    return scoring, _rows_differ(target, scoring, tokenizer, source, args)
+
+
+def _rows_differ(target: Any, draft: Any, tokenizer: Any, source: str, args: Any) -> bool:
+    """Return whether a draft's embedding rows are to be fitted to the target's. tokenizer: the target's, or None.
+
+    Raises ValueError for another tokenizer; not looked for where the target has none and the rows are as many. Pairs
+    such as Qwen2.5's 0.5B and 72B have one tokenizer, and embeddings that are padded to different numbers of rows.
+    """
+    options = {"trust_remote_code": args.trust_remote_code}
+    own = None if tokenizer is None else load_draft_tokenizer(source, tokenizer, options)
+    if compare(tokenizer, own, target.vocab_size, draft.vocab_size).relation == "other":
+        raise ValueError(
+            f"{source} has another tokenizer than the target ({draft.vocab_size} embedding rows, the target "
+            f"{target.vocab_size}); SGLang's runner needs the target's, and a --spec-stack-scoring-model may have "
+            "another"
+        )
+    return bool(target.vocab_size != draft.vocab_size)
+
+
+def _first_set(args: Any, *names: str) -> str | None:
+    """The first of these flags that is set; a size of 1 is not."""
+    values = ((name, getattr(args, name, None)) for name in names)
+    name = next((name for name, value in values if value is True or (value or 1) != 1), None)
+    return None if name is None else f"--{name.replace('_', '-')}"
+
+
+def require_drafting(args: Any, config: ServerConfig) -> None:
+    """Raise ValueError, with the fix, where SPEC_STACK cannot draft on such a server."""
+    if not args.speculative_draft_model_path:
+        raise ValueError(f"{NAME} needs a draft model: add --speculative-draft-model-path")
+    if config.scoring_model is not None:
+        raise ValueError(
+            f"{NAME} scores with its draft; leave --spec-stack-scoring-model out, or decode with another algorithm"
+        )
+    largest = config.gammas[-1]
+    for name, value in (("num_steps", largest), ("eagle_topk", 1), ("num_draft_tokens", largest + 1)):
+        if getattr(args, f"speculative_{name}") not in (None, value):
+            given = f"--speculative-{name.replace('_', '-')}"
+            raise ValueError(f"{NAME} drafts one chain of --spec-stack-gammas tokens; leave {given} out")
+    # Gamma 0 has no draft probabilities for rejection sampling, and SGLang's worker ends the server without them.
+    flags = "speculative_adaptive", "speculative_use_rejection_sampling"
+    if flag := _first_set(args, *flags, *_GROUPS):
+        raise ValueError(f"{NAME} does not work with {flag}; leave it out")
+    if os.environ.get(_SKIP_DRAFT_EXTEND, "0").lower() in ("1", "true") and 0 in config.gammas:
+        raise ValueError(
+            f"{_SKIP_DRAFT_EXTEND} leaves holes in the draft's KV after every step of gamma 0; unset it, or leave 0 "
+            "out of --spec-stack-gammas"
+        )
+
+
+def pruning_refusal(args: Any, draft: Any | None) -> str | None:
+    """Why no prompt of a server may be pruned, or None. draft: SPEC_STACK's; None for a scoring model."""
+    if draft is not None and (reason := architecture_refusal(draft)):
+        return f"the draft {reason}"
+    if flag := next((name for name in _EARLY_LOOKUPS if getattr(args, name, None)), None):
+        return f"--{flag.replace('_', '-')} looks up the KV of a whole prompt before it is pruned"
+    return _DISAGGREGATED if _is_disaggregated(args) else None
+
+
+def untested_refusal(args: Any, target: Any, config: ServerConfig) -> str | None:
+    """Why a server prunes no prompt unless `sparse_prefill` is "on": no test covers its target or its cache."""
+    if config.prefill.sparse_prefill == "on":
+        return None
+    architecture = target.hf_config.architectures[0]
+    if architecture not in _TESTED:
+        reason = f"the target is a {architecture}"
+    elif (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
+        reason = "decode context parallelism is set"
+    elif str(getattr(args, "kv_cache_dtype", None) or "auto").startswith("fp4"):
+        reason = "the KV cache is FP4"
+    elif flag := _first_set(args, *_UNTESTED_STORES):
+        reason = f"{flag} is set"
+    else:
+        return None
+    return f"{reason}, where pruning has not been tested; --spec-stack-sparse-prefill on tries it"
+
+
+def require_scoring(args: Any, target: Any, scoring: Any) -> None:
+    """Raise ValueError where a scoring model cannot run beside SGLang's own algorithm, or none."""
+    refusal: str | None
+    if flag := _first_set(args, *_GROUPS, "dllm_algorithm"):
+        refusal = f"{flag} is set; leave it out"
+    elif not target.is_generation:
+        refusal = "the target does not generate text"
+    elif scoring.context_len < target.context_len:
+        lengths = f"it reads {scoring.context_len} tokens and the target {target.context_len}"
+        refusal = f"{lengths}; add --context-length {scoring.context_len}"
+    else:
+        refusal = pruning_refusal(args, None)
+    if refusal is not None:
+        raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
+
+
+def require_no_state(hf: Any) -> None:
+    """Raise ValueError for a draft with a recurrent state, by its text configuration."""
+    if any(hasattr(hf, name) for name in _OF_STATES):
+        raise ValueError(
+            f"{NAME} cannot draft with a {hf.model_type} model, which has a recurrent state; it can score alone, as "
+            "--spec-stack-scoring-model, beside another --speculative-algorithm or none"
+        )
+
+
+def require_slots(args: Any, draft: Any) -> None:
+    """Raise ValueError where a draft cannot have slots of its own."""
+    if reason := architecture_refusal(draft):
+        refusal = f"the draft {reason}"
+    elif (getattr(args, "page_size", None) or 1) > 1:
+        refusal = "a page of several slots cannot hold chosen tokens; --page-size 1 can"
+    elif _is_disaggregated(args):
+        refusal = _DISAGGREGATED
+    elif flag := _first_set(args, *_STORES):
+        refusal = f"{flag} stores the draft's KV with the target's"
+    else:
+        return
+    raise ValueError(
+        f"--spec-stack-sparse-prefill draft_only gives the draft its own slots, and {refusal}; leave it out"
+    )
+
+
+def _is_disaggregated(args: Any) -> bool:
+    return str(getattr(args, "disaggregation_mode", None) or "null") != "null"
+
+
+def architecture_refusal(config: Any) -> str | None:
+    """Why SGLang's runner cannot score with a model, nor a draft have slots of its own; or None."""
+    architecture = config.hf_config.architectures[0]
+    if architecture not in _ARCHITECTURES:
+        return f"is a {architecture}, not one of {', '.join(_ARCHITECTURES)}"
+    hf = config.hf_text_config
+    layer_types = getattr(hf, "layer_types", None) or []
+    slides = getattr(hf, "sliding_window", None) if getattr(hf, "use_sliding_window", True) else None
+    if "sliding_attention" in layer_types or slides:
+        return "has sliding-window layers"
+    rope = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in ("dynamic", "longrope") or "mrope_section" in rope:
+        return f"uses {kind!r} rotary angles, which do not depend on the position alone"
+    return None
+
+
+# Notes, for a server's log and the doctor
+
+
+def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:
+    """What is pruned, from which length, and what is kept whole.
+
+    refusal: why no prompt may be pruned, or None. unrecognised: what the chat template leaves unprotected.
+    """
+    prefill = config.prefill
+    if prefill.sparse_prefill == "draft_only":
+        slots = prefill.draft_kv_budget
+        return f"the target prefills densely; of prompts of over {slots} tokens the draft has {slots} slots"
+    if refusal is not None:
+        return f"no prompt is pruned here, since {refusal}"
+    if not config.prunes:
+        why = "sparse_prefill is off" if prefill.sparse_prefill == "off" else "keep_rate is 1.0"
+        return f"no prompt is pruned, since {why}"
+    from_length = prefill.min_prompt_tokens
+    if from_length == NEVER:
+        return (
+            "prompts are pruned on request alone: by the sizes of both models pruning pays at no length; "
+            "--spec-stack-min-prompt-tokens sets one"
+        )
+    share, longer = (f"{100 * prefill.rate_for(length):.0f} %" for length in (from_length, 4 * from_length))
+    if longer != share:
+        share += f" ({longer} at {4 * from_length})"
+    kept_whole = unrecognised or (
+        "System messages, tool definitions and the template's tokens are kept whole, as far as prompts are rendered by "
+        "the tokenizer's chat template"
+    )
+    return (
+        f"PROMPTS ARE PRUNED, which is lossy: of those with {from_length} or more tokens that are not cached, the "
+        f"target prefills about {share}. {kept_whole}. --spec-stack-min-prompt-tokens sets the length, "
+        "--spec-stack-sparse-prefill off prefills all prompts densely"
+    )
+
+
+def slots_note(num_per_request: int, num_bytes: int) -> str:
+    return f"the draft has {num_per_request} slots of its own for each request, {num_bytes / 1e9:.2f} GB in all"
+
+
+def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
+    """The captured batch sizes of every gamma; sizes is None where no graphs are captured."""
+    if sizes is None:
+        return "none"
+    # SGLang captures its launch gamma, the largest, before any policy is asked.
+    graphs = {gamma: config.sizes_for(gamma, sizes) for gamma in config.gammas[:-1]} | {config.gammas[-1]: sizes}
+    # To verify, to extend the draft, and over gamma 1 to draft on after that.
+    num_graphs = sum(len(found) * (3 if gamma > 1 else 2) for gamma, found in graphs.items())
+    each = "; ".join(
+        f"gamma {gamma} for {len(found)} batch sizes up to {max(found, default=0)}" for gamma, found in graphs.items()
+    )
+    return f"{num_graphs} in all: {each}"
+
+
+def penalty_advice(sampling: Mapping[str, Any]) -> str | None:
+    """The advice where a checkpoint's generation_config.json disables drafting; None for nothing."""
+    penalty = sampling.get("repetition_penalty", 1)
+    if penalty == 1:
+        return None
+    return (
+        f"the target's generation_config.json has repetition_penalty {penalty}, which every chat request inherits, and "
+        "a request with a penalty drafts nothing; --sampling-defaults openai leaves the file aside, or requests set "
+        "repetition_penalty 1"
+    )
