@@ -114,24 +114,21 @@ class BatchPolicy:
     def get_steps_for_batch(self, batch_size: int) -> int:
         padded = self._padded(batch_size)
         gammas, lag = self._gammas_at(padded), len(self._pending) + 1
+        policy, wanted, knows = self._cautious, 0, True
         # `log_and_continue` would cost as much as what it guards.
         try:
             options = [options_of(request) for request in self._requests]
-            caps, knows = list(map(_cap, self._requests, options)), True
-        except Exception:
-            log_failure("reading requests' gammas", "the step drafts as little as it may")
-            options, caps, knows = [], [0] * len(self._requests), False
-        policy, wanted = self._cautious, 0
-        try:
+            caps = list(map(_cap, self._requests, options))
             name, asked = self._rule(caps, options)
             policy = self._policy(name)
             wanted = policy.choose(self._context(padded, gammas[-1], caps, lag)) if asked is None else asked
         except Exception:
-            log_failure("choosing gamma", "the step drafts as little as it may")
+            log_failure("choosing gamma", "the step drafts as little as it may, and nothing of it is accepted")
+            policy, knows = self._cautious, False
         gamma, all_know = self._agree(_largest_up_to(wanted, gammas), knows)
         if not all_know:
             # Where one rank accepts nothing of a proposal, none may.
-            caps, gamma = [0] * len(caps), gammas[0]
+            caps, gamma = [0] * len(self._requests), gammas[0]
         if (padded, gamma) not in self._known_shapes:
             # Its kernels are compiled on the host while the results of the steps before it wait.
             self._known_shapes.add((padded, gamma))

@@ -6,7 +6,6 @@ Under another algorithm each hook only forwards.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -31,7 +30,6 @@ from spec_stack.sglang.request import (
 )
 from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
-logger = logging.getLogger(__name__)
 _SRT = "sglang.srt"
 _DEFAULT_RUNNING_REQUESTS = 48
 
@@ -104,10 +102,9 @@ def _check_options(verify: Callable[..., None], params: Any, *args: Any, **kwarg
 
 
 def _books(manager: Any) -> ReportStore:
-    books: ReportStore | None = getattr(manager, KEY, None)
-    if books is None:
-        books = ReportStore(manager.served_model_name if manager.enable_metrics else None)
-        setattr(manager, KEY, books)
+    if not hasattr(manager, KEY):
+        setattr(manager, KEY, ReportStore(manager.served_model_name if manager.enable_metrics else None))
+    books: ReportStore = getattr(manager, KEY)
     return books
 
 
@@ -193,7 +190,7 @@ def _decide_at_the_queue(
         return add(scheduler, request, *args, **kwargs)
     manager.on_request(request)
     result = add(scheduler, request, *args, **kwargs)
-    manager.after_queueing(request)
+    manager.after_queueing()
     return result
 
 
@@ -220,16 +217,13 @@ def _place_draft(init_new: Callable[..., Any], cls: type, batch: Any, runner: An
     return forward_batch
 
 
-# Each is called as hook(SGLang's own function, *its arguments). Without one of these, replies would be wrong.
+# Each is called as hook(SGLang's own function, *its arguments).
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.server_args.ServerArgs.add_cli_args": _add_flags,
     f"{_SRT}.sampling.sampling_params.SamplingParams.verify": _check_options,
     f"{_SRT}.managers.scheduler.Scheduler._add_request_to_queue": _decide_at_the_queue,
     f"{_SRT}.managers.scheduler.Scheduler.get_next_batch_to_run": _score_between_batches,
     f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _place_draft,
-}
-# Without one of these, a number is missing or SGLang's own.
-HOOKS_FOR_NUMBERS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": _report,
     f"{_SRT}.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": _correct_acceptance,
     f"{_SRT}.entrypoints.openai.serving_base.OpenAIServingBase.handle_request": _report_in_response,
@@ -254,21 +248,15 @@ def register() -> None:
         return SpecStackWorker
 
     beside = HOOKS_BESIDE if os.environ.get(ENVIRONMENT) else {}
-    for target, hook in (HOOKS | HOOKS_FOR_NUMBERS | beside).items():
+    for target, hook in (HOOKS | beside).items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def check() -> None:
-    """Raise RuntimeError where hooks are not in place in this process.
-
-    A missing statistics hook is only a warning.
-    """
+    """Raise RuntimeError where hooks are not in place in this process."""
     missing = [target for target in HOOKS if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(
             f"{NAME} cannot serve: SGLang did not apply its hooks on {', '.join(missing)}. Look for plugin errors "
             "further up in this log; the environment variable SGLANG_PLUGINS must be unset or name spec_stack"
         )
-    without = [target for target in HOOKS_FOR_NUMBERS if target not in HookRegistry._patched]
-    if without:
-        logger.warning("%s reports less than it could: SGLang has no %s", NAME, ", ".join(without))

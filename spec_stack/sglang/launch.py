@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spec_stack.config import PrefillConfig
 from spec_stack.engine.prompt_scorer import FoundScorer
 from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.prefill.cost import NEVER
+from spec_stack.prefill.draft_kv_budget import RENEW_EVERY
 from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
 from spec_stack.tokenizers.vocabulary import compare
 
@@ -42,6 +44,9 @@ _UNTESTED_STORES = ("enable_hierarchical_cache", "enable_flexkv", "kv_events_con
 _DISAGGREGATED = "prefill and decode run on different servers"
 # An environment variable of SGLang's.
 _SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
+# Steps of tokens that a row must hold before slots can be chosen anew: the one that passes the mark, two with pending
+# results, and the one that is drafted. One more is spare.
+_STEPS_AHEAD = 5
 # SGLang's names of precisions and ours; any other is the checkpoint's own.
 _PRECISIONS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
@@ -328,6 +333,16 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
         f"target prefills about {share}. {kept_whole}. --spec-stack-min-prompt-tokens sets the length, "
         "--spec-stack-sparse-prefill off prefills all prompts densely"
     )
+
+
+def num_row_slots(config: PrefillConfig, max_gamma: int) -> int:
+    """Slots of a request's draft: the chosen ones, and room for what is written until the next choice."""
+    return config.draft_kv_budget + RENEW_EVERY + _STEPS_AHEAD * (max_gamma + 1)
+
+
+def pool_slots(num_requests: int, num_per_request: int) -> int:
+    """Slots of a draft's whole pool. One row is SGLang's padding."""
+    return (num_requests + 1) * num_per_request
 
 
 def slots_note(num_per_request: int, num_bytes: int) -> str:

@@ -13,8 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec_stack.config import how_to_install
-from spec_stack.sglang.draft_kv_rows import num_row_slots, pool_slots
-from spec_stack.sglang.launch import Launch, graphs_note, penalty_advice, pruning_note, slots_note
+from spec_stack.sglang.launch import (
+    Launch,
+    graphs_note,
+    num_row_slots,
+    penalty_advice,
+    pool_slots,
+    pruning_note,
+    slots_note,
+)
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig
 from spec_stack.tokenizers.chat_turns import ChatTurns
 

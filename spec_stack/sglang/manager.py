@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from spec_stack.sglang import self_test
+from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.decide import (
+    CachedPrefix,
     KnownTexts,
     NeedsScore,
     Plan,
@@ -30,7 +31,7 @@ from spec_stack.sglang.decide import (
 from spec_stack.sglang.draft_pool import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch import pruning_note
-from spec_stack.sglang.ranks import all_say_yes, num_ranks
+from spec_stack.sglang.ranks import all_say_yes, contained, num_ranks
 from spec_stack.sglang.request import KEY, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Scoring
 from spec_stack.sglang.scoring_model import ScoringModel
@@ -45,6 +46,7 @@ _TURNS_PER_POOL = 16
 _MOST_BESIDE = 2048
 # Most tokens that the draft prefills in one round beside a prefill batch: little against the target's chunk.
 _MOST_QUICK_TOKENS = 512
+_TEST_TEXT, _NUM_TEST_CHUNKS = "The quick brown fox jumps over the lazy dog.\n", 6
 
 
 class ScoringSchedule:
@@ -64,18 +66,18 @@ class ScoringSchedule:
 
     def may_prefill(self) -> bool:
         """Return whether this round may hold a prefill batch: after one, the running requests decode first."""
-        if not self._scheduler._prefill_decode_interval_remaining or not self._anything_runs():
+        num_running = self._num_running()
+        if not self._scheduler._prefill_decode_interval_remaining or not num_running:
             return True
         # Below it SGLang delays nothing, whatever remains of the interval.
-        least = getattr(self._scheduler, "prefill_decode_interval_min_bs", 0)
-        return bool(least) and self._num_running() < least
+        return bool(num_running < getattr(self._scheduler, "prefill_decode_interval_min_bs", 0))
 
     def most_of_a_part(self, chunk: int) -> int:
         """Most tokens of the next part of a scoring. chunk: those of a forward by the settings."""
         server = self._scheduler.chunked_prefill_size
         if server and server > 0:
             chunk = min(chunk, server)
-        return min(chunk, _MOST_BESIDE) if self._anything_runs() else chunk
+        return min(chunk, _MOST_BESIDE) if self._num_running() else chunk
 
     def is_for_scoring(self, unscored: set[int]) -> bool:
         """Return whether this round scores a part; it then holds no prefill while anything runs.
@@ -91,23 +93,17 @@ class ScoringSchedule:
             self._scored_last = False
             return False
         self._scored_last = True
-        if self._anything_runs():
+        if self._num_running():
             scheduler._prefill_decode_interval_remaining = 1
         return True
 
-    def _anything_runs(self) -> bool:
-        return not self._scheduler.running_batch.is_empty() or bool(self._just_prefilled())
-
     def _num_running(self) -> int:
-        """The running batch's size later in this round, without ended requests."""
-        running = [request for request in self._scheduler.running_batch.reqs if not request.finished()]
-        return len({id(request) for request in (*running, *self._just_prefilled())})
-
-    def _just_prefilled(self) -> list[RunningRequest]:
-        """Requests of the last batch that join the running batch in this round, or are in it."""
+        """The running batch's size later in this round: without ended requests, with those of the last batch."""
         scheduler = self._scheduler
         last: list[RunningRequest] = [] if scheduler.last_batch is None else scheduler.last_batch.reqs
-        return [request for request in last if request is not scheduler.chunked_req and not request.finished()]
+        joining = (request for request in last if request is not scheduler.chunked_req)
+        running = {id(request): request for request in (*scheduler.running_batch.reqs, *joining)}
+        return sum(not request.finished() for request in running.values())
 
 
 @dataclass(eq=False)
@@ -134,9 +130,9 @@ class SparsePrefillManager:
 
     def __init__(self, scheduler: Any, model: ScoringModel) -> None:
         self._scheduler: Any = scheduler
-        # SPEC_STACK's own worker, or SGLang's.
-        self._worker: Any = scheduler.draft_worker
         self._launch, self._scorer = model.launch, model.scorer
+        # Another algorithm's has no clock of steps, and no state of this package's.
+        self._worker: Any = scheduler.draft_worker if model.launch.is_own else None
         self.config, prunes = model.launch.config, model.launch.prunes
         self._schedule = ScoringSchedule(scheduler, self.config.prefill_decode_interval if prunes else 0)
         most_tokens = _TURNS_PER_POOL * model.scorer.num_pool_tokens
@@ -144,11 +140,11 @@ class SparsePrefillManager:
         self._known = KnownTexts(self.config, scheduler.tokenizer, template, self._num_cached, most_tokens)
         self._pending: list[PendingScore] = []
         self._at_work: PendingScore | None = None
-        self._set_aside: list[RunningRequest] | None = None
-        forget_with(scheduler.tree_cache, self.forget)
+        # While SGLang makes a batch: unscored requests, out of its queue.
+        self._aside: list[RunningRequest] | None = None
+        self._forget_with(scheduler.tree_cache)
         if prunes:
-            seconds = self_test.run(scheduler, self._known, self._scorer, self.config.prefill)
-            logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
+            self._test_itself()
         logger.info("%s: drafting: %s", NAME, self._launch.drafting_note)
         level = logging.WARNING if self._launch.refusal or prunes else logging.INFO
         note = pruning_note(self.config, self._launch.refusal, self._known.template.unrecognised)
@@ -189,7 +185,10 @@ class SparsePrefillManager:
         if not all_say_yes(failure is None) and not all_say_yes(failure is not None):
             raise RuntimeError("deciding for a prompt failed on a part of the ranks, which would go apart") from failure
         if failure is not None:
-            self._give_up(request, failure)
+            with log_and_continue("reporting on a prompt", "its reply has no report"):
+                options, reason = RequestOptions(), f"off: deciding failed: {type(failure).__name__}: {failure}"
+                plan = Plan.dense(self._prompt(request, options), reason, "failed")
+                apply(request, options, plan, self._known)
 
     def _on_request(self, request: RunningRequest) -> None:
         try:
@@ -218,22 +217,11 @@ class SparsePrefillManager:
             frozenset(() if request.sampling_params.ignore_eos else end_ids),
         )
 
-    def _give_up(self, request: RunningRequest, error: Exception) -> None:
-        """Prefill the unchanged prompt of a request without a decision densely."""
-        self._pending = [pending for pending in self._pending if pending.request is not request]
-        with log_and_continue("reporting on a prompt", "its reply has no report"):
-            if getattr(request, KEY, None) is None:
-                reason = f"off: deciding failed: {type(error).__name__}: {error}"
-                options = RequestOptions()
-                plan = Plan.dense(self._prompt(request, options), reason, "failed")
-                apply(request, options, plan, self._known)
-
-    def after_queueing(self, request: RunningRequest) -> None:
+    def after_queueing(self) -> None:
         """Keep a request that must be scored out of the prefill batch that is being made."""
-        with self._guarded("setting a request aside", "its prompt is prefilled densely"):
-            queue = self._scheduler.waiting_queue
-            if self._set_aside is not None and id(request) in self._unscored() and queue and queue[-1] is request:
-                self._set_aside.append(queue.pop())
+        if self._aside is not None:
+            with contained("setting a request aside", "its prompt is prefilled densely"):
+                self._set_unscored_aside(self._aside)
 
     # The scheduler's loop
 
@@ -250,12 +238,8 @@ class SparsePrefillManager:
             # All waiting ones, where the failure may be any's.
             for pending in [it for it in self._pending if it is self._at_work] or list(self._pending):
                 with log_and_continue("giving a scoring up", "what it held of the draft's pool may stay held"):
-                    self._restart(pending)
-                self._give_up(pending.request, error)
-
-    def _guarded(self, what: str, instead: str) -> AbstractContextManager[None]:
-        """Contain a failure on one rank. With several it ends the server: with other batches the others would hang."""
-        return log_and_continue(what, instead) if num_ranks() == 1 else nullcontext()
+                    self._fail(pending, error)
+                self._pending = [it for it in self._pending if it is not pending]
 
     @property
     def _failures_end_it(self) -> bool:
@@ -316,7 +300,7 @@ class SparsePrefillManager:
     def _do_a_part(self, pending: PendingScore) -> None:
         """Run the next part of the scoring; settle the request at its end or failure."""
         self._at_work = pending
-        if self._launch.is_own:
+        if self._worker is not None:
             self._worker.batch_policy.invalidate_step_timing()
         needs, started = pending.needs, perf_counter()
         score, failure = None, None
@@ -337,16 +321,16 @@ class SparsePrefillManager:
             failure = error
         pending.scoring_s += perf_counter() - started
         if not all_say_yes(failure is None):
-            self._on_scoring_failure(pending, failure)
+            if failure is not None and self._failures_end_it:
+                raise failure
+            num_tokens = len(needs.prompt.token_ids)
+            logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
+            self._fail(pending, failure)
         elif score is not None:
             self._settle(pending, plan_scored(needs, score.importance, score.num_draft_tokens, self._known))
 
-    def _on_scoring_failure(self, pending: PendingScore, failure: Exception | None) -> None:
+    def _fail(self, pending: PendingScore, failure: Exception | None) -> None:
         """Keep all of the new text. failure: None for another rank's."""
-        if failure is not None and self._failures_end_it:
-            raise failure
-        num_tokens = len(pending.needs.prompt.token_ids)
-        logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
         what = f"{type(failure).__name__}: {failure}" if failure is not None else "on another rank"
         self._restart(pending)
         self._settle(pending, plan_unscored(pending.needs, f"scoring failed: {what}", "failed"))
@@ -360,21 +344,22 @@ class SparsePrefillManager:
     @contextmanager
     def unscored_set_aside(self) -> Iterator[None]:
         """Remove unscored requests from SGLang's waiting queue for the block; they are its last ones afterwards."""
-        with self._guarded("setting requests aside", "their prompts are prefilled densely"):
-            self._set_unscored_aside(self._scheduler.waiting_queue)
+        aside = self._aside = []
+        with contained("setting requests aside", "their prompts are prefilled densely"):
+            self._set_unscored_aside(aside)
         try:
             yield
         finally:
-            aside, self._set_aside = self._set_aside, None
+            self._aside = None
             if aside:
                 self._scheduler.waiting_queue = [*self._scheduler.waiting_queue, *aside]
 
-    def _set_unscored_aside(self, queue: Sequence[RunningRequest]) -> None:
-        unscored = self._unscored()
-        aside = [request for request in queue if id(request) in unscored]
-        if aside:
+    def _set_unscored_aside(self, aside: list[RunningRequest]) -> None:
+        unscored, queue = self._unscored(), self._scheduler.waiting_queue
+        found = [request for request in queue if id(request) in unscored]
+        if found:
             self._scheduler.waiting_queue = [request for request in queue if id(request) not in unscored]
-        self._set_aside = aside
+            aside += found
 
     def state(self) -> dict[str, Any]:
         """Settings and counters, as /server_info shows them."""
@@ -386,7 +371,7 @@ class SparsePrefillManager:
             "num_waiting_for_their_score": len(self._pending),
             "num_turns_remembered": len(self._known.turns),
             "draft_pool": self._scorer.pool_state(),
-            **(self._worker.state() if self._launch.is_own else {}),
+            **(self._worker.state() if self._worker is not None else {}),
             "num_failures": num_failures(),
         }
 
@@ -397,14 +382,49 @@ class SparsePrefillManager:
         self._known.clear()
         self._scorer.forget()
 
+    def _forget_with(self, tree_cache: Any) -> None:
+        """Forget whenever SGLang empties its radix cache. Changes this object alone."""
+        reset = tree_cache.reset
 
-def forget_with(tree_cache: Any, forget: Callable[[], None]) -> None:
-    """Call `forget` whenever SGLang empties this radix cache. Changes this object alone."""
-    reset = tree_cache.reset
+        def reset_all() -> None:
+            reset()
+            with log_and_continue("forgetting what was cached", "it is forgotten as new texts come"):
+                self.forget()
 
-    def reset_all() -> None:
-        reset()
-        with log_and_continue("forgetting what was cached", "it is forgotten as new texts come"):
-            forget()
+        tree_cache.reset = reset_all
 
-    tree_cache.reset = reset_all
+    def _test_itself(self) -> None:
+        """Prune a prompt of a few chunks by this server's own models and caches, in all parts of a scoring.
+
+        A model, cache or device that scoring cannot work with fails here, not at the first long prompt, hours later.
+        """
+        begun, config = perf_counter(), self.config.prefill
+        try:
+            prompt, importance = Prompt(self._any_text(), NAME, None, config, "recall"), None
+            self._num_cached(prompt)
+            if needs_attention(config.scorer):
+                work = self._scorer.score(prompt, lambda chunk: chunk)
+                while importance is None:
+                    with self._scorer.working(self._scheduler):
+                        try:
+                            next(work)
+                        except StopIteration as end:
+                            importance = end.value.importance
+            needs = NeedsScore(prompt, CachedPrefix(), True, False, "")
+            plan_scored(needs, importance, len(prompt.token_ids), self._known)
+        except Exception as error:
+            raise RuntimeError(
+                f"{NAME} cannot serve: a synthetic prompt failed at launch ({type(error).__name__}: {error}). "
+                "The installed SGLang is not one that the plugin was tested with, or is changed by another plugin"
+            ) from error
+        finally:
+            self._scorer.forget()
+        logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, perf_counter() - begun)
+
+    def _any_text(self) -> tuple[int, ...]:
+        """A text's tokens, which a scoring model with another tokenizer reads too; without a tokenizer any."""
+        model, tokenizer = self._scheduler.model_config, self._scheduler.tokenizer
+        room = min(int(model.context_len) // 2, _NUM_TEST_CHUNKS * self.config.prefill.chunk_size)
+        if tokenizer is not None:
+            return tuple(tokenizer(_TEST_TEXT * room, add_special_tokens=False).input_ids[:room])
+        return tuple(at * 7 % min(int(model.vocab_size), 1000) for at in range(room))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.utils.common import get_available_gpu_memory
+
+from spec_stack.sglang.errors import log_and_continue
 
 
 def own_rank() -> int:
@@ -26,6 +30,11 @@ def first_ranks_choice(gamma: int, knows: bool) -> tuple[int, bool]:
 def all_say_yes(answer: bool) -> bool:
     """Return whether all ranks say so: one that failed by itself would prune, or draft, alone."""
     return bool(_least(int(answer))[0])
+
+
+def contained(what: str, instead: str) -> AbstractContextManager[None]:
+    """`log_and_continue` on one rank. With several the server ends: the others would hang in other batches."""
+    return log_and_continue(what, instead) if num_ranks() == 1 else nullcontext()
 
 
 def _least(*numbers: int) -> list[int]:

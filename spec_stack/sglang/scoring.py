@@ -5,7 +5,6 @@ A scoring runs in parts between the scheduler's batches, in the draft's own KV, 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -54,45 +53,7 @@ PartSize = Callable[[int], int]
 """Most tokens of the next part, given the configured chunk; called before every part."""
 
 
-class Scorer(ABC):
-    """Scores prompts by one model, over KV of its own of num_pool_tokens tokens. Engine errors propagate."""
-
-    num_pool_tokens: int
-
-    @abstractmethod
-    def allocate(self) -> None:
-        """Reserve the KV, once, before SGLang sizes its own pools."""
-
-    @abstractmethod
-    def pool_state(self) -> dict[str, int]: ...
-
-    @abstractmethod
-    def num_to_prefill(self, prompt: Prompt) -> int:
-        """Tokens that the draft's pool lacks; the last one always runs."""
-
-    @abstractmethod
-    def has_room(self, num_tokens: int) -> bool:
-        """Return whether the draft's pool can take so many tokens beside the prompts at work."""
-
-    @abstractmethod
-    def forget(self) -> None: ...
-
-    @abstractmethod
-    def working(self, scheduler: Any) -> AbstractContextManager[None]: ...
-
-    @abstractmethod
-    def score(
-        self, prompt: Prompt, most_of_a_part: PartSize, pieces: Sequence[str] | None = None, first_query: int = 0
-    ) -> Scoring:
-        """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
-
-        Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
-        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
-        first_query: first token whose segment may hold the question.
-        """
-
-
-class DraftScorer(Scorer):
+class DraftScorer:
     """Scores by SGLang's model of the draft, in the draft's own KV pool. context_len: the target's."""
 
     def __init__(self, draft: DraftScoringRunner, context_len: int) -> None:
@@ -100,16 +61,18 @@ class DraftScorer(Scorer):
         self.num_pool_tokens = draft.index.num_slots
 
     def allocate(self) -> None:
+        """Reserve the KV, once, before SGLang sizes its own pools."""
         self._draft.allocate()
 
     def pool_state(self) -> dict[str, int]:
         return {**self._draft.index.state(), "num_bytes": self._draft.num_bytes}
 
     def num_to_prefill(self, prompt: Prompt) -> int:
-        known = self._draft.index.num_shared(prompt.tenant, prompt.token_ids[:-1])
-        return len(prompt.token_ids) - known
+        """Tokens that the draft's pool lacks; the last one always runs."""
+        return len(prompt.token_ids) - self._draft.index.num_shared(prompt.tenant, prompt.token_ids[:-1])
 
     def has_room(self, num_tokens: int) -> bool:
+        """Return whether the draft's pool can take so many tokens beside the prompts at work."""
         return num_tokens <= self._draft.index.num_available
 
     def forget(self) -> None:
@@ -121,7 +84,11 @@ class DraftScorer(Scorer):
     def score(
         self, prompt: Prompt, most_of_a_part: PartSize, pieces: Sequence[str] | None = None, first_query: int = 0
     ) -> Scoring:
-        """As `Scorer.score`.
+        """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
+
+        Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
+        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
+        first_query: first token whose segment may hold the question.
 
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
@@ -265,8 +232,8 @@ def on_forward_stream(scheduler: Any, device: torch.device) -> Iterator[None]:
         current.wait_stream(stream)
 
 
-class TransformersScorer(Scorer):
-    """Scores one prompt at a time, on every rank of a tensor-parallel group, with all of the model.
+class TransformersScorer:
+    """As `DraftScorer`, with all of the model on every rank of a tensor-parallel group, one prompt at a time.
 
     The KV of the last prompt stays for a follow-up, unless the model has a recurrent state.
     """
@@ -336,3 +303,6 @@ class TransformersScorer(Scorer):
             self._is_busy = False
             if not is_reusable:
                 self.forget()
+
+
+Scorer = DraftScorer | TransformersScorer

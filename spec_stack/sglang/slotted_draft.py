@@ -1,13 +1,14 @@
 """SGLang's draft over its own slots: a bounded number of chosen positions of each request's text.
 
-Own KV pool and request table (see `draft_kv_rows`): backends and graphs are SGLang's, and the target is unchanged.
+It has its own KV pool and request table: backends and graphs are SGLang's, and the target is unchanged. Rows have
+equally many slots and share none, so a request's end needs no clean-up. See `DraftKVBudget` for long texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,72 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Ints
-from spec_stack.sglang.draft_kv_rows import DraftKVRow, Part, num_row_slots, pool_slots, text_of
 from spec_stack.sglang.draft_pool import bytes_per_token, draft_forward, extend_batch
 from spec_stack.sglang.errors import log_failure
-from spec_stack.sglang.request import was_wrong
+from spec_stack.sglang.launch import num_row_slots, pool_slots
+from spec_stack.sglang.request import RunningRequest, was_wrong
 
 # Draft backends that take positions for KV lengths, by `common_template`, and those that have lengths.
 _BUILT_FROM_POSITIONS = ("triton", "flashinfer")
 _BUILT_FROM_LENGTHS = ("torch_native", "fa3", "trtllm_mha")
+
+
+class DraftKVRow:
+    """The slots of one request, in the order in which the draft reads them, free ones last.
+
+    shift: text position of a token of the newest part, less its place in the row.
+    """
+
+    def __init__(self, slots: Ints, budget: DraftKVBudget) -> None:
+        self.slots, self._budget = slots, budget
+        # Positions of tokens before the budget's num_known; that one and the ones after it follow in the row.
+        self._held: Ints = slots[:0]
+
+    @property
+    def num_held(self) -> int:
+        """Slots in use when they were chosen last, or the text began."""
+        return len(self._held)
+
+    @property
+    def shift(self) -> int:
+        return self._budget.num_known - len(self._held)
+
+    def begin(self, text_ids: Ints) -> Ints:
+        """Hold chosen positions of a prompt, and the token after it; the held positions."""
+        self._held = np.append(self._budget.choose(text_ids), len(text_ids))
+        self._budget.num_known += 1
+        return self._held
+
+    def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
+        return bool(len(self._held)) and self._budget.is_due(num_tokens, is_wrong)
+
+    def renew(self, text_ids: Ints) -> Ints:
+        """Choose the slots anew and free the others; the recalled positions, maybe none, which are held last.
+
+        Tokens that the host does not know yet stay behind them, in write order.
+        """
+        held = np.append(self._held, np.arange(self._budget.num_known, len(text_ids)))
+        stays, recalled = self._budget.renew(text_ids, held, len(text_ids))
+        used, rest = self.slots[: len(held)], self.slots[len(held) :]
+        free = np.append(rest, used[~stays])
+        num_left = len(free) - len(recalled)
+        self.slots = np.concatenate([used[stays], free[num_left:], free[:num_left]])
+        self._held = np.append(held[stays], recalled)
+        return recalled
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of a text that the draft takes in at once, behind the first num_before slots of its row.
+
+    at: the request's place in its batch.
+    """
+
+    row: int
+    positions: Ints
+    num_before: int
+    token_ids: Ints
+    at: int = 0
 
 
 class SlottedDraft:
@@ -110,46 +169,45 @@ class SlottedDraft:
             raise
 
     def _choose_and_read(self, batch: Any) -> None:
-        renewed, new = _Parts(), [_Parts()]
+        new: list[list[_Part]] = [[]]
+        renewed: list[_Part] = []
         for at, (row, request) in enumerate(zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True)):
             held = self._rows.get(row)
             if held is None:
-                if new[-1].num_tokens >= self._config.prefill_chunk:
-                    new.append(_Parts())
-                self._begin_row(row, batch, at, new[-1])
+                if sum(len(part.positions) for part in new[-1]) >= self._config.prefill_chunk:
+                    new.append([])
+                new[-1].append(self._begin_row(row, batch, at))
             elif held.is_due(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
-                self._renew_row(row, held, text_of(request.origin_input_ids, request.output_ids), renewed)
+                text = _text_of(request)
+                recalled = held.renew(text)
+                self.num_renewals += 1
+                self.num_restored += len(recalled)
+                if len(recalled):
+                    renewed.append(_Part(row, recalled, held.num_held - len(recalled), text[recalled]))
+                self._show(row, held)
         for parts in new:
-            if parts.rows:
+            if parts:
                 self._begin(batch.spec_info, parts)
-        if renewed.rows:
+        if renewed:
             self._forward(renewed)
 
-    def _begin_row(self, row: int, batch: Any, at: int, parts: _Parts) -> None:
+    def _begin_row(self, row: int, batch: Any, at: int) -> _Part:
         # Slot 0 is reserved: padding is written there.
         slots = np.arange(self.num_per_request) + 1 + row * self.num_per_request
         held = self._rows[row] = DraftKVRow(slots, DraftKVBudget.of(self._config))
         text = self._prefilled_of(batch, at, row)
-        parts.add(row, held.begin(text), np.append(text, 0), at)
+        positions = held.begin(text)
         self._show(row, held)
+        return _Part(row, positions, 0, np.append(text, 0)[positions], at)
 
-    def _renew_row(self, row: int, held: DraftKVRow, text: Ints, parts: _Parts) -> None:
-        part = held.renew(text)
-        self.num_renewals += 1
-        self.num_restored += len(part.positions)
-        if len(part.positions):
-            parts.add(row, part, text)
-        self._show(row, held)
-
-    def _begin(self, proposals: Any, parts: _Parts) -> None:
-        device = self._shifts.device
-        at = to_device(torch.tensor(parts.at), device)
+    def _begin(self, proposals: Any, parts: Sequence[_Part]) -> None:
+        at = to_device(torch.tensor([part.at for part in parts]), self._shifts.device)
         logits = self._forward(parts, proposals.bonus_tokens[at])
         proposals.topk_index[at] = logits.argmax(dim=-1, keepdim=True)
 
     def _prefilled_of(self, batch: Any, at: int, row: int) -> Ints:
         """The target's tokens of a request's text; 0 for those that the host does not know after a failed step."""
-        text = text_of(batch.reqs[at].origin_input_ids, batch.reqs[at].output_ids)
+        text = _text_of(batch.reqs[at])
         num_tokens = self._num_prefilled.pop(row, None)
         if num_tokens is None:
             num_tokens = len(text) - 1 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu[at])
@@ -161,19 +219,19 @@ class SlottedDraft:
         self._shifts[row] = self._shifts_cpu[row] = held.shift
         self.num_most_held = max(self.num_most_held, held.num_held)
 
-    def _forward(self, work: _Parts, newest: torch.Tensor | None = None) -> torch.Tensor:
+    def _forward(self, parts: Sequence[_Part], newest: torch.Tensor | None = None) -> torch.Tensor:
         """Run parts of texts through the draft, all at once; the logits after each (n, vocab).
 
         newest: (n,), the last token of each part where the host does not know it.
         """
         runner, device = self._runner, self._shifts.device
-        lengths = [len(part.positions) for part in work.parts]
-        before = [part.num_before for part in work.parts]
-        spans = zip(work.rows, before, lengths, strict=True)
+        rows, before = [part.row for part in parts], [part.num_before for part in parts]
+        lengths = [len(part.positions) for part in parts]
+        spans = zip(rows, before, lengths, strict=True)
         slots = torch.cat([self._table[row, start : start + length] for row, start, length in spans]).long()
-        positions = to_device(torch.from_numpy(np.concatenate([part.positions for part in work.parts])), device)
-        input_ids = to_device(torch.from_numpy(np.concatenate(work.token_ids)), device)
-        batch = extend_batch(input_ids, work.rows, before, lengths, slots, positions)
+        positions = to_device(torch.from_numpy(np.concatenate([part.positions for part in parts])), device)
+        input_ids = to_device(torch.from_numpy(np.concatenate([part.token_ids for part in parts])), device)
+        batch = extend_batch(input_ids, rows, before, lengths, slots, positions)
         if newest is not None:
             input_ids[batch.extend_seq_lens.cumsum(0) - 1] = newest.to(input_ids)
         # Image placeholders are no tokens.
@@ -253,22 +311,8 @@ class SlottedDraft:
         return slots.reshape(-1).long()
 
 
-@dataclass
-class _Parts:
-    """The parts of one forward of the draft; at: each one's place in its batch."""
-
-    rows: list[int] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
-    token_ids: list[Ints] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-
-    def add(self, row: int, part: Part, text_ids: Ints, at: int = 0) -> None:
-        self.rows.append(row)
-        self.parts.append(part)
-        self.token_ids.append(text_ids[part.positions])
-        self.at.append(at)
-        self.num_tokens += len(part.positions)
+def _text_of(request: RunningRequest) -> Ints:
+    return np.array([*request.origin_input_ids, *request.output_ids], dtype=np.int64)
 
 
 def protect_kv_lengths(backend: Any, name: str) -> None:

@@ -14,12 +14,13 @@ from sglang.srt.runtime_context import get_context, get_exec
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
+from sglang.srt.utils.hf_transformers_utils import get_config
 
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.errors import log_and_continue, log_failure
-from spec_stack.sglang.launch import Launch, graphs_note, penalty_advice, slots_note
+from spec_stack.sglang.launch import Launch, graphs_note, penalty_advice, require_no_state, slots_note
 from spec_stack.sglang.penalties import Penalties
-from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
+from spec_stack.sglang.ranks import contained, first_ranks_choice
 from spec_stack.sglang.request import KEY
 from spec_stack.sglang.scoring_model import ScoringModel, draft_scorer, fit_draft
 from spec_stack.sglang.server_args import NAME, ServerConfig
@@ -81,6 +82,9 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     slots: SlottedDraft | None = None
 
     def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
+        # SGLang's own worker fails over such a draft as it loads, without saying why.
+        found = get_config(server_args.speculative_draft_model_path, trust_remote_code=server_args.trust_remote_code)
+        require_no_state(found.get_text_config())
         self._config = config = ServerConfig.from_environment()
         super().__init__(server_args, *args, **kwargs)
         # SGLang's worker makes its draft worker by name, and its backends only later.
@@ -156,9 +160,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         return super().forward_batch_generation(batch, *args, **kwargs)
 
     def _begin_slots(self, batch: Any, slots: SlottedDraft) -> None:
-        # A rank that leaves a forward of the draft would let the others hang in it: then the server ends.
-        guard = log_and_continue("choosing the draft's slots", "it proposes what will not be accepted")
-        with guard if num_ranks() == 1 else nullcontext():
+        with contained("choosing the draft's slots", "it proposes what will not be accepted"):
             if slots.has_new(batch):
                 self.batch_policy.invalidate_step_timing()
             slots.begin_step(batch)

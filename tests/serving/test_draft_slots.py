@@ -14,7 +14,7 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.draft_kv_budget import RENEW_EVERY, choose_slots
-from spec_stack.sglang.draft_kv_rows import num_row_slots
+from spec_stack.sglang.launch import num_row_slots
 from tests.support.reference import sparse_greedy
 
 from .conftest import ASSETS, CONTEXT, Reference, Server, generate_body
@@ -251,7 +251,7 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
 ) -> None:
     """Whichever of a batch's requests it fails at, and whoever had the rows before."""
     from spec_stack.sglang import slotted_draft
-    from spec_stack.sglang.draft_kv_rows import DraftKVRow
+    from spec_stack.sglang.slotted_draft import DraftKVRow
 
     draft, before = slotted_without_a_model(3, monkeypatch), batch_of({0: 3000, 1: 2000, 2: 3500})
     draft.note_prefill(before)

@@ -34,11 +34,10 @@ FIRST = {*(faults[0] for faults in BY_HOOK.values() if faults), "scoring", "plac
 
 
 def test_every_hook_is_put_out_of_action_and_there_are_at_most_nine() -> None:
-    from spec_stack.sglang.hooks import HOOKS, HOOKS_FOR_NUMBERS
+    from spec_stack.sglang.hooks import HOOKS
 
-    hooked = HOOKS | HOOKS_FOR_NUMBERS
-    assert {".".join(target.split(".")[-2:]) for target in hooked} == set(BY_HOOK)
-    assert len(hooked) <= 9
+    assert {".".join(target.split(".")[-2:]) for target in HOOKS} == set(BY_HOOK)
+    assert len(HOOKS) <= 9
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.draft_kv_rows import num_row_slots
-from spec_stack.sglang.launch import Launch
+from spec_stack.sglang.launch import Launch, num_row_slots
 from spec_stack.sglang.launch_check import as_text, check_launch, describe
 from spec_stack.sglang.server_args import ServerConfig
 

@@ -36,7 +36,7 @@ FAULTS = {
     "caps": ("worker", "end_chains"),
     "finding penalties": ("penalties", "has_penalties"),
     "penalties": ("penalties", "_OutputCounts.correct"),
-    "slots": ("draft_kv_rows", "DraftKVRow.begin"),
+    "slots": ("slotted_draft", "DraftKVRow.begin"),
     "reading": ("slotted_draft", "SlottedDraft._forward"),
     "places": ("slotted_draft", "SlottedDraft.place"),
     "lengths": ("slotted_draft", "SlottedDraft._lengths"),

@@ -13,7 +13,8 @@ from spec_stack.prefill.draft_kv_budget import (
     DraftKVBudget,
     choose_slots,
 )
-from spec_stack.sglang.draft_kv_rows import DraftKVRow, num_row_slots
+from spec_stack.sglang.launch import num_row_slots
+from spec_stack.sglang.slotted_draft import DraftKVRow
 
 CONFIG = PrefillConfig(draft_kv_budget=96, chunk_size=16)
 MAX_GAMMA = 4
@@ -28,9 +29,7 @@ class WrittenSlots:
         self.text = self.rng.integers(0, 60, num_prompt_tokens + 1)
         self.row = DraftKVRow(1000 + self.rng.permutation(num_row_slots(CONFIG, MAX_GAMMA)), DraftKVBudget.of(CONFIG))
         self.positions: dict[int, int] = {}
-        part = self.row.begin(self.text[:-1])
-        assert part.num_before == 0
-        self._write(0, part.positions.tolist())
+        self._write(0, self.row.begin(self.text[:-1]).tolist())
 
     def _write(self, place: int, positions: list[int]) -> None:
         for at, position in enumerate(positions):
@@ -53,9 +52,9 @@ class WrittenSlots:
         self.text = np.append(self.text, self.rng.integers(0, 60, num_new))
 
     def renew(self, num_known: int) -> int:
-        part = self.row.renew(self.text[:num_known])
-        self._write(part.num_before, part.positions.tolist())
-        return len(part.positions)
+        recalled = self.row.renew(self.text[:num_known]).tolist()
+        self._write(self.row.num_held - len(recalled), recalled)
+        return len(recalled)
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 90, 2 * 96, 2 * 96 + 1, 3000])
