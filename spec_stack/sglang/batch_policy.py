@@ -43,12 +43,6 @@ class Pending:
     caps: list[int]
     lag: int
 
-    def share_s(self, now: float, previous_end: float | None) -> float:
-        """Each request's share of the step's seconds, at its end; NaN where other work may be in them."""
-        if not self.follows_a_step or previous_end is None:
-            return math.nan
-        return (now - previous_end) / len(self.requests)
-
 
 class BatchPolicy:
     """Chooses one gamma for each step of a batch, and learns from the results.
@@ -91,7 +85,7 @@ class BatchPolicy:
         self._pending: deque[Pending] = deque()
         self._number = 0
         self._last: StepRecord | None = None
-        self._previous_end: float | None = None
+        self._previous_end = math.nan
         self._only_steps_ran = False
         # Batch sizes and gammas of the steps so far.
         self._known_shapes: set[tuple[int, int]] = set()
@@ -153,20 +147,16 @@ class BatchPolicy:
             num_target_slots=_mean_slots(self._requests),
         )
 
-    def on_state_activated(self, steps: int) -> None:
-        """Called by later versions of SGLang with the active gamma, which is the chosen one."""
-
-    def on_verify_complete(
-        self, num_correct_drafts_per_req: list[int], batch_size: int, num_steps: int | None = None
-    ) -> None:
-        """Learn from the oldest pending step. num_steps: its gamma, from later versions of SGLang only."""
+    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
+        """Learn from the oldest pending step."""
         now = self._clock()
         while self._pending and len(self._pending[0].requests) != batch_size:
             self._pending.popleft()
         if not self._pending:
             return
         step = self._pending.popleft()
-        share_s = step.share_s(now, self._previous_end)
+        # Each request's share of the step's seconds; NaN where other work may be in them.
+        share_s = (now - self._previous_end) / batch_size if step.follows_a_step else math.nan
         self._previous_end = now
         self.num_steps += 1
         for request, num_correct, cap in zip(step.requests, num_correct_drafts_per_req, step.caps, strict=True):

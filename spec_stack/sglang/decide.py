@@ -341,7 +341,10 @@ def apply(
 
 def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s: float) -> dict[str, Any]:
     """How a prompt is prefilled, under the names of the library's metrics."""
-    prompt, num_kept = plan.prompt, len(plan.positions)
+    prompt, num_kept, reason = plan.prompt, len(plan.positions), plan.reason
+    unprotected = "" if prompt.protected is None else prompt.protected.unrecognised
+    if unprotected and reason.startswith("on"):
+        reason = f"{reason}; {unprotected}"
     report = {
         "num_prompt_tokens": len(prompt.token_ids),
         "num_kept_tokens": num_kept,
@@ -352,7 +355,7 @@ def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s
         "num_recalled_tokens": plan.num_recalled,
         "follow_up": prompt.follow_up,
         "sparse_prefill": not plan.is_whole,
-        "sparse_prefill_reason": _with_note(plan),
+        "sparse_prefill_reason": reason,
         "outcome": plan.outcome,
         "keep_rate": num_kept / len(prompt.token_ids) if prompt.token_ids else 1.0,
         "scoring_s": scoring_s,
@@ -379,10 +382,3 @@ def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
         return ()
     edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
     return tuple((positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *edges, len(positions)]))
-
-
-def _with_note(plan: Plan) -> str:
-    reason, protected = plan.reason, plan.prompt.protected
-    if protected is None or not protected.unrecognised or not reason.startswith("on"):
-        return reason
-    return f"{reason}; {protected.unrecognised}"

@@ -177,7 +177,7 @@ def _show_state(get: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: A
 def _load_before_the_pools(init: Callable[..., None], scheduler: Any) -> None:
     """Not guarded: a scoring model that cannot be used ends the launch."""
     init(scheduler)
-    from spec_stack.sglang.scoring_model import load_beside
+    from spec_stack.sglang.scoring import load_beside
 
     load_beside(scheduler, check)
 

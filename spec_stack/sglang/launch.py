@@ -1,4 +1,4 @@
-"""What a launch does with this plugin: the models' checks, what scores prompts, and the notes for log and doctor.
+"""What a launch does with this plugin: the models' checks, what scores prompts, and what log and doctor say of it.
 
 Everywhere args are SGLang's resolved arguments, and target, draft, scoring its configurations of the models.
 """
@@ -15,22 +15,12 @@ from spec_stack.engine.prompt_scorer import FoundScorer
 from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.prefill.cost import NEVER
 from spec_stack.prefill.draft_kv_budget import RENEW_EVERY
-from spec_stack.sglang.server_args import NAME, ServerConfig, with_calibration
+from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig, with_calibration
 from spec_stack.tokenizers.vocabulary import compare
 
 # Models that score or have slots of their own: rotary, full attention in every layer, one key per head and token.
-_ARCHITECTURES = (
-    "Glm4ForCausalLM",
-    "GraniteForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Olmo2ForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
+_FAMILIES = ("Glm4", "Granite", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
+_ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in _FAMILIES)
 # Targets that tests prune beside those.
 _TESTED = (*_ARCHITECTURES, "Gemma3ForCausalLM", "GPT2LMHeadModel")
 # Fields of configurations with linear attention or Mamba layers.
@@ -41,7 +31,6 @@ _STORES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
 # Stores of KV that look a waiting request's prompt up before it is pruned.
 _EARLY_LOOKUPS = ("enable_lmcache", "hicache_storage_backend")
 _UNTESTED_STORES = ("enable_hierarchical_cache", "enable_flexkv", "kv_events_config")
-_DISAGGREGATED = "prefill and decode run on different servers"
 # An environment variable of SGLang's.
 _SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 # Steps of tokens that a row must hold before slots can be chosen anew: the one that passes the mark, two with pending
@@ -115,12 +104,6 @@ class Launch:
             return f"{self.target.vocab_size} embedding rows in both"
         rows = f"{self.target.vocab_size} and {self.small.vocab_size} embedding rows"
         return f"one tokenizer, {rows}: the draft's are fitted to the target's"
-
-    @property
-    def drafting_note(self) -> str:
-        if self.is_own:
-            return f"policy {self.config.policy}, gammas {list(self.config.gammas)}"
-        return f"{self.algorithm or 'none'}, by SGLang itself"
 
 
 def _choose_backend(
@@ -214,7 +197,8 @@ def pruning_refusal(args: Any, draft: Any | None) -> str | None:
         return f"the draft {reason}"
     if flag := next((name for name in _EARLY_LOOKUPS if getattr(args, name, None)), None):
         return f"--{flag.replace('_', '-')} looks up the KV of a whole prompt before it is pruned"
-    return _DISAGGREGATED if _is_disaggregated(args) else None
+    is_split = str(getattr(args, "disaggregation_mode", None) or "null") != "null"
+    return "prefill and decode run on different servers" if is_split else None
 
 
 def untested_refusal(args: Any, target: Any, config: ServerConfig) -> str | None:
@@ -262,23 +246,16 @@ def require_no_state(hf: Any) -> None:
 
 def require_slots(args: Any, draft: Any) -> None:
     """Raise ValueError where a draft cannot have slots of its own."""
-    if reason := architecture_refusal(draft):
-        refusal = f"the draft {reason}"
-    elif (getattr(args, "page_size", None) or 1) > 1:
-        refusal = "a page of several slots cannot hold chosen tokens; --page-size 1 can"
-    elif _is_disaggregated(args):
-        refusal = _DISAGGREGATED
+    if (getattr(args, "page_size", None) or 1) > 1:
+        refusal: str | None = "a page of several slots cannot hold chosen tokens; --page-size 1 can"
     elif flag := _first_set(args, *_STORES):
         refusal = f"{flag} stores the draft's KV with the target's"
     else:
-        return
-    raise ValueError(
-        f"--spec-stack-sparse-prefill draft_only gives the draft its own slots, and {refusal}; leave it out"
-    )
-
-
-def _is_disaggregated(args: Any) -> bool:
-    return str(getattr(args, "disaggregation_mode", None) or "null") != "null"
+        refusal = pruning_refusal(args, draft)
+    if refusal is not None:
+        raise ValueError(
+            f"--spec-stack-sparse-prefill draft_only gives the draft its own slots, and {refusal}; leave it out"
+        )
 
 
 def architecture_refusal(config: Any) -> str | None:
@@ -298,7 +275,51 @@ def architecture_refusal(config: Any) -> str | None:
     return None
 
 
-# Notes, for a server's log and the doctor
+def describe(launch: Launch, unrecognised: str, sizes: Sequence[int] | None) -> dict[str, Any]:
+    """What a launch takes and does, as the doctor and a server's log say: sentences by topic, and "warnings".
+
+    unrecognised: what the chat template leaves unprotected. sizes: batch sizes of CUDA graphs, None without.
+    """
+    config, args = launch.config, launch.args
+    report: dict[str, Any] = {"vocabularies": launch.vocabularies}
+    report["prompts"] = pruning_note(config, launch.refusal, unrecognised)
+    report["attention"] = str(args.decode_attention_backend or args.attention_backend)
+    warnings = []
+    if args.disable_radix_cache:
+        warnings.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
+    if launch.prunes:
+        report["draft's pool"] = _pool_note(config, _bytes_per_token(launch))
+    if not launch.is_own:
+        report["scoring backend"] = launch.backend
+        report["drafting"] = f"{launch.algorithm or 'none'}, by SGLang itself"
+        return {**report, "warnings": warnings}
+    report["drafting"] = f"policy {config.policy}, gammas {list(config.gammas)}"
+    report["CUDA graphs"] = graphs_note(config, sizes)
+    if config.prefill.sparse_prefill == "draft_only":
+        num_slots = num_row_slots(config.prefill, config.gammas[-1])
+        num_bytes = pool_slots(args.max_running_requests, num_slots) * _bytes_per_token(launch)
+        slots = f"the draft has {num_slots} slots of its own for each request"
+        report["draft's slots"] = f"{slots}, {num_bytes / 1e9:.2f} GB in all"
+    advice = penalty_advice(launch.target.get_default_sampling_params())
+    return {**report, "warnings": warnings if advice is None else [*warnings, advice]}
+
+
+def _bytes_per_token(launch: Launch) -> int:
+    """Bytes of a token's keys and values in the small model, on one rank."""
+    small = launch.small
+    if not launch.is_sglang:
+        return int(small.bytes_per_token)
+    num_heads = small.num_hidden_layers * small.get_num_kv_heads(launch.args.tp_size)
+    return int(num_heads * (small.head_dim + small.v_head_dim) * small.dtype.itemsize)
+
+
+def _pool_note(config: ServerConfig, bytes_per_token: int) -> str:
+    """Memory of the draft's own pool, as far as known before loading."""
+    num_tokens = config.draft_pool_tokens or MOST_POOL_TOKENS
+    note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
+    if config.draft_pool_tokens is not None:
+        return note
+    return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
 
 
 def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:
@@ -343,10 +364,6 @@ def num_row_slots(config: PrefillConfig, max_gamma: int) -> int:
 def pool_slots(num_requests: int, num_per_request: int) -> int:
     """Slots of a draft's whole pool. One row is SGLang's padding."""
     return (num_requests + 1) * num_per_request
-
-
-def slots_note(num_per_request: int, num_bytes: int) -> str:
-    return f"the draft has {num_per_request} slots of its own for each request, {num_bytes / 1e9:.2f} GB in all"
 
 
 def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:

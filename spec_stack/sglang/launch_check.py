@@ -1,7 +1,4 @@
-"""`spec-stack doctor --sglang`: checks a launch and describes its server, without starting it or loading weights.
-
-A server's log has the same notes. Bytes are of each rank.
-"""
+"""`spec-stack doctor --sglang`: checks a launch and describes its server, without starting it or loading weights."""
 
 from __future__ import annotations
 
@@ -13,16 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from spec_stack.config import how_to_install
-from spec_stack.sglang.launch import (
-    Launch,
-    graphs_note,
-    num_row_slots,
-    penalty_advice,
-    pool_slots,
-    pruning_note,
-    slots_note,
-)
-from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig
+from spec_stack.sglang.launch import Launch, describe
+from spec_stack.sglang.server_args import NAME, ServerConfig
 from spec_stack.tokenizers.chat_turns import ChatTurns
 
 _NOT_SHOWN = ("arguments", "problem", "warnings")
@@ -54,52 +43,6 @@ def as_text(report: dict[str, Any]) -> str:
     problem = report["problem"]
     lines.append(f"problem: {problem}" if problem else "the server would start with these arguments")
     return "\n".join(lines)
-
-
-def describe(launch: Launch, unrecognised: str = "", sizes: Sequence[int] | None = None) -> dict[str, Any]:
-    """What a launch will take and do: sentences by topic, and "warnings".
-
-    unrecognised: as in `pruning_note`. sizes: batch sizes of CUDA graphs, None without.
-    """
-    config, args = launch.config, launch.args
-    report: dict[str, Any] = {"vocabularies": launch.vocabularies}
-    if not launch.is_own:
-        report["scoring backend"] = launch.backend
-    report["prompts"] = pruning_note(config, launch.refusal, unrecognised)
-    report["drafting"] = launch.drafting_note
-    report["attention"] = str(args.decode_attention_backend or args.attention_backend)
-    num_bytes = _bytes_per_token(launch)
-    if launch.prunes:
-        report["draft's pool"] = _pool_note(config, num_bytes)
-    if launch.is_own and config.prefill.sparse_prefill == "draft_only":
-        num_slots = num_row_slots(config.prefill, config.gammas[-1])
-        report["draft's slots"] = slots_note(num_slots, pool_slots(args.max_running_requests, num_slots) * num_bytes)
-    warnings = []
-    if args.disable_radix_cache:
-        warnings.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
-    if launch.is_own:
-        report["CUDA graphs"] = graphs_note(config, sizes)
-        advice = penalty_advice(launch.target.get_default_sampling_params())
-        warnings += [] if advice is None else [advice]
-    return {**report, "warnings": warnings}
-
-
-def _bytes_per_token(launch: Launch) -> int:
-    """Bytes of a token's keys and values in the small model, on one rank."""
-    small = launch.small
-    if not launch.is_sglang:
-        return int(small.bytes_per_token)
-    num_heads = small.num_hidden_layers * small.get_num_kv_heads(launch.args.tp_size)
-    return int(num_heads * (small.head_dim + small.v_head_dim) * small.dtype.itemsize)
-
-
-def _pool_note(config: ServerConfig, bytes_per_token: int) -> str:
-    """Memory of the draft's own pool, as far as known before loading."""
-    num_tokens = config.draft_pool_tokens or MOST_POOL_TOKENS
-    note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
-    if config.draft_pool_tokens is not None:
-        return note
-    return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
 
 
 def _resolve(arguments: list[str]) -> tuple[Launch, str, list[int] | None]:

@@ -30,11 +30,10 @@ from spec_stack.sglang.decide import (
 )
 from spec_stack.sglang.draft_pool import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
-from spec_stack.sglang.launch import pruning_note
+from spec_stack.sglang.launch import describe
 from spec_stack.sglang.ranks import all_say_yes, contained, num_ranks
 from spec_stack.sglang.request import KEY, RequestOptions, RunningRequest, dense_reason
-from spec_stack.sglang.scoring import Scoring
-from spec_stack.sglang.scoring_model import ScoringModel
+from spec_stack.sglang.scoring import Scoring, ScoringModel
 from spec_stack.sglang.server_args import NAME
 from spec_stack.tokenizers.chat_turns import Protected
 
@@ -145,10 +144,13 @@ class SparsePrefillManager:
         self._forget_with(scheduler.tree_cache)
         if prunes:
             self._test_itself()
-        logger.info("%s: drafting: %s", NAME, self._launch.drafting_note)
-        level = logging.WARNING if self._launch.refusal or prunes else logging.INFO
-        note = pruning_note(self.config, self._launch.refusal, self._known.template.unrecognised)
-        logger.log(level, "%s: %s", NAME, note)
+        sizes = None if self._worker is None else self._worker.batch_policy.graph_sizes
+        report = describe(self._launch, self._known.template.unrecognised, sizes)
+        for warning in report.pop("warnings"):
+            logger.warning("%s: %s", NAME, warning)
+        for topic, text in report.items():
+            is_loud = topic == "prompts" and (prunes or self._launch.refusal)
+            logger.log(logging.WARNING if is_loud else logging.INFO, "%s: %s: %s", NAME, topic, text)
 
     @staticmethod
     def of(scheduler: Any) -> SparsePrefillManager | None:

@@ -270,22 +270,47 @@ def correct_acceptance(meta_info: dict[str, Any], report: Mapping[str, Any]) -> 
 
 
 class ReportStore:
-    """Finished replies: the newest reports by request id, and the sums of all.
+    """Finished replies: the newest reports by request id, and Prometheus metrics of all, beside SGLang's own.
 
-    model_name: the label of the metrics; None keeps no sums.
+    model_name: the label of the metrics; None keeps none.
     """
 
     def __init__(self, model_name: str | None) -> None:
-        self._metrics = None if model_name is None else ReplyMetrics(model_name)
+        self._model_name = model_name
         self._reports: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
+        if model_name is None:
+            return
+        # SGLang must set the shared directory before prometheus_client is imported.
+        from prometheus_client import Counter, Histogram
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(f"spec_stack:{name}", text, ["model_name", *labels])
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Any:
+            return Histogram(f"spec_stack:{name}", text, ["model_name"], buckets=buckets)
+
+        self._requests = counter("requests_total", "finished requests, by the outcome of the prompt", "outcome")
+        self._tokens = {name: counter(*described) for name, described in _COUNTED.items()}
+        self._gamma = histogram("gamma", "tokens drafted per step", _GAMMA_BUCKETS)
+        self._scoring = histogram("scoring_seconds", "scoring of a prompt", _SECONDS_BUCKETS)
 
     def close(self, meta_info: Mapping[str, Any], report: Mapping[str, Any], *, is_counted: bool) -> None:
-        """Add a reply's final report. is_counted: it belongs to the sums."""
+        """Add a reply's final report. is_counted: it belongs to the metrics."""
         self._reports[str(meta_info["id"])] = report
         if len(self._reports) > _MOST_REPORTS:
             self._reports.popitem(last=False)
-        if self._metrics is not None and is_counted:
-            self._metrics.observe(report, int(meta_info.get("cached_tokens", 0)))
+        if self._model_name is not None and is_counted:
+            self._count(report, int(meta_info.get("cached_tokens", 0)))
+
+    def _count(self, report: Mapping[str, Any], num_cached: int) -> None:
+        self._requests.labels(self._model_name, report["outcome"]).inc()
+        counts = {"num_proposed": 0, "num_accepted": 0, "cached_tokens": num_cached, **report}
+        for name, counted in self._tokens.items():
+            counted.labels(self._model_name).inc(counts[name])
+        for gamma in report.get("gamma_trace", ()):
+            self._gamma.labels(self._model_name).observe(gamma)
+        if report["num_scored_tokens"]:
+            self._scoring.labels(self._model_name).observe(report["scoring_s"])
 
     def report_of(self, request_id: object) -> Mapping[str, Any] | None:
         return self._reports.get(str(request_id))
@@ -319,34 +344,3 @@ def reported_completion(response: Any, books: ReportStore) -> Any:
 
 def _shown(report: Mapping[str, Any]) -> dict[str, Any]:
     return {KEY: dict(report)}
-
-
-class ReplyMetrics:
-    """Prometheus metrics, summed over all finished replies' reports. One per process, beside SGLang's own."""
-
-    def __init__(self, model_name: str) -> None:
-        # SGLang must set the shared directory before prometheus_client is imported.
-        from prometheus_client import Counter, Histogram
-
-        def counter(name: str, text: str, *labels: str) -> Any:
-            return Counter(f"spec_stack:{name}", text, ["model_name", *labels])
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Any:
-            return Histogram(f"spec_stack:{name}", text, ["model_name"], buckets=buckets)
-
-        self._model_name = model_name
-        self._requests = counter("requests_total", "finished requests, by the outcome of the prompt", "outcome")
-        self._tokens = {name: counter(*described) for name, described in _COUNTED.items()}
-        self._gamma = histogram("gamma", "tokens drafted per step", _GAMMA_BUCKETS)
-        self._scoring = histogram("scoring_seconds", "scoring of a prompt", _SECONDS_BUCKETS)
-
-    def observe(self, report: Mapping[str, Any], num_cached: int) -> None:
-        """Count a finished reply; report is its final one."""
-        self._requests.labels(self._model_name, report["outcome"]).inc()
-        counts = {"num_proposed": 0, "num_accepted": 0, "cached_tokens": num_cached, **report}
-        for name, counted in self._tokens.items():
-            counted.labels(self._model_name).inc(counts[name])
-        for gamma in report.get("gamma_trace", ()):
-            self._gamma.labels(self._model_name).observe(gamma)
-        if report["num_scored_tokens"]:
-            self._scoring.labels(self._model_name).observe(report["scoring_s"])

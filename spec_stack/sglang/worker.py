@@ -18,12 +18,12 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.errors import log_and_continue, log_failure
-from spec_stack.sglang.launch import Launch, graphs_note, penalty_advice, require_no_state, slots_note
+from spec_stack.sglang.launch import Launch, require_no_state
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.ranks import contained, first_ranks_choice
 from spec_stack.sglang.request import KEY
-from spec_stack.sglang.scoring_model import ScoringModel, draft_scorer, fit_draft
-from spec_stack.sglang.server_args import NAME, ServerConfig
+from spec_stack.sglang.scoring import ScoringModel, draft_scorer, fit_draft
+from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.slotted_draft import SlottedDraft, protect_kv_lengths
 
 logger = logging.getLogger(__name__)
@@ -103,17 +103,6 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self._penalties = Penalties()
         # SGLang logs every change of gamma, which it expects rarely; here gamma may change at every step.
         logging.getLogger(eagle_worker_v2.__name__).addFilter(lambda entry: not entry.getMessage().startswith(_SWITCH))
-
-    def announce(self) -> None:
-        """Log once, after the graphs' capture, what drafting takes."""
-        if self.slots is not None:
-            logger.info("%s: %s", NAME, slots_note(self.slots.num_per_request, self.slots.num_bytes))
-        graphs = graphs_note(self._config, self.batch_policy.graph_sizes)
-        memory = getattr(self, "graph_memory_usage", None)
-        logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs, memory)
-        sampling = self._target_worker.model_runner.model_config.get_default_sampling_params()
-        if advice := penalty_advice(sampling):
-            logger.warning("%s: %s", NAME, advice)
 
     def state(self) -> dict[str, Any]:
         """Counters, as /server_info shows them. SGLang's log of gamma overrides must not grow with the steps."""
@@ -217,4 +206,3 @@ class GraphedController(AdaptiveController):  # type: ignore[misc]
 
     def init_states(self, cuda_graph_bs: list[int] | None = None) -> None:
         super().init_states(sizes_to_capture(self.worker.target_worker.model_runner))
-        self.worker.announce()

@@ -35,8 +35,7 @@ def test_bad_options_cost_their_request_a_dense_prompt_and_never_the_server(
     from spec_stack.sglang.errors import num_failures
     from spec_stack.sglang.launch import Launch
     from spec_stack.sglang.manager import SparsePrefillManager
-    from spec_stack.sglang.scoring import DraftScorer
-    from spec_stack.sglang.scoring_model import ScoringModel
+    from spec_stack.sglang.scoring import DraftScorer, ScoringModel
     from spec_stack.sglang.server_args import ServerConfig
 
     monkeypatch.setattr(ranks, "get_tp_group", lambda: SimpleNamespace(world_size=1))
@@ -52,7 +51,8 @@ def test_bad_options_cost_their_request_a_dense_prompt_and_never_the_server(
     )
     scorer = DraftScorer(DraftScoringRunner(runner_of(2, 2, 8), 100), 4096)
     refusal = "nothing is pruned in this test"
-    launch = Launch("", None, None, None, ServerConfig.from_environment(), refusal)
+    args = SimpleNamespace(decode_attention_backend="", attention_backend="", disable_radix_cache=False)
+    launch = Launch("", args, SimpleNamespace(vocab_size=8), None, ServerConfig.from_environment(), refusal)
     model = ScoringModel(launch, scorer)
     manager, request, before = SparsePrefillManager(scheduler, model), _request(custom_params), num_failures()
     manager.on_request(request)

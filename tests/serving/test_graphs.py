@@ -51,9 +51,6 @@ class _Worker:
     def apply_runtime_state(self, state: object) -> None:
         pass
 
-    def announce(self) -> None:
-        pass
-
 
 def _launch(runner: Any, **settings: Any) -> tuple[Any, dict[int, list[int]]]:
     from spec_stack.sglang.batch_policy import BatchPolicy

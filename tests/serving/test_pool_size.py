@@ -43,7 +43,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_drafts_pool_takes_a_tenth_of_the_free_memory_at_most(
     free: Any, caplog: pytest.LogCaptureFixture, gigabytes: float, set_to: int | None, expected: int
 ) -> None:
-    from spec_stack.sglang.scoring_model import draft_scorer
+    from spec_stack.sglang.scoring import draft_scorer
     from spec_stack.sglang.server_args import ServerConfig
 
     free(gigabytes)
@@ -57,7 +57,7 @@ def test_the_drafts_pool_takes_a_tenth_of_the_free_memory_at_most(
 
 def test_a_pool_that_does_not_fit_names_its_flag(free: Any) -> None:
     from spec_stack.sglang.launch import Launch
-    from spec_stack.sglang.scoring_model import ScoringModel, draft_scorer
+    from spec_stack.sglang.scoring import ScoringModel, draft_scorer
     from spec_stack.sglang.server_args import ServerConfig
 
     free(7)

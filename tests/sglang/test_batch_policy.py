@@ -164,15 +164,12 @@ def test_a_choice_that_fails_is_agreed_on_all_the_same() -> None:
     assert asks == [0]
 
 
-@pytest.mark.parametrize("said", [{}, {"num_steps": 4}, {"num_steps": None}])
-def test_a_result_may_come_with_its_gamma(said: dict[str, Any]) -> None:
-    """Later versions of SGLang tell it, and which state is activated; no gamma is asked for by either answer."""
+def test_a_result_is_noted_and_asks_for_no_gamma() -> None:
     gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
     request = request_of("a")
     gamma.begin_step([request])
     assert gamma.get_steps_for_batch(1) == 4
-    assert gamma.on_state_activated(4) is None
-    assert gamma.on_verify_complete([3], 1, *said.values()) is None
+    assert gamma.on_verify_complete([3], 1) is None
     assert request.customized_info[KEY][1] == [4, 3]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.launch import Launch, num_row_slots
-from spec_stack.sglang.launch_check import as_text, check_launch, describe
+from spec_stack.sglang.launch import Launch, describe, num_row_slots
+from spec_stack.sglang.launch_check import as_text, check_launch
 from spec_stack.sglang.server_args import ServerConfig
 
 
@@ -55,8 +55,12 @@ def _launch(**changed: Any) -> Launch:
     return replace(launch, **changed)
 
 
+def _described(sizes: list[int] | None = None, **changed: Any) -> dict[str, Any]:
+    return describe(_launch(**changed), "", sizes)
+
+
 def test_a_launch_takes_its_pool_and_graphs() -> None:
-    found = describe(_launch(), sizes=[1, 2, 4, 8, 16])
+    found = _described(sizes=[1, 2, 4, 8, 16])
     assert found["vocabularies"] == "151936 embedding rows in both"
     assert found["draft's pool"].startswith(f"65536 tokens of {2 * 2 * 8 * 128 * 28} bytes")
     assert found["CUDA graphs"].startswith(f"{5 * (2 + 2 + 3 + 3 + 3)} in all: ")
@@ -67,7 +71,7 @@ def test_a_launch_takes_its_pool_and_graphs() -> None:
 @pytest.mark.parametrize(("num_tokens", "said"), [(None, "65536 tokens"), (20_000, "20000 tokens")])
 def test_each_rank_takes_its_part_of_the_drafts_pool(num_tokens: int | None, said: str) -> None:
     config = ServerConfig(draft_pool_tokens=num_tokens)
-    note = describe(_launch(args=_args(tp_size=4), config=config))["draft's pool"]
+    note = _described(args=_args(tp_size=4), config=config)["draft's pool"]
     num_bytes = 2 * 2 * 8 * 128 * 28 // 4
     assert note.startswith(
         f"{said} of {num_bytes} bytes, {(num_tokens or 65_536) * num_bytes / 1e9:.2f} GB on each rank"
@@ -77,7 +81,7 @@ def test_each_rank_takes_its_part_of_the_drafts_pool(num_tokens: int | None, sai
 
 def test_a_draft_over_its_own_slots_takes_those_of_all_requests() -> None:
     config = ServerConfig.from_mapping({"sparse_prefill": "draft_only", "draft_kv_budget": 256})
-    found = describe(_launch(config=config))
+    found = _described(config=config)
     assert "the target prefills densely" in found["prompts"]
     num_slots = num_row_slots(config.prefill, 8)
     assert found["draft's slots"] == (
@@ -89,7 +93,7 @@ def test_a_draft_over_its_own_slots_takes_those_of_all_requests() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"min_prompt_tokens": 900}])
 def test_the_threshold_is_named_with_its_flag(settings: dict[str, Any]) -> None:
-    said = describe(_launch(config=ServerConfig.from_mapping(settings)))["prompts"]
+    said = _described(config=ServerConfig.from_mapping(settings))["prompts"]
     assert f"of those with {settings.get('min_prompt_tokens', 2048)} or more tokens" in said
     assert "--spec-stack-min-prompt-tokens" in said
 
@@ -106,27 +110,27 @@ def test_the_threshold_is_named_with_its_flag(settings: dict[str, Any]) -> None:
     ],
 )
 def test_where_no_prompt_is_pruned_it_says_why(changed: dict[str, Any], said: str) -> None:
-    found = describe(_launch(**changed))
+    found = _described(**changed)
     assert said in found["prompts"]
     assert "draft's pool" not in found
 
 
 @pytest.mark.parametrize("algorithm", ["", "NGRAM"])
 def test_a_scoring_model_drafts_nothing(algorithm: str) -> None:
-    found = describe(_launch(algorithm=algorithm, config=ServerConfig(scoring_model="draft")))
+    found = _described(algorithm=algorithm, config=ServerConfig(scoring_model="draft"))
     assert found["drafting"] == f"{algorithm or 'none'}, by SGLang itself"
     assert "CUDA graphs" not in found
 
 
 def test_what_works_worse_than_it_might_is_a_warning() -> None:
     target = _model(36, sampling={"repetition_penalty": 1.05})
-    warnings = "\n".join(describe(_launch(target=target, args=_args(disable_radix_cache=True)))["warnings"])
+    warnings = "\n".join(_described(target=target, args=_args(disable_radix_cache=True))["warnings"])
     for said in ("radix cache", "repetition_penalty 1.05"):
         assert said in warnings
 
 
 def test_text_and_json_say_the_same() -> None:
-    report = {"arguments": [], "problem": None, **describe(_launch())}
+    report = {"arguments": [], "problem": None, **_described()}
     text = as_text(report)
     assert json.loads(json.dumps(report)) == report
     for name in ("prompts", "drafting", "draft's pool", "CUDA graphs"):

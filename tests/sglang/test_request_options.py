@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.launch_check import pruning_note
+from spec_stack.sglang.launch import pruning_note
 from spec_stack.sglang.request import (
     RequestOptions,
     dense_reason,
