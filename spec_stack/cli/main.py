@@ -221,7 +221,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.sglang:
-        from spec_stack.sglang.launch_check import as_text, check_launch
+        from spec_stack.sglang.launch import as_text, check_launch
 
         report = check_launch(arguments.server_args)
         print(json.dumps(report) if arguments.json else as_text(report))

@@ -1,21 +1,26 @@
-"""What a launch does with this plugin: the models' checks, what scores prompts, and what log and doctor say of it.
+"""What a launch does with this plugin: checks of the models, what scores prompts, and what log and doctor say.
 
 Everywhere args are SGLang's resolved arguments, and target, draft, scoring its configurations of the models.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spec_stack.config import PrefillConfig
+from spec_stack.config import how_to_install
 from spec_stack.engine.prompt_scorer import FoundScorer
 from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.prefill.cost import NEVER
-from spec_stack.prefill.draft_kv_budget import RENEW_EVERY
+from spec_stack.prefill.draft_kv_budget import num_row_slots, pool_slots
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig, with_calibration
+from spec_stack.tokenizers.chat_turns import ChatTurns
 from spec_stack.tokenizers.vocabulary import compare
 
 # Models that score or have slots of their own: rotary, full attention in every layer, one key per head and token.
@@ -33,9 +38,8 @@ _EARLY_LOOKUPS = ("enable_lmcache", "hicache_storage_backend")
 _UNTESTED_STORES = ("enable_hierarchical_cache", "enable_flexkv", "kv_events_config")
 # An environment variable of SGLang's.
 _SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
-# Steps of tokens that a row must hold before slots can be chosen anew: the one that passes the mark, two with pending
-# results, and the one that is drafted. One more is spare.
-_STEPS_AHEAD = 5
+# Of a report for people.
+_NOT_SHOWN = ("arguments", "problem", "warnings")
 # SGLang's names of precisions and ours; any other is the checkpoint's own.
 _PRECISIONS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
@@ -356,16 +360,6 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
     )
 
 
-def num_row_slots(config: PrefillConfig, max_gamma: int) -> int:
-    """Slots of a request's draft: the chosen ones, and room for what is written until the next choice."""
-    return config.draft_kv_budget + RENEW_EVERY + _STEPS_AHEAD * (max_gamma + 1)
-
-
-def pool_slots(num_requests: int, num_per_request: int) -> int:
-    """Slots of a draft's whole pool. One row is SGLang's padding."""
-    return (num_requests + 1) * num_per_request
-
-
 def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
     """The captured batch sizes of every gamma; sizes is None where no graphs are captured."""
     if sizes is None:
@@ -390,3 +384,94 @@ def penalty_advice(sampling: Mapping[str, Any]) -> str | None:
         "a request with a penalty drafts nothing; --sampling-defaults openai leaves the file aside, or requests set "
         "repetition_penalty 1"
     )
+
+
+# `spec-stack doctor --sglang`, without a server or weights
+
+
+def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
+    """Resolve the arguments of an SGLang launch as SGLang does, and report the result as plain values.
+
+    Sentences by topic; "problem": why the launch would end, or None; "warnings". Reads configurations and tokenizers,
+    from the hub too. Loads SGLang's plugins, and leaves the flags in the environment, as a launch does. Raises
+    ValueError without SGLang in this Python.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise ValueError(f"--sglang asks SGLang itself, and this Python has none: {how_to_install('sglang')}")
+    report: dict[str, Any] = {"arguments": list(arguments), "problem": None, "warnings": []}
+    try:
+        report |= describe(*_resolve(list(arguments)))
+    # Any exception of SGLang's here would end the launch too: it is the answer.
+    except Exception as error:
+        logging.getLogger(__name__).debug("the launch would end with", exc_info=True)
+        report["problem"] = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return report
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """A report of `check_launch` for people, line by line."""
+    lines = [f"{name}: {text}" for name, text in report.items() if name not in _NOT_SHOWN]
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    problem = report["problem"]
+    lines.append(f"problem: {problem}" if problem else "the server would start with these arguments")
+    return "\n".join(lines)
+
+
+def _resolve(arguments: list[str]) -> tuple[Launch, str, list[int] | None]:
+    """By SGLang itself: the launch, what its chat template leaves unprotected, and the sizes of its CUDA graphs.
+
+    Raises whatever ends such a launch.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    load_plugins()
+    server_args = _parse(arguments)
+    config = ServerConfig.from_environment()
+    if str(server_args.speculative_algorithm or "").upper() != NAME and config.scoring_model is None:
+        raise ValueError(
+            f"this launch does not use {NAME}; add --speculative-algorithm {NAME}, or --spec-stack-scoring-model to "
+            "prune prompts alone"
+        )
+    server_args.resolve_once()
+    args = resolving_view(server_args)
+    # Without its aliases.
+    algorithm = str(args.speculative_algorithm or "")
+    target = ModelConfig.from_server_args(server_args)
+    tokenizer = None
+    if not args.skip_tokenizer_init:
+        path = args.tokenizer_path or args.model_path
+        tokenizer = get_tokenizer(path, trust_remote_code=args.trust_remote_code)
+    if algorithm == NAME:
+        source = args.speculative_draft_model_path
+        draft = ModelConfig.from_server_args(server_args, model_path=source, is_draft_model=True)
+        launch = Launch.drafting(args, target, draft, tokenizer, config)
+    else:
+        launch = Launch.scoring(algorithm, args, target, tokenizer, config, args.device)
+    return launch, ChatTurns.learn(tokenizer, args.chat_template).unrecognised, _sizes_to_capture(args)
+
+
+def _parse(arguments: list[str]) -> Any:
+    from sglang.srt.server_args import prepare_server_args
+
+    if arguments and not arguments[0].startswith("-"):
+        # `sglang serve` takes the model first.
+        arguments = ["--model-path", *arguments]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return prepare_server_args(arguments)
+    except SystemExit as end:
+        # argparse has printed a usage of hundreds of lines, and its reason in the last.
+        reason = (said.getvalue().strip().splitlines() or ["it asks for help only"])[-1]
+        raise ValueError(reason.partition("error: ")[2] or reason) from end
+
+
+def _sizes_to_capture(args: Any) -> list[int] | None:
+    """As SGLang's `get_batch_sizes_to_capture`, which needs a model: up to the most running requests."""
+    decode, most = args.cuda_graph_config.decode, args.max_running_requests
+    if decode.backend == "disabled":
+        return None
+    return sorted({min(size, most or size) for size in decode.bs or ()})

@@ -18,59 +18,14 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
-from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Ints
+from spec_stack.prefill.draft_kv_budget import DraftKVBudget, DraftKVRow, Ints, num_row_slots, pool_slots
 from spec_stack.sglang.draft_pool import bytes_per_token, draft_forward, extend_batch
 from spec_stack.sglang.errors import log_failure
-from spec_stack.sglang.launch import num_row_slots, pool_slots
 from spec_stack.sglang.request import RunningRequest, was_wrong
 
 # Draft backends that take positions for KV lengths, by `common_template`, and those that have lengths.
 _BUILT_FROM_POSITIONS = ("triton", "flashinfer")
 _BUILT_FROM_LENGTHS = ("torch_native", "fa3", "trtllm_mha")
-
-
-class DraftKVRow:
-    """The slots of one request, in the order in which the draft reads them, free ones last.
-
-    shift: text position of a token of the newest part, less its place in the row.
-    """
-
-    def __init__(self, slots: Ints, budget: DraftKVBudget) -> None:
-        self.slots, self._budget = slots, budget
-        # Positions of tokens before the budget's num_known; that one and the ones after it follow in the row.
-        self._held: Ints = slots[:0]
-
-    @property
-    def num_held(self) -> int:
-        """Slots in use when they were chosen last, or the text began."""
-        return len(self._held)
-
-    @property
-    def shift(self) -> int:
-        return self._budget.num_known - len(self._held)
-
-    def begin(self, text_ids: Ints) -> Ints:
-        """Hold chosen positions of a prompt, and the token after it; the held positions."""
-        self._held = np.append(self._budget.choose(text_ids), len(text_ids))
-        self._budget.num_known += 1
-        return self._held
-
-    def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
-        return bool(len(self._held)) and self._budget.is_due(num_tokens, is_wrong)
-
-    def renew(self, text_ids: Ints) -> Ints:
-        """Choose the slots anew and free the others; the recalled positions, maybe none, which are held last.
-
-        Tokens that the host does not know yet stay behind them, in write order.
-        """
-        held = np.append(self._held, np.arange(self._budget.num_known, len(text_ids)))
-        stays, recalled = self._budget.renew(text_ids, held, len(text_ids))
-        used, rest = self.slots[: len(held)], self.slots[len(held) :]
-        free = np.append(rest, used[~stays])
-        num_left = len(free) - len(recalled)
-        self.slots = np.concatenate([used[stays], free[num_left:], free[:num_left]])
-        self._held = np.append(held[stays], recalled)
-        return recalled
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.draft_kv_budget import RENEW_EVERY, choose_slots
-from spec_stack.sglang.launch import num_row_slots
+from spec_stack.prefill.draft_kv_budget import RENEW_EVERY, choose_slots, num_row_slots
 from tests.support.reference import sparse_greedy
 
 from .conftest import ASSETS, CONTEXT, Reference, Server, generate_body
@@ -250,8 +249,8 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
     monkeypatch: pytest.MonkeyPatch, num_done: int
 ) -> None:
     """Whichever of a batch's requests it fails at, and whoever had the rows before."""
+    from spec_stack.prefill.draft_kv_budget import DraftKVRow
     from spec_stack.sglang import slotted_draft
-    from spec_stack.sglang.slotted_draft import DraftKVRow
 
     draft, before = slotted_without_a_model(3, monkeypatch), batch_of({0: 3000, 1: 2000, 2: 3500})
     draft.note_prefill(before)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.launch import Launch, describe, num_row_slots
-from spec_stack.sglang.launch_check import as_text, check_launch
+from spec_stack.prefill.draft_kv_budget import num_row_slots
+from spec_stack.sglang.launch import Launch, as_text, check_launch, describe
 from spec_stack.sglang.server_args import ServerConfig
 
 
