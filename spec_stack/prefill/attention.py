@@ -19,6 +19,7 @@ from spec_stack.prefill.importance import (
     choose_heads,
     head_importance,
     mean_importance,
+    merge_questions,
     opening_attention,
     segment_weights,
     token_importance,
@@ -102,10 +103,11 @@ class CapturedAttention:
         return segment_weights(attention, self.segments, self.opening)
 
     def by_head(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
-        """Importance (num_prompt_tokens - first,) by every (layer, head) alone; head_reduction "mean" is their mean."""
+        """Importance (num_prompt_tokens - first,) by every (layer, head) alone; for one question, head_reduction "mean"
+        is their mean."""
         queries = self.num_in_place, self.segments, self.weights(config)
         return {
-            (index, head): self._of_target(importance)
+            (index, head): self._of_target(merge_questions(importance))
             for index, layer in self.layers.items()
             for head, importance in enumerate(head_importance(layer, *queries).cpu())
         }

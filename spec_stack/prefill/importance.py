@@ -21,6 +21,8 @@ MOST_WEIGHTS = 1 << 26
 _QUESTION_MARK = 5.0
 # Most tokens between questions that count alike.
 _BETWEEN_QUESTIONS = 64
+# Tokens of the largest importance by which each of several questions is scaled.
+_LARGEST = 32
 # Factor of the subtracted background.
 _CONTRAST = 4.0
 _NO_LAYER = "no attention layer that sees the whole prompt was captured; the draft cannot score it"
@@ -124,28 +126,70 @@ def _gap(one: Span, other: Span) -> int:
 
 
 def over_queries(attention: torch.Tensor, segments: Sequence[Segment], weights: Sequence[float]) -> torch.Tensor:
-    """Reduce attention (..., n, num_prompt_tokens) over its queries: (..., num_prompt_tokens).
+    """Reduce attention (..., n, num_prompt_tokens) over its queries, by question: (..., num_questions,
+    num_prompt_tokens).
 
     Without segments the mean, as in the paper. With segments the maximum over queries of attention times the segment's
     weight, less the background: the mean attention of the queries outside the question. A segment's queries do not
     score the segment itself. The segment with the largest weight, the question, gets the mean of the largest scores.
     """
     if not segments:
-        return attention.mean(dim=-2)
+        return attention.mean(dim=-2, keepdim=True)
     asked = torch.stack([attention[..., slice(*segment.rows), :].amax(dim=-2) for segment in segments], dim=-2)
-    asked *= to_device(torch.tensor(weights), attention.device)[:, None]
-    others = [0.0] * attention.shape[-2]
-    for index, (segment, weight) in enumerate(zip(segments, weights, strict=True)):
+    for index, segment in enumerate(segments):
         asked[..., index, slice(*segment.span)] = 0
+    by_question = weights_by_question(segments, weights)
+    own = [_for_question(attention, asked, segments, each) for each in by_question]
+    questions = [segment.span for segment, weight in zip(segments, weights, strict=True) if weight >= 1]
+    for importance in own:
+        best = [importance.topk(stop - start, dim=-1).values.mean(dim=-1, keepdim=True) for start, stop in questions]
+        for (start, stop), mean in zip(questions, best, strict=True):
+            importance[..., start:stop] = mean
+    return torch.stack(own, dim=-2)
+
+
+def weights_by_question(segments: Sequence[Segment], weights: Sequence[float]) -> list[Sequence[float]]:
+    """The segments' weights for every question that counts in full, whose background the other ones are; as they are
+    for one question, or none.
+    """
+    questions = {
+        at
+        for at, (segment, weight) in enumerate(zip(segments, weights, strict=True))
+        if weight >= 1 and segment.is_question
+    }
+    if len(questions) < 2:
+        return [weights]
+    return [
+        [0.0 if at in questions and at != question else weight for at, weight in enumerate(weights)]
+        for question in sorted(questions)
+    ]
+
+
+def _for_question(
+    attention: torch.Tensor, asked: torch.Tensor, segments: Sequence[Segment], weights: Sequence[float]
+) -> torch.Tensor:
+    """The weighted maximum of asked (..., num_segments, num_prompt_tokens), less the background."""
+    others = [0.0] * attention.shape[-2]
+    for segment, weight in zip(segments, weights, strict=True):
         start, stop = segment.rows
         others[start:stop] = [1 - weight] * (stop - start)
     background = torch.matmul(to_device(torch.tensor([others]), attention.device), attention).squeeze(-2)
-    importance = asked.amax(dim=-2).sub_(background, alpha=_CONTRAST / max(sum(others), 1.0)).clamp_(min=0)
-    questions = [segment.span for segment, weight in zip(segments, weights, strict=True) if weight >= 1]
-    best = [importance.topk(stop - start, dim=-1).values.mean(dim=-1, keepdim=True) for start, stop in questions]
-    for (start, stop), mean in zip(questions, best, strict=True):
-        importance[..., start:stop] = mean
-    return importance
+    weighted = asked * to_device(torch.tensor(weights), attention.device)[:, None]
+    return weighted.amax(dim=-2).sub_(background, alpha=_CONTRAST / max(sum(others), 1.0)).clamp_(min=0)
+
+
+def merge_questions(importance: torch.Tensor) -> torch.Tensor:
+    """Importance (num_prompt_tokens,) of importance by question (num_questions, num_prompt_tokens).
+
+    Several questions share the budget: each one's importance counts relative to its largest values, so that a question
+    with a sharp answer does not outbid the others. Raises ValueError where it is not finite.
+    """
+    if not bool(torch.isfinite(importance).all()):
+        raise ValueError("the draft's attention is not finite")
+    if len(importance) == 1:
+        return importance[0]
+    largest = importance.topk(min(_LARGEST, importance.shape[-1]), dim=-1).values.mean(dim=-1, keepdim=True)
+    return (importance / largest.clamp(min=torch.finfo(importance.dtype).tiny)).amax(dim=0)
 
 
 def token_importance(
@@ -155,12 +199,12 @@ def token_importance(
     segments: Sequence[Segment] = (),
     weights: Sequence[float] = (),
 ) -> torch.Tensor:
-    """Importance (num_prompt_tokens,), fp32: `over_queries` of `largest_attention`.
+    """Importance (num_prompt_tokens,), fp32: `over_queries` of `largest_attention`, its questions merged.
 
     SpecPrefill, https://arxiv.org/abs/2502.02789, sections 3.2.1-3.2.3. Raises ValueError for no layers or a non-finite
     result.
     """
-    return finite(over_queries(largest_attention(layers, pool_kernel, num_in_place), segments, weights))
+    return merge_questions(over_queries(largest_attention(layers, pool_kernel, num_in_place), segments, weights))
 
 
 def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_place: int = 1) -> torch.Tensor:
@@ -181,7 +225,7 @@ def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_pl
 def head_importance(
     layer: ScoredLayer, num_in_place: int = 1, segments: Sequence[Segment] = (), weights: Sequence[float] = ()
 ) -> torch.Tensor:
-    """Importance (num_heads, num_prompt_tokens), fp32, by each head alone."""
+    """Importance (num_heads, num_questions, num_prompt_tokens), fp32, by each head alone."""
     parts = (attention_to_prompt(*part, num_in_place) for part in _parts(layer))
     return torch.cat([over_queries(attention, segments, weights) for attention in parts])
 
@@ -202,16 +246,12 @@ def mean_importance(
     segments: Sequence[Segment] = (),
     weights: Sequence[float] = (),
 ) -> torch.Tensor:
-    """Mean importance over the heads, (num_prompt_tokens,). Raises ValueError for no layers or a non-finite result."""
+    """Mean importance over the heads, (num_prompt_tokens,), its questions merged.
+
+    Raises ValueError for no layers or a non-finite result.
+    """
     heads = [head_importance(layer, num_in_place, segments, weights) for layer in layers]
     if not heads:
         raise ValueError(_NO_LAYER)
     # A model that is split has layers on several devices.
-    return finite(torch.cat([each.to(heads[0].device) for each in heads]).mean(dim=0))
-
-
-def finite(importance: torch.Tensor) -> torch.Tensor:
-    """The importance, or ValueError where it is not finite."""
-    if not bool(torch.isfinite(importance).all()):
-        raise ValueError("the draft's attention is not finite")
-    return importance
+    return merge_questions(torch.cat([each.to(heads[0].device) for each in heads]).mean(dim=0))

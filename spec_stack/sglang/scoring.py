@@ -32,12 +32,13 @@ from spec_stack.prefill.importance import (
     ScoredLayer,
     Segment,
     choose_heads,
-    finite,
     head_importance,
     largest_attention,
+    merge_questions,
     opening_attention,
     over_queries,
     segment_weights,
+    weights_by_question,
 )
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.scoring import query_segments
@@ -140,16 +141,19 @@ class DraftScorer:
                 yield
                 weights = segment_weights(sum_of_all(seen) / num_ranks(), segments, opening)
             queries = next(iter(captured.values()))
-            rows = () if config.head_reduction == "mean" else (sum(part.shape[1] for part in queries),)
+            is_mean = config.head_reduction == "mean"
+            num_rows = (
+                len(weights_by_question(segments, weights)) if is_mean else sum(part.shape[1] for part in queries)
+            )
             # What a rank without voting heads adds is the least attention.
-            votes = torch.zeros(*rows, num_tokens, device=self._draft.device)
+            votes = torch.zeros(num_rows, num_tokens, device=self._draft.device)
             votes = own_votes(votes, own(config), config, num_in_place, segments, weights)
             yield
-            if config.head_reduction == "mean":
+            if is_mean:
                 importance = sum_of_all(votes) / num_voters(captured, config, num_ranks())
             else:
                 importance = over_queries(largest_of_all(votes), segments, weights)
-            return Score(finite(importance).cpu(), num_new)
+            return Score(merge_questions(importance).cpu(), num_new)
         finally:
             lease.insert(lease.num_agreed)
 
@@ -219,7 +223,8 @@ def own_votes(
     weights: Sequence[float] = (),
 ) -> torch.Tensor:
     """This rank's voting heads over a prompt: with head_reduction "max" the largest pooled attention (n, num_tokens),
-    with "mean" the sum of their importance (num_tokens,). votes: zeros. segments, weights: of the n queries.
+    with "mean" the sum of their importance (num_questions, num_tokens). votes: zeros. segments, weights: of the n
+    queries.
     """
     for layer in layers:
         if config.head_reduction == "mean":

@@ -61,4 +61,4 @@ def test_the_segment_that_counts_most_is_as_important_as_the_best_of_the_prompt(
     attention = torch.tensor([[0.0, 0.6, 0.2, 0.0, 0.0, 0.2], [0.0, 0.6, 0.2, 0.2, 0.0, 0.0]])
     segments = (Segment((0, 1), (3, 5)), Segment((1, 2), (5, 6)))
     importance = over_queries(attention, segments, (1.0, 1.0))
-    torch.testing.assert_close(importance, torch.tensor([0.0, 0.6, 0.2, 0.4, 0.4, 0.6]))
+    torch.testing.assert_close(importance, torch.tensor([[0.0, 0.6, 0.2, 0.4, 0.4, 0.6]]))

@@ -58,9 +58,11 @@ def scored(draft: CachedModel, config: PrefillConfig, prompt: list[int] = PROMPT
     return score_prompt(draft, prompt, config)
 
 
-def candidates_of(prompt: list[int], protected: list[tuple[int, int]] | None = None) -> dict[str, object]:
+def candidates_of(
+    prompt: list[int], protected: list[tuple[int, int]] | None = None, pieces: list[str] | None = None
+) -> dict[str, object]:
     """The candidates as the oracle takes them."""
-    found = find_candidates(len(prompt), None, protected or [])
+    found = find_candidates(len(prompt), pieces, protected or [])
     cut = found.num_repeated
     return {
         "repeated": found.segments[:cut],
@@ -157,6 +159,26 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
         pool_kernel=5,  # type: ignore[arg-type]
     )
     np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [((0, 3), (2, 1)), None])
+def test_several_questions_score_apart_and_are_scaled(heads: tuple[tuple[int, int], ...] | None) -> None:
+    prompt = random_prompt(250)
+    pieces = ["?\n" if at in (205, 224) else ".\n" if at in (150, 190, 240) else " w" for at in range(250)]
+    config = PrefillConfig(**(BASE | {"head_reduction": "mean" if heads else "max", "scoring_heads": heads}))  # type: ignore[arg-type]
+    inputs = ScoringInputs(prompt, pieces=pieces)
+    attention, _ = run_draft(open_draft(), inputs, lambda *_: pytest.fail("no look-ahead is needed"), config)
+    found = candidates_of(prompt, None, pieces)
+    assert [weight for weight, mark in zip(attention.weights(config), found["marked"], strict=True) if mark] == [1, 1]  # type: ignore[call-overload]
+    expected = reference.question_importance(
+        make_model(implementation="eager"),
+        prompt,
+        **found,  # type: ignore[arg-type]
+        heads=heads,
+        mean=heads is not None,
+        pool_kernel=5,
+    )
+    np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-5)
 
 
 def test_one_forward_has_the_prompt_and_what_is_read_again() -> None:

@@ -20,8 +20,9 @@ from spec_stack.prefill.importance import (
 from spec_stack.sglang.scoring import num_voters, own_layers, own_votes
 from tests.support.cuda import blocking_copies
 
-SEGMENTS = (Segment((0, 2), (45, 47)), Segment((2, 3), (47, 50), True))
-WEIGHTS = (0.5, 1.0)
+# Two questions that count in full, and text between them.
+SEGMENTS = (Segment((0, 1), (43, 45), True), Segment((1, 2), (45, 47)), Segment((2, 3), (47, 50), True))
+WEIGHTS = (1.0, 0.5, 1.0)
 Layers = Mapping[int, ScoredLayer]
 
 
@@ -41,8 +42,9 @@ def _of_rank(layers: Layers, rank: int) -> Layers:
 
 
 def _votes(layers: Layers, config: PrefillConfig, rank: int = 0, num_in_place: int = 1, *queries: Any) -> torch.Tensor:
-    shape = (50,) if config.head_reduction == "mean" else (3, 50)
-    votes = torch.zeros(shape, device=layers[0].queries.device)
+    # Questions, or queries.
+    num_rows = (2 if queries else 1) if config.head_reduction == "mean" else 3
+    votes = torch.zeros(num_rows, 50, device=layers[0].queries.device)
     return own_votes(votes, own_layers(layers, layers.__getitem__, config, rank), config, num_in_place, *queries)
 
 
@@ -64,7 +66,7 @@ def test_the_votes_are_those_of_each_head_by_itself(heads: Any) -> None:
 def test_the_sum_over_chosen_heads_is_that_of_each_head_by_itself() -> None:
     torch.manual_seed(2)
     layers, heads = _layers(6), ((0, 5), (1, 0), (1, 1))
-    expected = torch.zeros(50)
+    expected = torch.zeros(2, 50)
     for index, head in heads:
         own = layers[index].queries[head : head + 1], layers[index].keys[head // 3][None]
         expected += over_queries(attention_to_prompt(*own, 0.3, None, 3), SEGMENTS, WEIGHTS)[0]

@@ -128,7 +128,12 @@ def question_importance(
         half = pool_kernel // 2
         return np.array([values[max(0, token - half) : token + half + 1].mean() for token in range(size)])
 
-    def of(rows: Callable[[int], np.ndarray]) -> np.ndarray:
+    full = [at for at, weight in enumerate(weights) if weight >= 1 and marked[at]]
+    alone = [
+        [0.0 if at in full and at != question else weight for at, weight in enumerate(weights)] for question in full
+    ]
+
+    def by_question(rows: Callable[[int], np.ndarray], weights: Sequence[float]) -> np.ndarray:
         best, others, num_others = np.zeros(size), np.zeros(size), 0.0
         for span, own, weight in zip(spans, queries, weights, strict=True):
             for query in own:
@@ -138,17 +143,27 @@ def question_importance(
                 outside = seen.copy()
                 outside[slice(*span)] = 0
                 best = np.maximum(best, weight * outside)
-        found = np.maximum(best - 4 * others / max(num_others, 1), 0)
-        kept = found.copy()
-        for (start, stop), weight in zip(spans, weights, strict=True):
-            if weight >= 1:
-                kept[start:stop] = np.sort(found)[size - (stop - start) :].mean()
-        return kept
+        return np.maximum(best - 4 * others / max(num_others, 1), 0)
+
+    def of(rows: Callable[[int], np.ndarray]) -> np.ndarray:
+        every = []
+        for each in alone if len(alone) > 1 else [weights]:
+            found = by_question(rows, each)
+            kept = found.copy()
+            for (start, stop), weight in zip(spans, weights, strict=True):
+                if weight >= 1:
+                    kept[start:stop] = np.sort(found)[size - (stop - start) :].mean()
+            every.append(kept)
+        return np.array(every)
 
     voting = behind if heads is None else list(heads)
     if mean:
-        return np.asarray(np.mean([of(partial(row, *each)) for each in voting], axis=0))
-    return of(lambda query: np.max([pooled(row(*each, query)) for each in voting], axis=0))
+        found = np.mean([of(partial(row, *each)) for each in voting], axis=0)
+    else:
+        found = of(lambda query: np.max([pooled(row(*each, query)) for each in voting], axis=0))
+    if len(found) > 1:
+        found = np.array([each / np.sort(each)[-32:].mean() for each in found])
+    return np.asarray(found.max(axis=0))
 
 
 def importance_by_characters(
