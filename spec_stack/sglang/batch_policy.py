@@ -18,7 +18,7 @@ from spec_stack.controller.base import BatchRequest, DraftSignals, Policy, StepC
 from spec_stack.controller.batch import BatchThroughput
 from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.penalties import is_penalised
-from spec_stack.sglang.request import RequestOptions, RunningRequest, note_step, options_of
+from spec_stack.sglang.request import KEY, NOTHING_ASKED, RequestOptions, RunningRequest, note_step
 from spec_stack.sglang.server_args import ServerConfig
 
 # Without captured graphs.
@@ -111,7 +111,7 @@ class BatchPolicy:
         policy, wanted, knows = self._cautious, 0, True
         # `log_and_continue` would cost as much as what it guards.
         try:
-            options = [options_of(request) for request in self._requests]
+            options = [getattr(request, KEY, NOTHING_ASKED) for request in self._requests]
             caps = list(map(_cap, self._requests, options))
             name, asked = self._rule(caps, options)
             policy = self._policy(name)

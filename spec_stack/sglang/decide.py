@@ -15,21 +15,20 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
+from spec_stack.prefill.draft_kv_budget import Ints
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.sglang.request import RequestOptions, RunningRequest, attach
+from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
 from spec_stack.tokenizers.pieces import Pieces
 
-Ints = npt.NDArray[np.int64]
 # Least part of the prompt for an earlier turn to count: one in four tokens.
 _LEAST_SHARE = 4
 # The same prompt repeats at once with n replies, and after a client's retry.
@@ -54,6 +53,7 @@ class Prompt:
     follow_up: str
     protected: Protected | None = None
     end_ids: frozenset[int] = frozenset()
+    options: RequestOptions = NOTHING_ASKED
 
     @property
     def tenant(self) -> tuple[str | None, str | None]:
@@ -317,15 +317,9 @@ def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Plan:
     return Plan(prompt, positions, reason, outcome, prefix.num_tokens)
 
 
-def apply(
-    request: RunningRequest,
-    options: RequestOptions,
-    plan: Plan,
-    known: KnownTexts,
-    scoring_s: float = 0.0,
-) -> None:
+def apply(request: RunningRequest, plan: Plan, known: KnownTexts, scoring_s: float = 0.0) -> None:
     """Give the request its whole prompt, or the planned part of it. Mutates the request, after all that may fail."""
-    prompt, report = plan.prompt, _report(options, plan, known.config, scoring_s)
+    prompt, report = plan.prompt, _report(plan, known.config, scoring_s)
     if not plan.is_whole:
         known.turns.add(prompt.tenant, prompt.token_ids, plan.positions, request.output_ids)
         # An ordinary, shorter prompt from here on. The unpadded ids stay whole: SGLang uses them for detokenization
@@ -335,13 +329,14 @@ def apply(
         if request.logprob_start_len > 0:
             # SGLang's value for: none of the prompt's tokens.
             request.logprob_start_len = len(plan.positions)
-    attach(request, options, report)
+    attach(request, prompt.options, report)
     known.remember(plan)
 
 
-def _report(options: RequestOptions, plan: Plan, config: ServerConfig, scoring_s: float) -> dict[str, Any]:
+def _report(plan: Plan, config: ServerConfig, scoring_s: float) -> dict[str, Any]:
     """How a prompt is prefilled, under the names of the library's metrics."""
-    prompt, num_kept, reason = plan.prompt, len(plan.positions), plan.reason
+    prompt, options = plan.prompt, plan.prompt.options
+    num_kept, reason = len(plan.positions), plan.reason
     unprotected = "" if prompt.protected is None else prompt.protected.unrecognised
     if unprotected and reason.startswith("on"):
         reason = f"{reason}; {unprotected}"

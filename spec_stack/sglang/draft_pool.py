@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
@@ -25,9 +24,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.devices import attend, to_device
+from spec_stack.prefill.draft_kv_budget import Ints
 from spec_stack.prefill.importance import ScoredLayer
 
-Ints = npt.NDArray[np.int64]
 Queries = dict[int, list[torch.Tensor]]
 """Scoring queries by layer, (num_heads, n, head_dim), in parts along n."""
 

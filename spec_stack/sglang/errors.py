@@ -33,9 +33,7 @@ def log_failure(what: str, instead: str) -> None:
 
 @contextmanager
 def log_and_continue(what: str, instead: str, *raised: type[Exception]) -> Iterator[None]:
-    """Log exceptions of the block, but those to be raised. what: the name of the work, for the counts; instead: the
-    fallback.
-    """
+    """Log exceptions of the block, but those to be raised. what: the work, for the counts; instead: the fallback."""
     try:
         yield
     except raised:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -28,6 +29,7 @@ from spec_stack.sglang.request import (
     reported_completion,
     with_report,
 )
+from spec_stack.sglang.scoring import load_beside
 from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
 _SRT = "sglang.srt"
@@ -76,8 +78,6 @@ _config = lru_cache(maxsize=1)(ServerConfig.from_environment)
 
 
 def _is_on() -> bool:
-    from sglang.srt.runtime_context import get_spec
-
     return bool(get_spec().speculative_algorithm == NAME) or _config().scoring_model is not None
 
 
@@ -128,8 +128,7 @@ def _report(
         setattr(state, KEY, info)
         info.add(customized_info[KEY][index])
         is_finished = bool(meta_info.get("finish_reason"))
-        said = info.meta_info(is_finished)
-        if said is None:
+        if (said := info.meta_info(is_finished)) is None:
             return
         meta_info[KEY] = said
         meta_info["prompt_tokens"] = said["num_prompt_tokens"]
@@ -177,9 +176,9 @@ def _show_state(get: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: A
 def _load_before_the_pools(init: Callable[..., None], scheduler: Any) -> None:
     """Not guarded: a scoring model that cannot be used ends the launch."""
     init(scheduler)
-    from spec_stack.sglang.scoring import load_beside
-
-    load_beside(scheduler, check)
+    if _config().scoring_model is not None:
+        check()
+    load_beside(scheduler)
 
 
 def _decide_at_the_queue(

@@ -38,7 +38,6 @@ _EARLY_LOOKUPS = ("enable_lmcache", "hicache_storage_backend")
 _UNTESTED_STORES = ("enable_hierarchical_cache", "enable_flexkv", "kv_events_config")
 # An environment variable of SGLang's.
 _SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
-# Of a report for people.
 _NOT_SHOWN = ("arguments", "problem", "warnings")
 # SGLang's names of precisions and ours; any other is the checkpoint's own.
 _PRECISIONS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
@@ -88,7 +87,6 @@ class Launch:
 
     @property
     def is_own(self) -> bool:
-        """Return whether SPEC_STACK drafts."""
         return self.algorithm == NAME
 
     @property

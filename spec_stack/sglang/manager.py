@@ -32,7 +32,7 @@ from spec_stack.sglang.draft_pool import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch import describe
 from spec_stack.sglang.ranks import all_say_yes, contained, num_ranks
-from spec_stack.sglang.request import KEY, RequestOptions, RunningRequest, dense_reason
+from spec_stack.sglang.request import KEY, NOTHING_ASKED, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Scoring, ScoringModel
 from spec_stack.sglang.server_args import NAME
 from spec_stack.tokenizers.chat_turns import Protected
@@ -113,7 +113,6 @@ class PendingScore:
     """
 
     request: RunningRequest
-    options: RequestOptions
     needs: NeedsScore
     work: Scoring | None = None
     scoring_s: float = 0.0
@@ -133,6 +132,7 @@ class SparsePrefillManager:
         # Another algorithm's has no clock of steps, and no state of this package's.
         self._worker: Any = scheduler.draft_worker if model.launch.is_own else None
         self.config, prunes = model.launch.config, model.launch.prunes
+        self._failures_end_it = self.config.prefill.on_scoring_failure == "raise"
         self._schedule = ScoringSchedule(scheduler, self.config.prefill_decode_interval if prunes else 0)
         most_tokens = _TURNS_PER_POOL * model.scorer.num_pool_tokens
         template = scheduler.server_args.chat_template
@@ -188,9 +188,8 @@ class SparsePrefillManager:
             raise RuntimeError("deciding for a prompt failed on a part of the ranks, which would go apart") from failure
         if failure is not None:
             with log_and_continue("reporting on a prompt", "its reply has no report"):
-                options, reason = RequestOptions(), f"off: deciding failed: {type(failure).__name__}: {failure}"
-                plan = Plan.dense(self._prompt(request, options), reason, "failed")
-                apply(request, options, plan, self._known)
+                reason = f"off: deciding failed: {type(failure).__name__}: {failure}"
+                apply(request, Plan.dense(self._prompt(request, NOTHING_ASKED), reason, "failed"), self._known)
 
     def _on_request(self, request: RunningRequest) -> None:
         try:
@@ -203,9 +202,9 @@ class SparsePrefillManager:
         prompt = self._prompt(request, options)
         decision = decide(prompt, self._known, self._launch.refusal or dense_reason(request))
         if isinstance(decision, NeedsScore):
-            self._pending.append(PendingScore(request, options, decision))
+            self._pending.append(PendingScore(request, decision))
         else:
-            apply(request, options, decision, self._known)
+            apply(request, decision, self._known)
 
     def _prompt(self, request: RunningRequest, options: RequestOptions) -> Prompt:
         end_ids: Collection[int] = self._scheduler.model_config.hf_eos_token_id or ()
@@ -217,6 +216,7 @@ class SparsePrefillManager:
             options.follow_up or self.config.follow_up,
             None if options.protect is None else Protected(options.protect),
             frozenset(() if request.sampling_params.ignore_eos else end_ids),
+            options,
         )
 
     def after_queueing(self) -> None:
@@ -243,10 +243,6 @@ class SparsePrefillManager:
                     self._fail(pending, error)
                 self._pending = [it for it in self._pending if it is not pending]
 
-    @property
-    def _failures_end_it(self) -> bool:
-        return self.config.prefill.on_scoring_failure == "raise"
-
     def _unscored(self) -> set[int]:
         return {id(pending.request) for pending in self._pending}
 
@@ -263,10 +259,9 @@ class SparsePrefillManager:
 
     def _drop_those_gone(self) -> None:
         queued = {id(request) for request in self._scheduler.waiting_queue}
-        for pending in self._pending:
-            if id(pending.request) not in queued:
-                self._restart(pending)
-        self._pending = [pending for pending in self._pending if id(pending.request) in queued]
+        for pending in [it for it in self._pending if id(it.request) not in queued]:
+            self._restart(pending)
+            self._pending.remove(pending)
 
     def _score_the_quick(self) -> None:
         """Score follow-ups with little draft prefill in the round of their prefill batch."""
@@ -296,7 +291,7 @@ class SparsePrefillManager:
         return True
 
     def _settle(self, pending: PendingScore, decision: Plan) -> None:
-        apply(pending.request, pending.options, decision, self._known, pending.scoring_s)
+        apply(pending.request, decision, self._known, pending.scoring_s)
         self._pending.remove(pending)
 
     def _do_a_part(self, pending: PendingScore) -> None:

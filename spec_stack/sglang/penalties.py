@@ -77,7 +77,10 @@ class _OutputCounts:
         rows = [row for row, request in enumerate(requests) if has_penalties(request)]
         outputs = [torch.tensor(list(requests[row].output_ids), dtype=torch.int64) for row in rows]
         lengths = torch.tensor([len(ids) for ids in outputs])
-        settings = [_numbers(requests[row].sampling_params) for row in rows]
+        asked = [requests[row].sampling_params for row in rows]
+        settings = [
+            (it.frequency_penalty, it.presence_penalty, it.repetition_penalty, float(it.min_new_tokens)) for it in asked
+        ]
         self.num_prompt_tokens = to_device(torch.tensor([len(it.origin_input_ids) for it in requests]), device)
         self._rows, self._num_counted = to_device(torch.tensor(rows), device), to_device(lengths, device)
         self._settings = to_device(torch.tensor(settings).T.contiguous(), device)[..., None]
@@ -121,7 +124,3 @@ class _OutputCounts:
 
 def _counts(asked: Any) -> bool:
     return bool(asked.frequency_penalty or asked.presence_penalty or asked.repetition_penalty != 1)
-
-
-def _numbers(asked: Any) -> tuple[float, ...]:
-    return asked.frequency_penalty, asked.presence_penalty, asked.repetition_penalty, float(asked.min_new_tokens)

@@ -62,17 +62,8 @@ def from_first_rank(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def largest_of_all(values: torch.Tensor) -> torch.Tensor:
-    """Element-wise maximum over the ranks; mutates and returns values."""
-    return _reduced(values, torch.distributed.ReduceOp.MAX)
-
-
-def sum_of_all(values: torch.Tensor) -> torch.Tensor:
-    """Element-wise sum over the ranks; mutates and returns values."""
-    return _reduced(values, torch.distributed.ReduceOp.SUM)
-
-
-def _reduced(values: torch.Tensor, by: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
+def over_ranks(values: torch.Tensor, by: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
+    """Reduce element-wise over the ranks; mutates and returns values."""
     group = get_tp_group()
     if group.world_size > 1:
         torch.distributed.all_reduce(values, op=by, group=group.device_group)

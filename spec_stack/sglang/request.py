@@ -15,6 +15,7 @@ from spec_stack.config import PrefillConfig, SparsePrefill
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import BATCH_POLICIES
 from spec_stack.prefill.alignment import Span
+from spec_stack.settings.checks import plain
 from spec_stack.sglang.errors import log_and_continue
 from spec_stack.sglang.server_args import FOLLOW_UPS, ServerConfig
 
@@ -95,7 +96,7 @@ class RequestOptions:
         unknown = [str(name) for name in asked if name not in OPTIONS]
         if unknown:
             raise ValueError(f"custom_params.{KEY} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
-        values = {name: value for name, value in asked.items() if value is not None}
+        values: dict[str, Any] = {name: plain(value) for name, value in asked.items() if value is not None}
         if "protect" in values:
             values["protect"] = _spans(values["protect"])
         options = cls(**values)
@@ -140,28 +141,22 @@ OPTIONS = tuple(entry.name for entry in fields(RequestOptions))
 
 
 def _spans(protect: object) -> tuple[Span, ...]:
-    spans = protect if isinstance(protect, list | tuple) else None
-    if spans is None or not all(_is_span(span) for span in spans):
+    if not isinstance(protect, tuple) or not all(_is_span(span) for span in protect):
         raise ValueError(
             "protect must be a list of token spans [start, stop], "
             f"0 <= start <= stop <= {_MOST_TOKENS}, got {protect!r}"
         )
-    return tuple((int(start), int(stop)) for start, stop in spans)
+    return protect
 
 
 def _is_span(span: object) -> bool:
-    if not isinstance(span, list | tuple) or len(span) != 2:
+    if not isinstance(span, tuple) or len(span) != 2:
         return False
     start, stop = span
     return type(start) is int and type(stop) is int and 0 <= start <= stop <= _MOST_TOKENS
 
 
-_NOTHING_ASKED = RequestOptions()
-
-
-def options_of(request: RunningRequest) -> RequestOptions:
-    options: RequestOptions = getattr(request, KEY, _NOTHING_ASKED)
-    return options
+NOTHING_ASKED = RequestOptions()
 
 
 def attach(request: RunningRequest, options: RequestOptions, report: Mapping[str, Any]) -> None:

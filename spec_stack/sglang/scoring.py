@@ -22,6 +22,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.moe.utils import draft_model_build_scope
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader import get_model
+from torch.distributed import ReduceOp
 
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.prompt_scorer import FoundScorer, PromptScorer
@@ -45,14 +46,7 @@ from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.draft_pool import DraftScoringRunner, Lease, PoolFullError, Queries, bytes_per_token
 from spec_stack.sglang.launch import Launch
-from spec_stack.sglang.ranks import (
-    from_first_rank,
-    largest_of_all,
-    least_free_bytes,
-    num_ranks,
-    own_rank,
-    sum_of_all,
-)
+from spec_stack.sglang.ranks import from_first_rank, least_free_bytes, num_ranks, over_ranks, own_rank
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -139,20 +133,20 @@ class DraftScorer:
             if segments:
                 seen = opening_attention(own(replace(config, scoring_heads=None)), num_in_place, opening)
                 yield
-                weights = segment_weights(sum_of_all(seen) / num_ranks(), segments, opening)
-            queries = next(iter(captured.values()))
+                weights = segment_weights(over_ranks(seen, ReduceOp.SUM) / num_ranks(), segments, opening)
             is_mean = config.head_reduction == "mean"
-            num_rows = (
-                len(weights_by_question(segments, weights)) if is_mean else sum(part.shape[1] for part in queries)
-            )
+            if is_mean:
+                num_rows = len(weights_by_question(segments, weights))
+            else:
+                num_rows = sum(part.shape[1] for part in next(iter(captured.values())))
             # What a rank without voting heads adds is the least attention.
             votes = torch.zeros(num_rows, num_tokens, device=self._draft.device)
             votes = own_votes(votes, own(config), config, num_in_place, segments, weights)
             yield
             if is_mean:
-                importance = sum_of_all(votes) / num_voters(captured, config, num_ranks())
+                importance = over_ranks(votes, ReduceOp.SUM) / num_voters(captured, config, num_ranks())
             else:
-                importance = over_queries(largest_of_all(votes), segments, weights)
+                importance = over_queries(over_ranks(votes, ReduceOp.MAX), segments, weights)
             return Score(merge_questions(importance).cpu(), num_new)
         finally:
             lease.insert(lease.num_agreed)
@@ -359,8 +353,7 @@ class ScoringModel:
     @staticmethod
     def of(scheduler: Any) -> ScoringModel | None:
         """The scheduler's scoring model; None where it has none, and nothing is pruned."""
-        found = getattr(scheduler, _PLACE, None)
-        return found if found is not None else getattr(scheduler.draft_worker, "scoring_model", None)
+        return getattr(scheduler, _PLACE, None) or getattr(scheduler.draft_worker, "scoring_model", None)
 
 
 def draft_scorer(runner: Any, config: ServerConfig, context_len: int) -> DraftScorer:
@@ -383,11 +376,11 @@ def _pool_tokens(runner: Any, num_bytes: int, config: ServerConfig) -> int:
     return num_tokens
 
 
-def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
+def load_beside(scheduler: Any) -> None:
     """Load the configured scoring model into a scheduler with SGLang's own algorithm, or none. Mutates it.
 
-    Called before SGLang sizes its pools. check raises where the plugin is not in place. Raises ValueError, naming the
-    fix, where scoring cannot work beside this launch.
+    Called before SGLang sizes its pools. Raises ValueError, naming the fix, where scoring cannot work beside this
+    launch.
     """
     config, args = ServerConfig.from_environment(), resolving_view(scheduler.server_args)
     algorithm = "" if scheduler.spec_algorithm.is_none() else str(scheduler.spec_algorithm.name)
@@ -396,7 +389,6 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     if config.scoring_model is None:
         logger.warning("settings of spec_stack are left aside: nothing names --spec-stack-scoring-model or %s", NAME)
         return
-    check()
     worker = scheduler.tp_worker
     runner = worker.model_runner
     device = runner.device if runner.device == "cpu" else f"{runner.device}:{runner.gpu_id}"
@@ -435,8 +427,4 @@ def fit_draft(model: torch.nn.Module, target_size: int, draft_size: int) -> None
             module.vocab_size = target_size
         is_embedding = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
         if draft_size < target_size and is_embedding:
-            module.register_forward_pre_hook(_clamp_to(draft_size - 1))
-
-
-def _clamp_to(largest: int) -> Callable[[torch.nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    return lambda module, args: (args[0].clamp(max=largest), *args[1:])
+            module.register_forward_pre_hook(lambda _, args: (args[0].clamp(max=draft_size - 1), *args[1:]))

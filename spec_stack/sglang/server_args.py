@@ -22,7 +22,6 @@ from spec_stack.settings.options import documented, meaning, option
 logger = logging.getLogger(__name__)
 NAME = "SPEC_STACK"
 ENVIRONMENT = "SPEC_STACK_SGLANG"
-NONE = "none"
 MOST_POOL_TOKENS = 65_536
 Backend = Literal["auto", "sglang", "transformers"]
 FollowUp = Literal["recall", "freeze", "afresh"]
@@ -187,7 +186,7 @@ def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft
     target_config, draft_config: their Transformers text configurations. Raises ValueError for a named calibration that
     does not fit these models; one beside the draft is skipped then.
     """
-    named = False if config.calibration == NONE else config.calibration
+    named = False if config.calibration == "none" else config.calibration
     configs = target_config, draft_config
     found, problem = choose_calibration(draft, named, configs, lambda: sketch_of_files(draft))
     if problem:

@@ -26,7 +26,6 @@ from spec_stack.sglang.scoring import ScoringModel, draft_scorer, fit_draft
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.slotted_draft import SlottedDraft, protect_kv_lengths
 
-logger = logging.getLogger(__name__)
 # Of SGLang's logs: the line and the entry of a change of gamma.
 _SWITCH, _OVERRIDE = "Switch adaptive runtime state", "adaptive_spec.restore"
 _CAPTURE = "spec_stack.capture"
@@ -107,8 +106,8 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     def state(self) -> dict[str, Any]:
         """Counters, as /server_info shows them. SGLang's log of gamma overrides must not grow with the steps."""
         slots = {} if self.slots is None else self.slots.state()
-        num_overrides = len(get_context()._overrides_log)
-        return {**self.batch_policy.state(), "draft_kv_budget": slots, "num_overrides_kept": num_overrides}
+        kept = {"draft_kv_budget": slots, "num_overrides_kept": len(get_context()._overrides_log)}
+        return {**self.batch_policy.state(), **kept}
 
     def _give_slots(self, draft: Any, num_requests: int) -> None:
         self.slots = SlottedDraft(draft, self._config.prefill, self._config.gammas[-1], num_requests)
@@ -125,9 +124,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         args = resolving_view(self.server_args)
         self._launch = Launch.drafting(args, target, draft.model_config, target_tokenizer, self._config)
         if self._launch.must_fit:
-            sizes = target_vocab_size, draft.model_config.vocab_size
-            logger.info("the draft's %d embedding rows are fitted to the target's %d", *reversed(sizes))
-            fit_draft(draft.model, *sizes)
+            fit_draft(draft.model, target_vocab_size, draft.model_config.vocab_size)
 
     def apply_runtime_state(self, state: Any) -> None:
         super().apply_runtime_state(state)
@@ -144,15 +141,12 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             self._penalties.correct_prefill(batch.reqs, batch.sampling_info, batch.seq_lens.device)
             return super().forward_batch_generation(batch, *args, **kwargs)
         if self.slots is not None and not batch.forward_mode.is_idle():
-            self._begin_slots(batch, self.slots)
+            with contained("choosing the draft's slots", "it proposes what will not be accepted"):
+                if self.slots.has_new(batch):
+                    self.batch_policy.invalidate_step_timing()
+                self.slots.begin_step(batch)
         self.batch_policy.begin_step(batch.reqs)
         return super().forward_batch_generation(batch, *args, **kwargs)
-
-    def _begin_slots(self, batch: Any, slots: SlottedDraft) -> None:
-        with contained("choosing the draft's slots", "it proposes what will not be accepted"):
-            if slots.has_new(batch):
-                self.batch_policy.invalidate_step_timing()
-            slots.begin_step(batch)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not batch.forward_mode.is_idle():
