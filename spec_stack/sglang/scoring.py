@@ -255,13 +255,12 @@ def on_forward_stream(scheduler: Any, device: torch.device) -> Iterator[None]:
 class TransformersScorer:
     """As `DraftScorer`, with all of the model on every rank of a tensor-parallel group, one prompt at a time.
 
-    The KV of the last prompt stays for a follow-up, unless the model has a recurrent state.
+    The KV of the last prompt stays for a follow-up, unless the model has a recurrent state. context_len: the target's.
     """
 
     def __init__(
         self, found: FoundScorer, model: PromptScorer, device: str, num_pool_tokens: int, context_len: int
     ) -> None:
-        """context_len: the target's."""
         self._found, self._model, self._device, self._context_len = found, model, device, context_len
         self.num_pool_tokens = num_pool_tokens
         self._room: torch.Tensor | None = None

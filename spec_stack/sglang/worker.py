@@ -91,7 +91,13 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         runner, draft, launch = self._target_worker.model_runner, self._draft_worker.draft_runner, self._launch
         self.scoring_model = ScoringModel(launch, draft_scorer(draft, config, launch.target.context_len))
         if config.prefill.sparse_prefill == "draft_only":
-            self._give_slots(draft, launch.args.max_running_requests)
+            num_requests = launch.args.max_running_requests
+            self.slots = SlottedDraft(draft, config.prefill, config.gammas[-1], num_requests)
+            self._draft_worker.slots = self.slots
+            # `hooks` reads them.
+            setattr(draft, KEY, self.slots)
+            # SGLang would reserve as many tokens for the draft as the target has.
+            runner.spec_aux_config.eagle_draft_num_layers = 0
         self.batch_policy = BatchPolicy(
             config,
             precision=str(runner.dtype).removeprefix("torch."),
@@ -108,14 +114,6 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         slots = {} if self.slots is None else self.slots.state()
         kept = {"draft_kv_budget": slots, "num_overrides_kept": len(get_context()._overrides_log)}
         return {**self.batch_policy.state(), **kept}
-
-    def _give_slots(self, draft: Any, num_requests: int) -> None:
-        self.slots = SlottedDraft(draft, self._config.prefill, self._config.gammas[-1], num_requests)
-        self._draft_worker.slots = self.slots
-        # `hooks` reads them.
-        setattr(draft, KEY, self.slots)
-        # SGLang would reserve as many tokens for the draft as the target has.
-        self._target_worker.model_runner.spec_aux_config.eagle_draft_num_layers = 0
 
     def _validate_vocab_compatibility(self, target_vocab_size: int, target_tokenizer: Any) -> None:
         """SGLang's requires equally many embedding rows; one tokenizer is enough. Called before any KV is allocated."""
