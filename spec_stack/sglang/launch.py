@@ -440,8 +440,7 @@ def _resolve(arguments: list[str]) -> tuple[Launch, str, list[int] | None]:
     target = ModelConfig.from_server_args(server_args)
     tokenizer = None
     if not args.skip_tokenizer_init:
-        path = args.tokenizer_path or args.model_path
-        tokenizer = get_tokenizer(path, trust_remote_code=args.trust_remote_code)
+        tokenizer = get_tokenizer(args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code)
     if algorithm == NAME:
         source = args.speculative_draft_model_path
         draft = ModelConfig.from_server_args(server_args, model_path=source, is_draft_model=True)
