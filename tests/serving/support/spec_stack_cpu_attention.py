@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def register():
         _fail_on(int(rank))
     if os.environ.get("SPEC_STACK_TEST_FAULTS"):
         _prepare_faults(Path(os.environ["SPEC_STACK_TEST_FAULTS"]))
+    if os.environ.get("SPEC_STACK_TEST_FILES"):
+        _note_files(Path(os.environ["SPEC_STACK_TEST_FILES"]))
     if os.environ.get("SPEC_STACK_TEST_COUNT_KV"):
         _count_written_slots()
     if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
@@ -83,6 +86,19 @@ def _prepare_faults(chosen):
         is_bound = isinstance(found, classmethod)
         wrapped = faulty(name, found.__func__ if is_bound else found)
         setattr(owner, attribute, classmethod(wrapped) if is_bound else wrapped)
+
+
+def _note_files(noted):
+    """While the file `noted` is there, it takes a line with the plugin's file at every call into one."""
+    package = str(Path(import_module("spec_stack.sglang").__file__).parent)
+
+    def enter(frame, event, argument):
+        place = frame.f_code.co_filename
+        if event == "call" and place.startswith(package) and noted.is_file():
+            with noted.open("a") as lines:
+                lines.write(f"{Path(place).name}\n")
+
+    sys.setprofile(enter)
 
 
 def _count_written_slots():
