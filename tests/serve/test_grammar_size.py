@@ -82,3 +82,53 @@ def test_long_strings_are_large_and_an_unfinished_escape_is_refused() -> None:
         with pytest.raises(ValueError, match="escapes the character after it"):
             check_grammar_size({"type": "regex", "pattern": pattern}, None, 50)
     check_grammar_size({"type": "regex", "pattern": "\\\\"}, None, 50)
+
+
+VALUE = {"pattern": "C:\\", "maxItems": 10**6, "text": ["a{900}"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "default": VALUE},
+        {"type": "object", "examples": [VALUE], "description": "a pattern such as C:\\"},
+        {"enum": [VALUE], "const": VALUE, "example": VALUE},
+        {"properties": {"pattern": {"type": "string", "default": "C:\\"}}},
+    ],
+    ids=["default", "examples", "const", "property"],
+)
+def test_values_are_no_schemas(schema: Any) -> None:
+    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    check_grammar_size({"type": "json_schema", "json_schema": {"schema": schema}}, [tool], 60)
+
+
+@pytest.mark.parametrize("name", ["default", "const", "examples", "properties", "$ref"])
+@pytest.mark.parametrize("keyword", ["properties", "patternProperties", "$defs", "definitions"])
+def test_names_of_schemas_are_no_keywords(keyword: str, name: str) -> None:
+    with pytest.raises(ValueError, match="larger than this server compiles"):
+        check_grammar_size({keyword: {name: {"items": {"pattern": "a{900}"}}}}, None, 99)
+    with pytest.raises(ValueError, match="escapes the character after it"):
+        check_grammar_size({keyword: {name: {"pattern": "C:\\"}}}, None, 99)
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        "#/default",
+        "#/%64efault",
+        "here#/$defs/a%2Fexamples/0",
+        "#/properties",
+        "#/$defs/properties/enum",
+        "#/items/const",
+    ],
+)
+def test_a_reference_to_what_is_not_measured_as_a_schema_is_refused(ref: str) -> None:
+    with pytest.raises(ValueError, match="must point at a schema"):
+        check_grammar_size({"properties": {"next": {"$ref": ref}}}, None, 99)
+
+
+@pytest.mark.parametrize(
+    "ref", ["#", "#/$defs/Item", "#/properties/default", "#/$defs/properties", "#/items/anyOf/0", "#default", "other"]
+)
+def test_a_reference_to_a_schema_is_not_refused(ref: str) -> None:
+    check_grammar_size({"properties": {"next": {"$ref": ref}}}, None, 99)
