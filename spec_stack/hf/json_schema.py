@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
@@ -58,7 +58,16 @@ def _composes(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     is_composed = "properties" in schema and not {"$ref", "anyOf", "oneOf"}.isdisjoint(schema)
-    return is_composed or "allOf" in schema or any(map(_composes, schema.values()))
+    return is_composed or "allOf" in schema or any(map(_composes, _parts(schema)))
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[Any]:
+    """The subschemas of a schema, and lists of some."""
+    for name in _OF_SCHEMAS:
+        if isinstance(schema.get(name), dict):
+            yield from schema[name].values()
+    for name in (*_LISTS, *_SINGLE):
+        yield schema.get(name)
 
 
 def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
