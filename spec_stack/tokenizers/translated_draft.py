@@ -48,6 +48,8 @@ class TranslatedDraft(WrappedDraft):
         if num_logits != 1:
             raise ValueError("a draft with another tokenizer goes on and gives one row of logits")
         fed, ends = self._fed(token_ids, positions)
+        if not fed:
+            raise ValueError("no token of the draft ends within these tokens of the target")
         first = self._draft.next_position
         logits = self._draft.forward(fed, range(first, first + len(fed)), num_logits=1)
         self._ends += ends
@@ -61,10 +63,12 @@ class TranslatedDraft(WrappedDraft):
         num_sinks: int = 0,
         num_layers: int | None = None,
     ) -> None:
-        """As `forward` without logits; window, sinks and layers as in `CachedModel.prefill`, in draft tokens."""
+        """As `forward` without logits; a draft token that ends in a later part waits for it. Window, sinks and layers
+        as in `CachedModel.prefill`, in draft tokens."""
         fed, ends = self._fed(token_ids, positions)
         first = self._draft.next_position
-        self._draft.prefill(fed, range(first, first + len(fed)), window, num_sinks, num_layers)
+        if fed:
+            self._draft.prefill(fed, range(first, first + len(fed)), window, num_sinks, num_layers)
         self._ends += ends
 
     def _fed(self, token_ids: Sequence[int], positions: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -78,8 +82,6 @@ class TranslatedDraft(WrappedDraft):
         for target_id in token_ids[max(0, num_prompt - start) :]:
             fed += self._translation.pieces(target_id)
             ends.append(first + len(fed))
-        if not fed:
-            raise ValueError("no token of the draft ends within these tokens of the target")
         return fed, ends
 
     def _prompt_end(self, position: int) -> int:

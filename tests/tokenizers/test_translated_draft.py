@@ -210,6 +210,27 @@ def test_the_last_prompt_token_yields_the_logits_of_the_whole_prompt(seed: int) 
             draft = TranslatedDraft(index, translation, DraftTokenization(known.token_ids, ranges))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_draft_token_waits_for_the_part_in_which_it_ends(size: int) -> None:
+    translation, model = make_translation(), make_model(seed=2, vocab=12)
+    install(model)
+    prompt = make_tokenizer(TARGET_TOKENS, "<t>")(text_of(20)).input_ids
+    tokenization = translation.tokenize(prompt)
+    index = CachedModel(model, 4096)
+    draft = TranslatedDraft(index, translation, tokenization)
+    num_cached = [0]
+    for start in range(0, len(prompt) - 1, size):
+        part = range(start, min(start + size, len(prompt) - 1))
+        draft.prefill([prompt[position] for position in part], part)
+        assert draft.next_position == part.stop
+        num_cached.append(index.num_cached)
+    assert (len(set(num_cached)) < len(num_cached)) == (size == 1)
+    logits = draft.forward(prompt[-1:], [len(prompt) - 1], 1)
+    fed = tokenization.token_ids
+    expected = masked(reference.logits(model, fed, range(len(fed)))[-1], translation)
+    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+
+
 def test_the_kept_slots_are_those_of_the_kept_tokens_and_of_the_drafts_own_beginning() -> None:
     translation, model = make_translation(bos=True), make_model(seed=2, vocab=12)
     install(model)
