@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -214,7 +214,8 @@ def measure_fidelity(
     within : float
         Accepted increase of the dense answers' perplexity: 0.02 is 2 %.
     rows : str or Path, optional
-        A .jsonl file, written after every prompt. Rows of the same prompt, pair and settings are not measured again.
+        A .jsonl file, to which every prompt's row is added; several runs may share it. Rows of the same prompt, pair
+        and settings are not measured again.
     progress : callable, optional
         Called with (num_done, num_prompts, text) after every prompt.
 
@@ -262,7 +263,7 @@ def measure_fidelity(
                 skipped.append((number, str(error)))
                 continue
             if rows is not None:
-                _write_rows(Path(rows), known.values())
+                _append(Path(rows), json.dumps(asdict(known[key])) + "\n")
             if progress is not None:
                 progress(number, len(calls), _in_words(known[key]))
         measured.append(replace(known[key], number=number))
@@ -454,19 +455,31 @@ def _in_words(row: PromptFidelity) -> str:
 def _read_rows(path: Path) -> dict[str, PromptFidelity]:
     """Rows of earlier runs by key. Raises ValueError, naming the line, for a file of something else."""
     rows = {}
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    for number, line in enumerate(filter(None, lines), start=1):
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line or _is_torn(line):
+            continue
         try:
             values = json.loads(line)
             pruned = [PrunedPrompt(**each) for each in values["pruned"]]
             rows[values["key"]] = PromptFidelity(**{**values, "pruned": pruned})
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}, line {number} is no row of a measurement: {error}") from error
+    if text and not text.endswith("\n"):
+        _append(path, "\n")
     return rows
 
 
-def _write_rows(path: Path, rows: Iterable[PromptFidelity]) -> None:
-    """Replace the file, so that an interrupted run leaves whole rows."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
-    part.replace(path)
+def _is_torn(line: str) -> bool:
+    """Whether an interruption has ended the writing of a row."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return line.startswith("{")
+    return False
+
+
+def _append(path: Path, text: str) -> None:
+    """Add a text in one write, so that several runs may share a file."""
+    with path.open("ab") as file:
+        file.write(text.encode())

@@ -102,6 +102,32 @@ def test_time_ends_a_run_after_its_first_prompt(embedded: SpecStackGenerator, tm
     assert measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows).prompts == again.prompts
 
 
+def test_two_runs_share_a_file(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+
+    def run_beside(number: int, *_: object) -> None:
+        if number == 1:
+            measure_fidelity(embedded, PROMPTS[2:3], [0.5], max_tokens=1, rows=rows)
+
+    measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows, progress=run_beside)
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["kind"] for row in found] == [KINDS[number] for number in (0, 2, 1)]
+
+
+def test_a_torn_last_row_is_measured_again(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows)
+    whole = rows.read_text()
+    rows.write_text(whole[:-40])
+    measured: list[int] = []
+    for _ in range(2):
+        options: dict[str, Any] = {"rows": rows, "progress": lambda number, *_: measured.append(number)}
+        report = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, **options)
+        assert [row.kind for row in report.prompts] == KINDS[:2]
+    assert measured == [2]
+    assert rows.read_text().startswith(whole[:-40] + "\n{")
+
+
 def test_rows_of_other_weights_are_not_taken(tmp_path: Path) -> None:
     generator, rows = SpecStackGenerator.from_pretrained(), tmp_path / "rows.jsonl"
     measure_fidelity(generator, PROMPTS[:1], [0.5], max_tokens=1, rows=rows)
@@ -133,11 +159,13 @@ def test_bad_input_is_named(
         measure_fidelity(embedded, prompts, **options)
 
 
-def test_a_file_of_other_rows_is_named(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"key": "x"}\n', "Notes.\n", "[1"])
+def test_a_file_of_other_rows_is_named(embedded: SpecStackGenerator, tmp_path: Path, text: str) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"key": "x"}\n')
+    rows.write_text(text)
     with pytest.raises(ValueError, match="line 1 is no row of a measurement"):
         measure_fidelity(embedded, PROMPTS[:1], rows=rows)
+    assert rows.read_text() == text
 
 
 def made_up(number: int, kind: str, lost: dict[str, float], ttft_s: dict[str, float]) -> PromptFidelity:
