@@ -30,6 +30,8 @@ _REPEATS = 2
 _STEPS = 7
 _CACHED = 256
 _ANSWER_TOKENS = 48
+# Names of what the verdict needs.
+_ANSWERS, _STEPS_AND_ANSWERS = "answers", "steps and answers"
 # Least gain in tokens/s or TTFT that justifies the draft's memory.
 _LEAST_GAIN = 1.1
 _PROMPTS = {
@@ -71,26 +73,44 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a target forward of one token and of five, and of a draft forward of one."""
+
+    target_s: float
+    block_s: float
+    draft_s: float
+
+    @property
+    def draft_cost(self) -> float:
+        """Cost of a drafted token relative to a target step."""
+        return self.draft_s / self.target_s
+
+
+@dataclass(frozen=True)
 class Measured:
     """Measurements of the runs, in seconds of the given timer.
 
-    dense, sparse, draft: TTFT of dense and sparse prompts and the draft's pass, by length. step_s, block_s,
-    draft_step_s: a target forward of one token and of five, and a draft forward of one. plain, drafted: tokens per
-    second by prompt, without and with the draft. max_positions: of both models.
+    dense, sparse, draft: TTFT of dense and sparse prompts and the draft's pass, by length. plain, drafted: tokens per
+    second by prompt, without and with the draft. max_positions: of both models. left_out: what the time did not allow,
+    and its estimated seconds; then there may be one length, no steps and no answers.
     """
 
     dense: dict[int, list[float]]
     sparse: dict[int, list[float]]
     draft: dict[int, list[float]]
     keep_rate: float
-    step_s: float
-    block_s: float
-    draft_step_s: float
+    steps: StepTimes | None = None
     plain: dict[str, float] = field(default_factory=dict)
     drafted: dict[str, float] = field(default_factory=dict)
     num_proposed: int = 0
     num_accepted: int = 0
     max_positions: int = 0
+    left_out: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_extrapolated(self) -> bool:
+        """Whether other lengths follow from the measured ones."""
+        return len(self.dense) > 1
 
     @property
     def dense_curve(self) -> Curve:
@@ -108,11 +128,6 @@ class Measured:
         return max(max(abs(run / median(each) - 1) for run in each) for each in runs)
 
     @property
-    def draft_cost(self) -> float:
-        """Cost of a drafted token relative to a target step."""
-        return self.draft_step_s / self.step_s
-
-    @property
     def decode_gain(self) -> float:
         """Decoding speed-up by the draft over all prompts; 1 without runs."""
         return harmonic_mean([*self.drafted.values()]) / harmonic_mean([*self.plain.values()]) if self.plain else 1.0
@@ -126,11 +141,28 @@ def _medians(runs: dict[int, list[float]]) -> list[tuple[int, float]]:
     return [(length, median(seconds)) for length, seconds in sorted(runs.items())]
 
 
+class _Budget:
+    """The time of a measurement, and what does not fit it, with its estimated seconds."""
+
+    def __init__(self, minutes: float) -> None:
+        self._began, self._seconds = perf_counter(), 60 * minutes
+        self.left_out: dict[str, float] = {}
+
+    def allows(self, what: str, seconds: float, share: float = 1.0) -> bool:
+        """Whether something of so many seconds ends within a share of the time; it is left out if not."""
+        fits = perf_counter() - self._began + seconds <= share * self._seconds
+        if not fits:
+            self.left_out[what] = seconds
+        return fits
+
+
 def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer = perf_counter) -> Measured:
     """Measure a pair. Every variant runs once before it is timed, since first runs load kernels and capture graphs.
-    After two thirds of `minutes` nothing is repeated, so that first runs count, and no further prompt starts. timer:
-    returns seconds; use processor seconds on a shared machine."""
-    until = perf_counter() + 40 * minutes
+
+    The shorter prompt always runs once. Whatever follows runs if its seconds, by those that were measured, fit
+    `minutes`; where nothing is repeated, first runs count. timer: returns seconds; use processor seconds on a shared
+    machine."""
+    budget = _Budget(minutes)
     most = min(min(generator.pair.max_positions) - MAX_LOOK_AHEAD, _LONGEST)
     window = generator.config.prefill.draft_window
     if isinstance(window, tuple) and window[0] >= 2 * LENGTH:
@@ -139,31 +171,45 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
     prompt = long_prompt(generator, most)
     dense, sparse, draft = (defaultdict[int, list[float]](list) for _ in range(3))
 
-    def run(length: int) -> None:
-        ids = prompt[:length]
+    def run(length: int, share: float) -> float:
+        """Run a length's prompts, again up to a share of the time; seconds of one round."""
+        ids, taken = prompt[:length], 0.0
         for repeat in range(1 + _REPEATS):
-            if repeat and perf_counter() > until:
+            if repeat and not budget.allows(f"repeats at {length} tokens", taken, share):
                 break
+            began = perf_counter()
             dense[length].append(ttft(generator, ids, False, timer))
             sparse[length].append(ttft(generator, ids, True, timer))
             draft[length].append(_draft_pass(generator, ids, timer))
+            taken = perf_counter() - began
         for runs in (dense, sparse, draft):
             runs[length] = runs[length][1:] or runs[length]
+        return taken
 
-    run(LENGTH)
+    taken = run(LENGTH, 1 / 3)
     longer = _longer(LENGTH, median(dense[LENGTH]), len(prompt))
-    run(longer)
+    if budget.allows(f"prompts of {longer} tokens", taken * longer / LENGTH):
+        run(longer, 2 / 3)
     pair = generator.pair
+    steps, answers = None, {}
+    # The steps' own prompts take half as long as the shorter one, twice.
+    if budget.allows(_STEPS_AND_ANSWERS, taken):
+        steps = StepTimes(
+            target_s=_step(generator, pair.target, 1, timer),
+            block_s=_step(generator, pair.target, 5, timer),
+            draft_s=_step(generator, pair.draft, 1, timer),
+        )
+        if pair.vocabulary.can_propose:
+            answers = _answers(generator, budget, steps.target_s, timer)
     return Measured(
         dense=dense,
         sparse=sparse,
         draft=draft,
         keep_rate=generator.config.prefill.rate_for(longer),
-        step_s=_step(generator, pair.target, 1, timer),
-        block_s=_step(generator, pair.target, 5, timer),
-        draft_step_s=_step(generator, pair.draft, 1, timer),
+        steps=steps,
         max_positions=min(pair.max_positions),
-        **(_answers(generator, until, timer) if pair.vocabulary.can_propose else {}),
+        left_out=budget.left_out,
+        **answers,
     )
 
 
@@ -223,8 +269,8 @@ def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: 
     return median(taken[1:])
 
 
-def _answers(generator: SpecStackGenerator, until: float, timer: Timer) -> dict[str, Any]:
-    """Tokens per second of the built-in prompts, alternately without and with the draft; the first one always runs."""
+def _answers(generator: SpecStackGenerator, budget: _Budget, step_s: float, timer: Timer) -> dict[str, Any]:
+    """Tokens per second of the built-in prompts, alternately without and with the draft. step_s: of a plain token."""
 
     def answer(text: str, gamma: int | None) -> tuple[float, Metrics]:
         began = _now(generator, timer)
@@ -237,17 +283,20 @@ def _answers(generator: SpecStackGenerator, until: float, timer: Timer) -> dict[
         )
         return len(result.token_ids) / (_now(generator, timer) - began), result.metrics
 
-    if perf_counter() <= until:
+    both = 2 * _ANSWER_TOKENS * step_s
+    if budget.allows("a warm-up of answers", 2 * both):
         for gamma in (0, None):
             answer(next(iter(_PROMPTS.values())), gamma)
     plain: dict[str, float] = {}
     drafted: dict[str, float] = {}
     num_proposed = num_accepted = 0
     for name, text in _PROMPTS.items():
-        if plain and perf_counter() > until:
+        if not budget.allows("further answers" if plain else _ANSWERS, both):
             break
+        began = perf_counter()
         plain[name], _ = answer(text, 0)
         drafted[name], metrics = answer(text, None)
+        both = perf_counter() - began
         num_proposed += metrics.num_proposed
         num_accepted += metrics.num_accepted
     return {"plain": plain, "drafted": drafted, "num_proposed": num_proposed, "num_accepted": num_accepted}
@@ -262,24 +311,26 @@ def _prompt(generator: SpecStackGenerator, text: str) -> dict[str, Any]:
 
 def verdict(measured: Measured) -> str:
     """Whether the pair pays off, and the reason."""
-    longest, decoding = min(_TOLD[-1], measured.max_positions), measured.decode_gain
-    at_longest = measured.dense_curve.at(longest) / measured.sparse_curve.at(longest)
-    reasons = []
-    if measured.break_even() is not None and at_longest >= _LEAST_GAIN:
-        reasons.append(f"the first token of {longest} prompt tokens comes {at_longest:.1f}x sooner")
+    decoding = measured.decode_gain
+    gains, losses = [], []
+    if measured.is_extrapolated:
+        longest = min(_TOLD[-1], measured.max_positions)
+        sooner = measured.dense_curve.at(longest) / measured.sparse_curve.at(longest)
+        if measured.break_even() is not None and sooner >= _LEAST_GAIN:
+            gains.append(f"the first token of {longest} prompt tokens comes {sooner:.1f}x sooner")
+        losses.append(f"the first token of {longest} prompt tokens comes {sooner:.2f}x as soon")
     if decoding >= _LEAST_GAIN:
-        reasons.append(f"answers come {decoding:.2f}x faster")
-    if reasons:
-        return f"worth it, because {' and '.join(reasons)}"
-    return (
-        f"not worth it, because the first token of {longest} prompt tokens comes {at_longest:.2f}x as soon and answers "
-        f"{decoding:.2f}x as fast"
-    )
+        gains.append(f"answers come {decoding:.2f}x faster")
+    losses.append(f"answers {decoding:.2f}x as fast")
+    if gains:
+        return f"worth it, because {' and '.join(gains)}"
+    if not measured.is_extrapolated or not {_ANSWERS, _STEPS_AND_ANSWERS}.isdisjoint(measured.left_out):
+        return "undecided: the time did not allow every measurement; give more --minutes"
+    return f"not worth it, because {' and '.join(losses)}"
 
 
 def lines(measured: Measured) -> list[str]:
     """The report, line by line."""
-    dense, sparse, spread = measured.dense_curve, measured.sparse_curve, measured.spread
     told = []
     for length, seconds in _medians(measured.dense):
         r = median(measured.draft[length]) / seconds
@@ -288,11 +339,12 @@ def lines(measured: Measured) -> list[str]:
             f"at {length} tokens: dense {seconds:.2f} s, sparse {median(measured.sparse[length]):.2f} s; of the dense "
             f"prefill the draft costs r = {r:.2f}, all the rest s = {rest:.2f}"
         )
-    cost = measured.draft_cost
-    told.append(
-        f"a drafted token costs c = {cost:.2f} of a step: decoding at most {1 / cost:.1f}x; five tokens are verified "
-        f"in {measured.block_s / measured.step_s:.2f} steps"
-    )
+    if measured.steps is not None:
+        cost, block = measured.steps.draft_cost, measured.steps.block_s / measured.steps.target_s
+        told.append(
+            f"a drafted token costs c = {cost:.2f} of a step: decoding at most {1 / cost:.1f}x; five tokens are "
+            f"verified in {block:.2f} steps"
+        )
     if measured.plain:
         acceptance = measured.num_accepted / max(1, measured.num_proposed)
         plain, drafted = (harmonic_mean([*each.values()]) for each in (measured.plain, measured.drafted))
@@ -300,8 +352,20 @@ def lines(measured: Measured) -> list[str]:
             f"answers: {plain:.1f} tokens/s plain, {drafted:.1f} with the draft ({measured.decode_gain:.2f}x; "
             f"{acceptance:.0%} of {measured.num_proposed} proposed tokens accepted, {len(measured.plain)} prompts)"
         )
+    if measured.is_extrapolated:
+        told += _expected(measured)
+    if measured.left_out:
+        names = ", ".join(f"{what} (about {seconds:.0f} s)" for what, seconds in measured.left_out.items())
+        told.append(f"left out, for the time: {names}")
+    told.append(verdict(measured))
+    return told
+
+
+def _expected(measured: Measured) -> list[str]:
+    """What other lengths are expected to take."""
+    dense, sparse, spread = measured.dense_curve, measured.sparse_curve, measured.spread
     even = measured.break_even()
-    told.append("no prompt gains" if even is None else f"prompts gain from about {even} tokens on")
+    told = ["no prompt gains" if even is None else f"prompts gain from about {even} tokens on"]
     for length in _TOLD:
         if length <= measured.max_positions:
             seconds, low, high = sparse.at(length), 1 - spread, 1 + spread
@@ -309,5 +373,4 @@ def lines(measured: Measured) -> list[str]:
                 f"expected at {length}: dense {dense.at(length):.1f} s, sparse {seconds:.1f} s "
                 f"({seconds * low:.1f} to {seconds * high:.1f}), {dense.at(length) / seconds:.1f}x"
             )
-    told.append(verdict(measured))
     return told

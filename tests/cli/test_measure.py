@@ -16,7 +16,7 @@ from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli import measure as measuring
 from spec_stack.cli.doctor import diagnose
 from spec_stack.cli.main import main
-from spec_stack.cli.measure import Curve, Measured, lines, measure, verdict
+from spec_stack.cli.measure import Curve, Measured, StepTimes, lines, measure, verdict
 from spec_stack.hf.loading import ASSETS
 
 
@@ -38,9 +38,7 @@ def made_up(draft_share: float = 0.3, decode_gain: float = 1.5) -> Measured:
         sparse={n: [sparse(n) * 0.95, sparse(n), sparse(n) * 1.05] for n in lengths},
         draft={n: [drafting(n)] for n in lengths},
         keep_rate=0.2,
-        step_s=0.2,
-        block_s=0.22,
-        draft_step_s=0.05,
+        steps=StepTimes(target_s=0.2, block_s=0.22, draft_s=0.05),
         plain={"code": 5.0, "chat": 5.0},
         drafted={"code": 5.0 * decode_gain, "chat": 5.0 * decode_gain},
         num_proposed=50,
@@ -95,9 +93,10 @@ def test_a_pair_is_run_in_a_moment(embedded: SpecStackGenerator, monkeypatch: py
     monkeypatch.setattr(measuring, "LENGTH", 160)
     monkeypatch.setattr(measuring, "_ANSWER_TOKENS", 6)
     ticks = count()
-    measured = measure(embedded, minutes=1e-6, timer=lambda: float(next(ticks)))
+    measured = measure(embedded, timer=lambda: float(next(ticks)))
     assert sorted(measured.dense) == sorted(measured.sparse) == sorted(measured.draft) == [160, 640]
-    assert list(measured.plain) == list(measured.drafted) == ["code"]
+    assert list(measured.plain) == list(measured.drafted) == ["code", "maths", "chat", "edit"]
+    assert measured.left_out == {}
     assert measured.num_proposed >= measured.num_accepted
     assert lines(measured)[-1].startswith(("worth it", "not worth it"))
 
@@ -136,7 +135,7 @@ def test_no_prompt_that_is_run_has_a_window_of_longer_ones(
             embedded.target, embedded.draft, embedded.tokenizer, config=SpecStackConfig(prefill)
         )
         ticks = count()
-        measured = measure(generator, minutes=1e-6, timer=lambda ticks=ticks: float(next(ticks)))  # type: ignore[misc]
+        measured = measure(generator, timer=lambda ticks=ticks: float(next(ticks)))  # type: ignore[misc]
         told[shortest] = sorted(measured.dense)
     assert told == {100: [160, 640], 500: [160, 499]}
 
@@ -233,21 +232,44 @@ def test_what_a_first_run_costs_beyond_others_is_not_measured(monkeypatch: pytes
     assert (len(measured.plain), measured.decode_gain) == (4, pytest.approx(2.0))
 
 
-def test_a_pair_that_is_slow_for_its_minutes_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shorter prompt takes all of the time: no run after it is a warm-up, or is repeated."""
-    stream, begun = Stream(0.0), []
+@pytest.mark.parametrize(
+    ("minutes", "lengths", "num_answers", "left_out", "told"),
+    [
+        (1.0, [512], 0, ["repeats at 512 tokens", "prompts of 1024 tokens", "steps and answers"], "undecided"),
+        (8.0, [512], 1, ["repeats at 512 tokens", "prompts of 1024 tokens", "further answers"], "undecided"),
+        (10.0, [512, 1024], 0, ["repeats at 512 tokens", "repeats at 1024 tokens", "steps and answers"], "worth it"),
+        (15.0, [512, 1024], 1, ["repeats at 512 tokens", "repeats at 1024 tokens", "further answers"], "worth it"),
+        (90.0, [512, 1024], 4, [], "worth it"),
+    ],
+)
+def test_what_a_slow_pair_has_no_time_for_is_left_out_and_named(
+    minutes: float,
+    lengths: list[int],
+    num_answers: int,
+    left_out: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round of the shorter prompt takes 200 s."""
+    stream = Stream(0.0)
     monkeypatch.setattr(torch.accelerator, "synchronize", stream.synchronize)
     monkeypatch.setattr(measuring, "perf_counter", lambda: stream.host)
 
     def generate(sparse_prefill: str, max_tokens: int, input_ids: Sequence[int] = (), **options: Any) -> Any:
-        begun.append((sparse_prefill, len(input_ids)))
-        stream.launch(100.0)
+        share = {"off": 100, "on": 70}.get(sparse_prefill, 0)
+        stream.launch(share * len(input_ids) / 512 if input_ids else max_tokens)
         stream.synchronize()
         return SimpleNamespace(token_ids=[0] * max_tokens, metrics=SimpleNamespace(num_proposed=8, num_accepted=4))
 
-    measured = measure(simulated(stream, generate, lambda ids: 10.0, 1.0), 3.0, timer=lambda: stream.host)
-    assert begun == [("off", 512), ("on", 512), ("off", 1024), ("on", 1024), ("draft_only", 0), ("draft_only", 0)]
-    assert (measured.dense, list(measured.plain)) == ({512: [100.0], 1024: [100.0]}, ["code"])
+    measured = measure(
+        simulated(stream, generate, lambda ids: 30 * len(ids) / 512, 1.0), minutes, timer=lambda: stream.host
+    )
+    assert stream.host <= max(60 * minutes, 200)
+    assert (sorted(measured.dense), len(measured.plain), list(measured.left_out)) == (lengths, num_answers, left_out)
+    text = lines(measured)
+    assert text[-1].startswith(told)
+    named = [line for line in text if line.startswith("left out, for the time: repeats at 512 tokens (about 200 s), ")]
+    assert len(named) == bool(left_out)
 
 
 @pytest.mark.parametrize("launch_s", [0.0, 0.02, 0.3])
