@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from spec_stack import SpecStackGenerator, measure_fidelity
-from spec_stack.api.fidelity import FidelityReport, PromptFidelity, PrunedPrompt, summarise
+from spec_stack.api.fidelity import FidelityReport, Interval, PromptFidelity, PrunedPrompt, summarise
 
 CODE = "".join(f"def step_{number}(x):\n    return x + {number}\n\n" for number in range(24))
 SYSTEM = {"role": "system", "content": "Answer in one line.\nName the function."}
@@ -196,3 +197,6 @@ def test_the_fastest_setting_within_the_limit_is_found() -> None:
     lost = lossy.shown.lost
     assert lost.value == pytest.approx(0.7)
     assert lost.low < lost.value < lost.high
+    with_less = replace(lossy.settings[0], lost=Interval(0.1, 0.0, 0.2))
+    ratio = replace(lossy, settings=[with_less]).as_dict()["settings"][0]["perplexity_ratio"]
+    assert ratio == pytest.approx({"value": math.exp(0.1), "low": 1.0, "high": math.exp(0.2)})
