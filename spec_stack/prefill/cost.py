@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.prefill.scoring import num_layers_needed
+from spec_stack.prefill.scoring import has_one_forward, num_layers_needed
 
 Cost = Callable[[float], float]
 """Seconds, or multiply-adds, by number of tokens."""
@@ -112,7 +112,6 @@ def counted_break_even(target: Shape, draft: Shape, config: PrefillConfig, on_gp
 
     on_gpu: whether a forward takes at least as long as the launches of its kernels.
     """
-    num_looking = 1 if config.queries_from_prompt else config.look_ahead + 1
     launches = LAUNCHES_PER_LAYER if on_gpu else 0
 
     def least(shape: Shape, num_seen: int | None = None) -> float:
@@ -127,9 +126,16 @@ def counted_break_even(target: Shape, draft: Shape, config: PrefillConfig, on_gp
         kept = min(length, max(sum(config.forced_tokens), config.rate_for(length) * length))
         gain = expected_gain(target, draft, length, config, kept / length)
         scoring = max(gain.r * prefill_flops(target, length), launches * draft.num_layers)
-        return scoring + num_looking * least(draft, length) + prefill(kept)
+        return scoring + _num_query_forwards(config, length) * least(draft, length) + prefill(kept)
 
     return shortest_gain(prefill, sparse)
+
+
+def _num_query_forwards(config: PrefillConfig, num_tokens: int) -> int:
+    """The draft's forwards of scoring queries behind its pass over the prompt."""
+    if not needs_attention(config.scorer) or has_one_forward(config, num_tokens):
+        return 0
+    return 1 if config.queries_from_prompt else config.look_ahead + 1
 
 
 def with_threshold(config: PrefillConfig, target: object, draft: object, on_gpu: bool = False) -> PrefillConfig:

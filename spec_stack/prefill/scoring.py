@@ -57,6 +57,11 @@ def num_layers_needed(config: PrefillConfig, num_layers: int) -> int | None:
     return None if needed is None or needed >= num_layers else needed
 
 
+def has_one_forward(config: PrefillConfig, num_tokens: int) -> bool:
+    """Whether one forward has a prompt and its scoring queries, in the draft's own tokens: they see all of it."""
+    return config.queries_from_prompt and config.window_for(num_tokens) is None
+
+
 def run_draft(
     draft: ScoringModel,
     inputs: ScoringInputs,
@@ -81,9 +86,7 @@ def run_draft(
     start = num_tokens - 1 if found is None else found.start
     draft.rollback(max(0, draft.next_position - start))
     window = config.window_for(num_tokens)
-    # The scoring queries see everything. Without a window and in the draft's own tokens one forward has it all.
-    has_one_forward = found is not None and window is None and tokenization is None
-    if draft.next_position < start and not has_one_forward:
+    if draft.next_position < start and not (tokenization is None and has_one_forward(config, num_tokens)):
         unseen = range(draft.next_position, start)
         draft.prefill(prompt_ids[unseen.start : start], unseen, window, config.draft_sinks, num_layers)
     if found is not None:

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers import LlamaConfig, Mamba2Config
 
 from spec_stack import PrefillConfig
-from spec_stack.prefill.cost import Shape, counted_break_even, expected_gain, prefill_flops, with_threshold
+from spec_stack.prefill.cost import (
+    LAUNCHES_PER_LAYER,
+    Shape,
+    counted_break_even,
+    expected_gain,
+    prefill_flops,
+    with_threshold,
+)
 
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128256)
 LLAMA_70B = Shape(80, 8192, 28672, 64, 8, 128256)
@@ -80,7 +89,7 @@ LLAMA_1B, QWEN_32B = Shape(16, 2048, 8192, 32, 8, 128256), Shape(64, 5120, 27648
 
 @pytest.mark.parametrize(
     ("target", "draft", "loses_at", "gains_at"),
-    [(QWEN_15B, QWEN_05B, 4096, 32768), (LLAMA_8B, LLAMA_1B, 512, 8192), (QWEN_32B, LLAMA_1B, 64, 2048)],
+    [(QWEN_15B, QWEN_05B, 2048, 32768), (LLAMA_8B, LLAMA_1B, 512, 8192), (QWEN_32B, LLAMA_1B, 64, 2048)],
 )
 def test_on_a_gpu_short_prompts_of_small_targets_do_not_pay(
     target: Shape, draft: Shape, loses_at: int, gains_at: int
@@ -89,6 +98,25 @@ def test_on_a_gpu_short_prompts_of_small_targets_do_not_pay(
     config = PrefillConfig(keep_rate=0.1)
     assert loses_at < counted_break_even(target, draft, config, on_gpu=True) <= gains_at
     assert counted_break_even(target, draft, config) < counted_break_even(target, draft, config, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_forwards"),
+    [
+        ({}, 1),
+        ({"draft_window": 512}, 2),
+        ({"draft_window": (8192, 512)}, 1),
+        ({"scoring_queries": "look_ahead", "look_ahead": 8}, 10),
+        ({"scorer": "bm25"}, 1),
+    ],
+)
+def test_the_queries_have_forwards_of_their_own_only_behind_a_window_or_in_a_look_ahead(
+    options: dict[str, Any], num_forwards: int
+) -> None:
+    """At the break-even of this pair on a GPU all forwards but the dense one are bound by their launches."""
+    even = counted_break_even(LLAMA_8B, LLAMA_1B, PrefillConfig(keep_rate=0.1, **options), on_gpu=True)
+    sparse = LAUNCHES_PER_LAYER * (LLAMA_8B.num_layers + num_forwards * LLAMA_1B.num_layers)
+    assert prefill_flops(LLAMA_8B, round(even / 1.1)) < sparse < prefill_flops(LLAMA_8B, even)
 
 
 def _config_of(shape: Shape) -> LlamaConfig:
