@@ -220,12 +220,12 @@ class AnswerPart:
 class Metrics:
     """The cost and the statistics of a request.
 
-    Durations are in seconds, without the pauses of a stream's caller. `precision` is the target's; the bytes are those
-    of the weights in memory. `proposer` is the enabled proposer ("model", "ngram", "both"); looked-up tokens are also
-    counted separately. `sparse_prefill` is whether the prompt was pruned, `sparse_prefill_reason` the reason, and
-    `decode_reason` whether the draft can propose to this target. `seed` is a sampled request's seed: the same call with
-    the same `gamma` gives the same tokens. Under a policy that depends on timing, drafted lengths differ between runs.
-    `draft_step` and `target_step` are how short forwards of each model ran, and why eagerly (`LoadConfig`).
+    Durations are in seconds, without the pauses of a stream's caller. `precision` is the target's. `proposer` is the
+    enabled proposer ("model", "ngram", "both"); looked-up tokens are also counted separately. `sparse_prefill` is
+    whether the prompt was pruned, `sparse_prefill_reason` the reason, and `decode_reason` whether the draft can propose
+    to this target. `seed` is a sampled request's seed: the same call with the same `gamma` gives the same tokens. Under
+    a policy that depends on timing, drafted lengths differ between runs. `draft_step` and `target_step` are how short
+    forwards of each model ran, and why eagerly (`LoadConfig`).
     """
 
     num_prompt_tokens: int
@@ -236,8 +236,6 @@ class Metrics:
     policy: str
     precision: str
     draft_precision: str
-    target_weight_bytes: int
-    draft_weight_bytes: int
     seed: int | None
     num_new_tokens: int
     num_cached_tokens: int = 0

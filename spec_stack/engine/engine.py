@@ -153,8 +153,6 @@ class Engine:
             policy=policy,
             precision=self.pair.precision,
             draft_precision=self.pair.draft_precision,
-            target_weight_bytes=self.pair.target_weight_bytes,
-            draft_weight_bytes=self.pair.draft_weight_bytes,
             seed=None if request.sampler.is_greedy else request.params.seed,
             proposer=request.proposer,
             num_new_tokens=request.num_new_tokens,

@@ -16,7 +16,7 @@ from spec_stack.hf.contiguous import ContiguousModel
 from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.loading import DeviceMap, check_pair, end_token_ids, max_positions, open_pair
 from spec_stack.hf.model import CachedModel
-from spec_stack.hf.precision import precision_of, warm_up_quantized, weight_bytes
+from spec_stack.hf.precision import precision_of, warm_up_quantized
 from spec_stack.hf.structured import Grammars
 from spec_stack.tokenizers.pieces import Pieces
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
@@ -46,8 +46,6 @@ class ModelPair:
     translation: Translation | None
     precision: str
     draft_precision: str
-    target_weight_bytes: int
-    draft_weight_bytes: int
     grammars: Grammars
     target_step: FixedStep
     draft_step: FixedStep
@@ -106,8 +104,6 @@ class ModelPair:
             translation=Translation(tokenizer, draft_tokenizer, vocabulary) if is_foreign else None,
             precision=precision_of(target),
             draft_precision=precision_of(draft),
-            target_weight_bytes=weight_bytes(target),
-            draft_weight_bytes=weight_bytes(draft),
             grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
             target_step=FixedStep(target, step),
             draft_step=FixedStep(draft, step, num_ids=vocabulary.num_target),

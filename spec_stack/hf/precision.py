@@ -13,7 +13,7 @@ from torch import nn
 
 from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig, how_to_install
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.prepack import PrepackedLinear, has_bf16_instructions
+from spec_stack.hf.prepack import has_bf16_instructions
 from spec_stack.hf.sources import missing_packages
 from spec_stack.settings.warning import warn_caller
 
@@ -191,12 +191,6 @@ def _count_weights(config: Any) -> tuple[int, int, int]:
     groups = {layer.weight for layer in _quantizable(model)}, _embeddings(model), set(model.parameters())
     linear, embedded, total = (sum(weight.numel() for weight in group) for group in groups)
     return linear, embedded, total
-
-
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Weight memory in bytes, prepacked copies included; without quantization constants."""
-    packed: int = sum(module.num_bytes for module in model.modules() if isinstance(module, PrepackedLinear))
-    return int(model.get_memory_footprint(return_buffers=False)) + packed
 
 
 def precision_of(model: PreTrainedModel) -> str:

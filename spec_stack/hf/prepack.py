@@ -45,7 +45,6 @@ class PrepackedLinear(nn.Module):
         self.plain = weight if weight.dtype == torch.float32 and weight.numel() < _SMALL_LAYER else None
         # Inputs with fewer rows are zero-padded.
         self.least_rows = _FILLED_ROWS if weight.dtype == torch.bfloat16 and has_bf16_instructions() else 1
-        self.num_bytes = weight.nbytes * (1 if self.plain is None else 2)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

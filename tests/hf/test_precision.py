@@ -25,7 +25,6 @@ from spec_stack.hf.precision import (
     precision_of,
     resolve_precisions,
     unquantized_dtype,
-    weight_bytes,
 )
 from spec_stack.hf.prepack import has_bf16_instructions
 from spec_stack.records import add_records, read_records
@@ -173,22 +172,13 @@ def test_bf16_instructions_are_those_that_the_system_lists() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "nf4"])
-def test_memory_is_foretold_from_the_configuration_and_told_by_the_metrics(precision: str) -> None:
-    generator = SpecStackGenerator.from_pretrained(
-        device="cpu", precision=precision, draft_precision=precision, prepack_linears=False
-    )
-    metrics = generator.generate(PROMPT, max_tokens=3).metrics
-    for role, measured in (("target", metrics.target_weight_bytes), ("draft", metrics.draft_weight_bytes)):
+def test_memory_is_foretold_from_the_configuration(precision: str) -> None:
+    pair = ModelPair.load(device="cpu", precision=precision, draft_precision=precision, prepack_linears=False)
+    for role, model in (("target", pair.target), ("draft", pair.draft)):
         foretold = estimate_bytes(
             load_config(str(ASSETS / role)), Precision(precision, unquantized_dtype(precision, CPU))
         )
-        assert measured == pytest.approx(foretold, rel=0.02)
-    assert weight_bytes(generator.target) == metrics.target_weight_bytes
-
-
-def test_prepacked_copies_count_as_memory(embedded: SpecStackGenerator) -> None:
-    plain = ModelPair.load(device="cpu", precision="fp32", prepack_linears=False).target
-    assert weight_bytes(embedded.target) > 1.5 * weight_bytes(plain)
+        assert model.get_memory_footprint(return_buffers=False) == pytest.approx(foretold, rel=0.02)
 
 
 def test_the_doctor_shows_what_each_precision_takes() -> None:
@@ -251,7 +241,7 @@ def test_devices_and_models_that_cannot_be_quantized_are_refused() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_memory_is_foretold_for_every_architecture(name: str) -> None:
     foretold = estimate_bytes(CONFIGS[name], Precision("fp32", torch.float32))
-    assert foretold == weight_bytes(tiny_architectures.make_model(name))
+    assert foretold == tiny_architectures.make_model(name).get_memory_footprint(return_buffers=False)
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Qwen3.5", "Falcon-H1"])
