@@ -20,14 +20,13 @@ ALLOWED = {
     "settings": set(),
     "controller": {"config", "settings"},
     "prefill": {"config", "devices", "settings", "types", "controller.base"},
-    "decode": {"config", "settings", "types", "clock", "controller.base", "controller.ngram"},
+    "decode": {"config", "settings", "types", "controller.base", "controller.ngram"},
     "hf": {"config", "devices", "settings.warning", "types", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},
     "engine": {
         "config",
         "settings",
         "types",
-        "clock",
         "controller",
         "decode",
         "prefill",
@@ -98,7 +97,6 @@ ALLOWED = {
     | {"calibrate", "serve", "proxy", "explain", "sglang"},
     # Loose files.
     "config": {"settings"},
-    "clock": set(),
     "devices": set(),
     "types": {"config", "controller.base"},
     "records": {"controller.base"},

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 
-from spec_stack.clock import Clock
 from spec_stack.controller.base import Policy, StepContext, StepRecord
+from spec_stack.decode.clock import Clock
 from spec_stack.decode.logprobs import step_logprobs
 from spec_stack.decode.proposer import Proposer, StepPolicy
 from spec_stack.decode.sampler import Sampler

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Protocol
 
-from spec_stack.clock import Clock
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.ngram import NgramPolicy
+from spec_stack.decode.clock import Clock
 from spec_stack.decode.ngram_index import NgramIndex
 from spec_stack.decode.sampler import Sampler
 from spec_stack.types import Proposal, SteppableModel

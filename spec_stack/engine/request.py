@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 
-from spec_stack.clock import Clock
 from spec_stack.config import (
     DEFAULT_MAX_TOKENS,
     MAX_LOOK_AHEAD,
@@ -22,6 +21,7 @@ from spec_stack.config import (
 from spec_stack.controller.base import Policy
 from spec_stack.controller.pool import ObjectPool, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
+from spec_stack.decode.clock import Clock
 from spec_stack.decode.sampler import LogitsProcessors, Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.engine.options import Call

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spec_stack.clock import Clock, Phase
+from spec_stack.decode.clock import Clock, Phase
 from spec_stack.decode.sampler import Sampler
 
 _NEGLIGIBLE = 1e-6

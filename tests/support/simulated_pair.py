@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_stack.clock import Clock
 from spec_stack.controller.base import Policy, StepRecord
 from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.decode import propose
+from spec_stack.decode.clock import Clock
 from spec_stack.decode.loop import decode
 from spec_stack.decode.ngram import PROPOSERS
 from spec_stack.decode.proposer import ProposerInputs
