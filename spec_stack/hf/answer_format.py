@@ -8,10 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from spec_stack.hf.chat_template import MARKED_TOOL, ChatTemplate
-from spec_stack.hf.json_schema import json_grammar
 from spec_stack.hf.prompt import special_tokens
 
 logger = logging.getLogger(__name__)
@@ -86,20 +85,6 @@ class ForcedCall:
 
     tools: ToolFormat
     schemas: Mapping[str, str]
-    name: ClassVar[str] = "a forced tool_choice"
-
-    def rules(self, token_ids: Mapping[str, int]) -> list[dict[str, Any]]:
-        """The forced call as grammars of llguidance, the first of which uses the others. Markers among these tokens are
-        written as tokens, since a model does not recognise a spelt-out one in the next turn. Raises ValueError for
-        schemas without a grammar."""
-        marks = {mark: token_ids[mark] for mark in (self.tools.opener, self.tools.closer) if mark in token_ids}
-        calls = [f"call_{at}" for at in range(len(self.schemas))]
-        lines, arguments = [f"start: {' | '.join(calls)}"], []
-        for call, (name, schema) in zip(calls, self.schemas.items(), strict=True):
-            begin = self.tools.begin + json.dumps(name)[1:-1] + self.tools.middle
-            lines.append(f"{call}: {_verbatim(begin, marks)} @{call} {_verbatim(self.tools.end, marks)}")
-            arguments.append({**json_grammar(schema), "name": call})
-        return [{"lark_grammar": "\n".join(lines)}, *arguments]
 
 
 @dataclass(frozen=True)
@@ -248,9 +233,3 @@ def _parameters(tools: Sequence[Any] | None) -> dict[str, Any]:
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             found[function["name"]] = function.get("parameters") or {"type": "object"}
     return found
-
-
-def _verbatim(text: str, marks: Mapping[str, int]) -> str:
-    """This text in a Lark rule, with its marks as tokens."""
-    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
-    return " ".join(f"<[{marks[piece]}]>" if piece in marks else json.dumps(piece) for piece in pieces if piece)

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from spec_stack.config import how_to_install
 from spec_stack.hf.answer_format import ForcedCall
-from spec_stack.hf.json_schema import json_grammar
 from spec_stack.hf.prompt import special_ids
 
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
-
-
-@dataclass(frozen=True)
-class SerializedFormat:
-    """A format as a grammar that llguidance has accepted for the same tokenizer."""
-
-    text: str
-    name: ClassVar[str] = "response_format"
+# Keywords of JSON schemas that hold schemas: by name, in a list, or one.
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "not")
+# Content hints, e.g. of pydantic's types; any text matches.
+_HINTS = ("binary", "directory-path", "file-path", "password", "path")
+# Only json.dumps' whitespace: with free whitespace a small model may never end. It also equals the text of earlier
+# calls in templates, so that the cache stays valid.
+_AS_DUMPED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def structured_problem() -> str | None:
@@ -47,44 +46,28 @@ class Grammars:
         self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int, behind: str = ""
     ) -> Grammar | None:
         """A request's grammar; None for {"type": "text"}. behind: the mark after which it applies, if any."""
-        compiled = self._compiled(response_format, end_ids, behind)
-        return None if compiled is None else Grammar(compiled[1], end_ids, self._unspoken, num_prompt_tokens)
-
-    def serialized(
-        self, response_format: object, end_ids: Collection[int], behind: str = ""
-    ) -> SerializedFormat | None:
-        """A checked format for another process; None and ValueError as in `compile`."""
-        compiled = self._compiled(response_format, end_ids, behind)
-        return None if compiled is None else SerializedFormat(compiled[0])
-
-    def warm_up(self) -> None:
-        """Read the vocabulary ahead of the first format. Raises ValueError for an unsupported tokenizer."""
-        _ = self._vocabulary
-
-    def _compiled(self, response_format: object, end_ids: Collection[int], behind: str) -> tuple[str, Any] | None:
-        """A format's grammar and a matcher of it."""
-        wanted = response_format if isinstance(response_format, SerializedFormat | ForcedCall) else None
-        kind, content = ("", "") if wanted else read_format(response_format)
+        forced = response_format if isinstance(response_format, ForcedCall) else None
+        kind, content = ("", "") if forced else read_format(response_format)
         if kind == "text":
             return None
-        self._check_available(wanted.name if wanted else "response_format", end_ids)
+        self._check_available("a forced tool_choice" if forced else "response_format", end_ids)
         from llguidance import LLMatcher
 
         vocabulary = self._vocabulary
         try:
-            if isinstance(wanted, SerializedFormat):
-                text = wanted.text
-            else:
-                rules = wanted.rules(self._plain_added) if wanted else [_rules(kind, content)]
-                text = json.dumps({"grammars": _with_start(rules, behind)})
-            matcher = LLMatcher(vocabulary, text, log_level=0)
+            rules = _forced_rules(forced, self._plain_added) if forced else [_rules(kind, content)]
+            matcher = LLMatcher(vocabulary, json.dumps({"grammars": _with_start(rules, behind)}), log_level=0)
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
         except Exception as error:
             # The conversion from EBNF has no common error class.
-            subject = "tool_choice: the tools' parameters" if wanted else f"response_format: this {kind}"
+            subject = "tool_choice: the tools' parameters" if forced else f"response_format: this {kind}"
             raise ValueError(f"{subject} cannot be compiled: {error}") from error
-        return text, matcher
+        return Grammar(matcher, end_ids, self._unspoken, num_prompt_tokens)
+
+    def warm_up(self) -> None:
+        """Read the vocabulary ahead of the first format. Raises ValueError for an unsupported tokenizer."""
+        _ = self._vocabulary
 
     def _check_available(self, what: str, end_ids: Collection[int]) -> None:
         if problem := structured_problem():
@@ -154,7 +137,7 @@ def _rules(kind: str, content: str) -> dict[str, Any]:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if kind == "json_schema":
-        return json_grammar(content)
+        return _json_grammar(content)
     if kind == "grammar":
         return {"lark_grammar": gbnf_to_lark(_on_one_line(content))}
     grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(content))
@@ -175,6 +158,103 @@ def _with_start(rules: Sequence[dict[str, Any]], closes: str) -> list[dict[str, 
         start = start.replace("@answer", 'thought "\\n\\n" @answer')
         start += f"\nthought[suffix={json.dumps(closes)}]: /(?s:.*)/"
     return [{"lark_grammar": start}, {**answer, "name": "answer"}, *others]
+
+
+def _forced_rules(forced: ForcedCall, token_ids: Mapping[str, int]) -> list[dict[str, Any]]:
+    """A forced call as grammars of llguidance, the first of which uses the others. Markers among these tokens are
+    written as tokens, since a model does not recognise a spelt-out one in the next turn."""
+    tools = forced.tools
+    marks = {mark: token_ids[mark] for mark in (tools.opener, tools.closer) if mark in token_ids}
+    calls = [f"call_{at}" for at in range(len(forced.schemas))]
+    lines, arguments = [f"start: {' | '.join(calls)}"], []
+    for call, (name, schema) in zip(calls, forced.schemas.items(), strict=True):
+        begin = tools.begin + json.dumps(name)[1:-1] + tools.middle
+        lines.append(f"{call}: {_verbatim(begin, marks)} @{call} {_verbatim(tools.end, marks)}")
+        arguments.append({**_json_grammar(schema), "name": call})
+    return [{"lark_grammar": "\n".join(lines)}, *arguments]
+
+
+def _verbatim(text: str, marks: Mapping[str, int]) -> str:
+    """This text in a Lark rule, with its marks as tokens."""
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+    return " ".join(f"<[{marks[piece]}]>" if piece in marks else json.dumps(piece) for piece in pieces if piece)
+
+
+def _json_grammar(schema: str) -> dict[str, Any]:
+    """A grammar of llguidance for the JSON texts that match a schema. Raises ValueError for what is no schema."""
+    from llguidance import LLMatcher
+
+    # A composed object takes its keys from several schemas, of which none may exclude those of another.
+    parsed = json.loads(schema)
+    rewritten = json.dumps(_rewritten(parsed, not _composes(parsed)))
+    grammar: dict[str, Any] = json.loads(LLMatcher.grammar_from_json_schema(rewritten, defaults=_AS_DUMPED))
+    return grammar["grammars"][0]  # type: ignore[no-any-return]
+
+
+def _rewritten(schema: Any, closes: bool) -> Any:
+    """An equal schema in the keywords that llguidance takes; objects have no keys but those that are named."""
+    if not isinstance(schema, dict):
+        return schema
+    schema = _with_parts(schema, lambda part: _rewritten(part, closes))
+    for number in (schema.get("const"), *_as_list(schema.get("enum"))):
+        if isinstance(number, int) and abs(number) >= 1 << 63:
+            raise ValueError(f"{number} has more than 64 bits; write it as a string")
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    if schema.get("format") in _HINTS:
+        del schema["format"]
+    if "discriminator" in schema and "oneOf" in schema and "anyOf" not in schema:
+        # A discriminator tells the branches apart, so that at most one matches.
+        schema["anyOf"] = schema.pop("oneOf")
+    if closes and _names_all_keys(schema):
+        schema["additionalProperties"] = False
+    return schema
+
+
+def _as_list(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else []
+
+
+def _composes(schema: Any) -> bool:
+    """Whether an object takes its keys from several schemas, anywhere in a schema."""
+    if isinstance(schema, list):
+        return any(map(_composes, schema))
+    if not isinstance(schema, dict):
+        return False
+    is_composed = "properties" in schema and not {"$ref", "anyOf", "oneOf"}.isdisjoint(schema)
+    return is_composed or "allOf" in schema or any(map(_composes, _parts(schema)))
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[Any]:
+    """The subschemas of a schema, and lists of some."""
+    for name in _OF_SCHEMAS:
+        if isinstance(schema.get(name), dict):
+            yield from schema[name].values()
+    for name in (*_LISTS, *_SINGLE):
+        yield schema.get(name)
+
+
+def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A copy of a schema with changed subschemas."""
+    schema = dict(schema)
+    for name in _OF_SCHEMAS:
+        if isinstance(schema.get(name), dict):
+            schema[name] = {key: change(part) for key, part in schema[name].items()}
+    for name in _LISTS:
+        if isinstance(schema.get(name), list):
+            schema[name] = [change(part) for part in schema[name]]
+    for name in _SINGLE:
+        if name in schema:
+            schema[name] = change(schema[name])
+    return schema
+
+
+def _names_all_keys(schema: dict[str, Any]) -> bool:
+    """Whether an object that has only the named properties can match."""
+    named = schema.get("properties")
+    if not isinstance(named, dict) or not {"additionalProperties", "patternProperties"}.isdisjoint(schema):
+        return False
+    return set(schema.get("required", ())) <= set(named) and schema.get("minProperties", 0) <= len(named)
 
 
 class Grammar:

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from spec_stack.hf.answer_format import AnswerFormat, tool_names
 from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, special_tokens
-from spec_stack.hf.structured import Grammars, SerializedFormat, structured_problem
+from spec_stack.hf.structured import Grammars, structured_problem
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.grammar_size import check_grammar_size
 from spec_stack.serve.protocol import (
@@ -74,7 +74,7 @@ class RequestProcessor:
             ]
             source = replace(source, messages=stripped)
         encoded = encode_prompt(self._tokenizer, self._vocab_size, source)
-        options["response_format"] = self._compiled_format(request, source, encoded.text)
+        options["response_format"] = self._checked_format(request, source, encoded.text)
         names, in_thought = tool_names(source.tools), self._format.begins_in_thought(encoded.text)
         return ProcessedRequest(
             encoded=encoded,
@@ -113,10 +113,8 @@ class RequestProcessor:
                 f"chat_template_kwargs: {', '.join(switches)} is not taken from requests, only the template's variables"
             )
 
-    def _compiled_format(
-        self, request: GenerationRequest, source: PromptSource, rendered: str
-    ) -> SerializedFormat | None:
-        """The response format or forced call, compiled for the request's end tokens as in `Request.plan`."""
+    def _checked_format(self, request: GenerationRequest, source: PromptSource, rendered: str) -> object:
+        """The response format or forced call, once it compiles for the request's end tokens as in `plan_request`."""
         choice = request.tool_choice if isinstance(request, ChatCompletionRequest) else None
         if (wanted := self._format.wanted(request.response_format, choice, source.tools)) is None:
             return None
@@ -125,7 +123,8 @@ class RequestProcessor:
         end_ids = {*(request.stop_token_ids or ()), *(special[text] for text in stops if text in special)}
         if not request.ignore_eos:
             end_ids |= self._end_ids
-        return self._grammars.serialized(wanted, end_ids, self._format.format_start(rendered))
+        self._grammars.compile(wanted, end_ids, 0, self._format.format_start(rendered))
+        return wanted
 
 
 def _without(value: Any, tokens: Sequence[str]) -> Any:
