@@ -52,7 +52,6 @@ ALLOWED = {
         "decode.ngram_index",
         "hf.prompt",
         "hf.structured",
-        "hf.answer_format",
         "hf.answer_parser",
         "api",
     },

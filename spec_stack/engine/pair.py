@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.config import DraftStep, HubConfig, LoadConfig, Positions
-from spec_stack.hf.answer_format import AnswerFormat
+from spec_stack.hf.answer_parser import AnswerFormat
 from spec_stack.hf.architectures import is_supported, scoring_limit, text_config
 from spec_stack.hf.attention import install
 from spec_stack.hf.contiguous import ContiguousModel

@@ -27,8 +27,7 @@ from spec_stack.decode.stopping import StopChecker
 from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import Progress
-from spec_stack.hf.answer_format import tool_names
-from spec_stack.hf.answer_parser import AnswerParser
+from spec_stack.hf.answer_parser import AnswerParser, tool_names
 from spec_stack.hf.processors import ProcessedRows, check_processors, uncopied_note
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared, special_tokens, unpadded
 from spec_stack.hf.sampling import complete_sampling, make_processors, make_warp

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from spec_stack.config import how_to_install
-from spec_stack.hf.answer_format import ForcedCall
+from spec_stack.hf.answer_parser import ForcedCall
 from spec_stack.hf.prompt import special_ids
 
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")

@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from spec_stack.hf.answer_format import AnswerFormat, tool_names
-from spec_stack.hf.answer_parser import AnswerParser
+from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, tool_names
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, special_tokens
 from spec_stack.hf.structured import Grammars, structured_problem
 from spec_stack.serve.config import ServeConfig

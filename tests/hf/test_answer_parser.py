@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from spec_stack.hf.answer_format import AnswerFormat, ThoughtMarks, ToolFormat, forced_names
-from spec_stack.hf.answer_parser import AnswerParser, parse_answer
+from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, ThoughtMarks, ToolFormat, forced_names, parse_answer
 
 HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' ~ m.content }}{% for c in m.tool_calls or [] %}
 {{ '\\n' if not loop.first or m.content }}<tool_call>

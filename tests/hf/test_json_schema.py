@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, Field
 from transformers import AutoTokenizer
 
-from spec_stack.hf.answer_format import ForcedCall, ToolFormat
+from spec_stack.hf.answer_parser import ForcedCall, ToolFormat
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.structured import Grammar, Grammars
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, LogitsProcessorList
 
 from spec_stack import SpecStackGenerator
-from spec_stack.hf.answer_format import ForcedCall, ToolFormat
+from spec_stack.hf.answer_parser import ForcedCall, ToolFormat
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.structured import Grammars, read_format
 from tests.support import reference

@@ -20,8 +20,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from transformers import PreTrainedModel
 
 from spec_stack import SpecStackGenerator
-from spec_stack.hf.answer_format import AnswerFormat, ToolFormat
-from spec_stack.hf.answer_parser import AnswerParser
+from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, ToolFormat
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.protocol import REQUESTS
