@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,8 @@ from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
-from spec_stack.hf.batch_rows import Place, for_rows
 from spec_stack.hf.loading import load_draft, load_tokenizer
-from spec_stack.hf.processors import Processor
+from spec_stack.hf.processors import Processor, copy_processor, keeps_nothing, name_of
 from spec_stack.hf.prompt import unpadded
 from spec_stack.hf.sources import has_tokenizer
 from spec_stack.hf.versions import CACHE_NAMES, is_given
@@ -132,9 +131,9 @@ def _open_generator(
 class CustomGenerate:
     """The callable for `model.generate(custom_generate=...)`; made by `with_draft`.
 
-    Rows are answered one after the other, with their own copies of `logits_processor` and `stopping_criteria`; a batch
-    with one that cannot be copied is rejected. Criteria run after every token. A sampled row draws its seed from
-    torch's global generator, so `torch.manual_seed` makes it reproducible.
+    Rows are answered one after the other, and several rows take stateless processors and criteria alone. Criteria run
+    after every token. A sampled row draws its seed from torch's global generator, so `torch.manual_seed` makes it
+    reproducible.
 
     Transformers (5.24 and earlier) puts the prompt into `streamer=` and does not pass it on, so it is rejected;
     `spec_streamer=` is passed on.
@@ -165,16 +164,16 @@ class CustomGenerate:
         """Sequences (rows, prompt and new tokens), right-padded.
 
         Raises ValueError for unsupported calls: beams, a given cache, non-token inputs, scores or hidden states, a
-        streamer for several rows or under another name, and batches with processors that cannot be copied or judge all
-        rows at once.
+        streamer under another name, and several rows with a streamer, or with a processor or criterion that may keep
+        state.
         """
         caller = sys._getframe(1).f_locals
         _check(generation_config, model_kwargs, caller)
         if streamer is None:
             _check_kept_back(caller.get("streamer"))
         num_rows = len(input_ids)
-        if (spec_streamer or streamer) is not None and num_rows > 1:
-            raise ValueError("a streamer takes one row; leave it out, or give one prompt")
+        if num_rows > 1:
+            _check_rows([*logits_processor, *stopping_criteria], spec_streamer or streamer)
         generator = self.generator(model)
         if spec_streamer is not None:
             # transformers has already put the prompt into a `streamer=` that arrives.
@@ -184,21 +183,18 @@ class CustomGenerate:
             for values in (model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
         )
         prompts = [_prompt_of(*given) for given in zip(input_ids, masks, positions, strict=True)]
-        # All rows' copies are made before the first row changes any state.
-        processors, criteria = for_rows(logits_processor, num_rows), for_rows(stopping_criteria, num_rows)
         answers = []
         for index, (row, prompt_ids) in enumerate(zip(input_ids, prompts, strict=True)):
-            place = Place(index, num_rows, row[: len(row) - len(prompt_ids)])
+            place = index, num_rows, row[: len(row) - len(prompt_ids)]
             outputs = generator.stream(
                 input_ids=prompt_ids,
                 max_tokens=generation_config.max_length - len(row),
                 # Other end tokens are checked by the criteria.
                 ignore_eos=_end_ids(generation_config) != generator.pair.end_ids,
-                **_drawing(generation_config, processors[index], place),
+                **_drawing(generation_config, logits_processor, place),
                 **self.options,
             )
-            is_over = partial(place.is_over, criteria[index])
-            answers.append(_answer(outputs, row, is_over, spec_streamer or streamer))
+            answers.append(_answer(outputs, row, stopping_criteria, spec_streamer or streamer))
         rows, metrics = zip(*answers, strict=True)
         sequences = _stacked(rows, generation_config)
         if not generation_config.return_dict_in_generate:
@@ -206,10 +202,27 @@ class CustomGenerate:
         return SpecStackOutput(sequences=sequences, metrics=list(metrics))
 
 
+class _AtRow:
+    """A processor that gets one row, and sees it at its index of num_rows copies behind its left padding (n,)."""
+
+    def __init__(self, processor: Processor, index: int, num_rows: int, padding: torch.Tensor) -> None:
+        self._processor, self._place = processor, (index, num_rows, padding)
+        self.__qualname__ = name_of(processor)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        index, num_rows, padding = self._place
+        whole = torch.cat([padding.to(input_ids.device)[None], input_ids], dim=1)
+        return self._processor(whole.repeat(num_rows, 1), scores.repeat(num_rows, 1))[index : index + 1]
+
+    def copy(self) -> _AtRow:
+        """A copy around a copied processor. Raises CannotCopyError as `copy_processor`."""
+        return _AtRow(copy_processor(self._processor), *self._place)
+
+
 def _answer(
     outputs: Generator[StepOutput, None, None],
     row: torch.Tensor,
-    is_over: Callable[[torch.Tensor], bool],
+    criteria: StoppingCriteriaList,
     streamer: BaseStreamer | None,
 ) -> tuple[torch.Tensor, Metrics | None]:
     """One padded row plus its new tokens, up to the first one at which a criterion holds, and its metrics."""
@@ -220,7 +233,8 @@ def _answer(
                 begin, ends = len(sequence), False
                 for token_id in output.token_ids:
                     sequence = torch.cat([sequence, sequence.new_tensor([token_id])])
-                    ends = is_over(sequence)
+                    # All of them are called: some count.
+                    ends = any([bool(torch.as_tensor(each(sequence[None], None)).all()) for each in criteria])
                     if ends:
                         break
                 if streamer is not None and len(sequence) > begin:
@@ -255,6 +269,18 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any], caller: Ma
         raise ValueError(f"custom_generate=with_draft(...) takes token ids only, not {', '.join(unknown)}")
 
 
+def _check_rows(given: Sequence[object], streamer: BaseStreamer | None) -> None:
+    """Raise ValueError for what several rows, which are answered one after the other, cannot share."""
+    if streamer is not None:
+        raise ValueError("a streamer takes one row; leave it out, or give one prompt")
+    stateful = [name_of(each) for each in given if not keeps_nothing(each)]
+    if stateful:
+        raise ValueError(
+            f"several rows cannot share {', '.join(stateful)}, which may keep state or tell rows apart: call generate "
+            "with one row, or give it a true attribute `stateless` where it does neither"
+        )
+
+
 def _check_kept_back(streamer: Any) -> None:
     """Raise ValueError for a streamer that the calling `generate` does not pass on: its reader would hang."""
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
@@ -278,8 +304,10 @@ def _end_ids(config: GenerationConfig) -> frozenset[int]:
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
-def _drawing(config: GenerationConfig, processors: Sequence[Processor], place: Place) -> dict[str, Any]:
-    """The sampling options of `stream`."""
+def _drawing(
+    config: GenerationConfig, processors: Sequence[Processor], place: tuple[int, int, torch.Tensor]
+) -> dict[str, Any]:
+    """The sampling options of `stream`. place: as `_AtRow` has it."""
     if not config.do_sample and not processors:
         return {}
     seed = {"seed": int(torch.randint(2**63 - 1, ()))} if config.do_sample else {}
@@ -289,7 +317,9 @@ def _drawing(config: GenerationConfig, processors: Sequence[Processor], place: P
         # The generator's own processors take a block of rows at once, in this order.
         values = {_PLAIN_WARPERS[type(warper)]: getattr(warper, _PLAIN_WARPERS[type(warper)]) for warper in processors}
         return {"temperature": 1.0} | values | seed
-    shaping = place.processors(processors)
+    _, num_rows, padding = place
+    is_seen_whole = num_rows == 1 and not len(padding)
+    shaping = list(processors) if is_seen_whole else [_AtRow(each, *place) for each in processors]
     return {"logits_processor": shaping, "temperature": 1.0 if config.do_sample else 0.0} | seed
 
 

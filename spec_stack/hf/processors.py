@@ -36,7 +36,7 @@ class CannotCopyError(Exception):
 def copy_processor(processor: Called) -> Called:
     """A copy of a processor or criterion in the same state: shared if stateless, by its `copy()`, or a deep copy.
     Raises CannotCopyError for closures, objects that hold a model, and failed copies."""
-    if getattr(processor, "stateless", False) or keeps_nothing(processor):
+    if keeps_nothing(processor):
         return processor
     function = processor.func if isinstance(processor, partial) else processor
     if isinstance(function, FunctionType) and function.__closure__ is not None:
@@ -60,8 +60,10 @@ def copy_processor(processor: Called) -> Called:
 
 
 def keeps_nothing(processor: object) -> bool:
-    """Whether it is a stateless processor or criterion of transformers."""
+    """Whether it is a stateless processor or criterion of transformers, or says that it is one."""
     kind = type(processor)
+    if getattr(processor, "stateless", False):
+        return True
     return kind.__module__.startswith("transformers.generation.") and bool(_STATELESS.fullmatch(kind.__name__))
 
 

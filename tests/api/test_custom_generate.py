@@ -231,39 +231,30 @@ class Counting(LogitsProcessor):
         return scores
 
 
-class ByRow(LogitsProcessor):
-    """Forbids each row of the batch another fifth of the vocabulary."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        row, token_id = torch.arange(len(scores))[:, None], torch.arange(scores.shape[1])[None]
-        return scores.masked_fill(token_id % 5 == row % 5, -torch.inf)
-
-
 class AfterCalls(StoppingCriteria):
-    """Ends a row after a number of calls, each another one."""
+    """Ends the rows after seven calls."""
 
     def __init__(self) -> None:
         self.num_calls = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.num_calls += 1
-        return self.num_calls > 6 + 3 * torch.arange(len(input_ids))
+        return torch.full((len(input_ids),), self.num_calls > 6)
 
 
 def allowed(batch_id: int, input_ids: torch.Tensor) -> list[int]:
-    """Of the vocabulary a part of the row's own; nothing where the text is another row's."""
-    own = range(batch_id * 10 + 2, batch_id * 10 + 10)
-    return [token_id for token_id in own if input_ids[-1] < 2 or len(input_ids) == 20 or int(input_ids[-1]) in own]
+    """Tokens of the last one's ten, and of the first ones at the beginning of the answer."""
+    last = 0 if len(input_ids) == 20 else int(input_ids[-1])
+    return list(range(last // 10 * 10 + 2, last // 10 * 10 + 10))
 
 
-BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
+STATEFUL: dict[str, Callable[[], dict[str, Any]]] = {
     "prefix function": lambda: {"prefix_allowed_tokens_fn": allowed},
     "counting": lambda: {"logits_processor": LogitsProcessorList([Counting()])},
     "counting, repetition penalty": lambda: {
         "logits_processor": LogitsProcessorList([Counting()]),
         "repetition_penalty": 1.6,
     },
-    "by row": lambda: {"logits_processor": LogitsProcessorList([ByRow()])},
     "encoder repetition penalty": lambda: {"encoder_repetition_penalty": 0.5},
     "encoder no repeat n-gram": lambda: {"encoder_no_repeat_ngram_size": 1},
     "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([AfterCalls()])},
@@ -271,38 +262,28 @@ BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("lengths", [pytest.param((20,), marks=pytest.mark.nightly), (9, 20, 14)], ids=str)
+@pytest.mark.parametrize("length", [pytest.param(20, marks=pytest.mark.nightly), 9])
 @pytest.mark.parametrize(
-    "kind", others_nightly(BATCHES, usual=["prefix function", "counting", "encoder repetition penalty", "criterion"])
+    "kind", others_nightly(STATEFUL, usual=["prefix function", "counting", "encoder repetition penalty", "criterion"])
 )
-def test_every_row_of_a_batch_has_processors_and_criteria_of_its_own(
-    plain: PreTrainedModel, target: PreTrainedModel, kind: str, lengths: tuple[int, ...]
+def test_processors_and_criteria_see_one_row_as_in_plain_generate(
+    plain: PreTrainedModel, target: PreTrainedModel, kind: str, length: int
 ) -> None:
-    prompts = [random_prompt(length, seed=length) for length in lengths]
     inputs = {
-        "input_ids": torch.tensor([[0] * (20 - len(prompt)) + prompt for prompt in prompts]),
-        "attention_mask": torch.tensor([[0] * (20 - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        "input_ids": torch.tensor([[0] * (20 - length) + random_prompt(length, seed=length)]),
+        "attention_mask": torch.tensor([[0] * (20 - length) + [1] * length]),
         "pad_token_id": 0,
         # Where there is none, plain generation goes on with a row that has ended.
         "eos_token_id": 1,
         "max_new_tokens": 24,
         "do_sample": False,
     }
-    expected = plain.generate(**inputs, **BATCHES[kind]())
+    expected = plain.generate(**inputs, **STATEFUL[kind]())
     assert not torch.equal(expected, plain.generate(**inputs))
     # The target as its own draft: most of what is proposed is accepted.
     custom = with_draft(make_model(seed=1), gamma=3)
-    ours = target.generate(**inputs, **BATCHES[kind](), custom_generate=custom, return_dict_in_generate=True)
+    ours = target.generate(**inputs, **STATEFUL[kind](), custom_generate=custom, return_dict_in_generate=True)
     assert torch.equal(ours.sequences, expected)
-
-
-def test_samples_of_one_prompt_have_processors_of_their_own(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    options = {**ids_of(), "max_new_tokens": 18, "do_sample": True, "num_return_sequences": 3}
-    rows = target.generate(
-        **options, logits_processor=LogitsProcessorList([Counting()]), custom_generate=with_draft(draft)
-    )
-    for row in rows:
-        assert all(token_id % 5 != (1 + at) % 5 for at, token_id in enumerate(row[20:].tolist()))
 
 
 def test_guidance_copies_no_model(plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -315,14 +296,9 @@ def test_guidance_copies_no_model(plain: PreTrainedModel, target: PreTrainedMode
     assert torch.equal(ours.sequences, expected)
     assert "it holds a model" in ours.metrics[0].decode_reason
     ids = torch.tensor([random_prompt(6), random_prompt(6, 1)])
-    with pytest.raises(ValueError, match=r"its own UnbatchedClassifierFreeGuidance.*it holds a model"):
+    with pytest.raises(ValueError, match="cannot share UnbatchedClassifierFreeGuidance"):
         target.generate(ids, **call)
     assert copied == []
-
-
-def closed_over() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    counting = Counting()
-    return lambda input_ids, scores: counting(input_ids, scores)
 
 
 def grammar(vocab: int) -> xgrammar.contrib.hf.LogitsProcessor:
@@ -333,18 +309,30 @@ def grammar(vocab: int) -> xgrammar.contrib.hf.LogitsProcessor:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"logits_processor": [closed_over()]}, "its own closed_over.*closes over variables"),
-        ({"logits_processor": [grammar(VOCAB)]}, "its own LogitsProcessor.*one row"),
-        ({"stopping_criteria": [lambda ids, scores: True]}, "one for each row, got True"),
-        ({"stopping_criteria": [lambda ids, scores: ids[:, -1:] == 3]}, "one for each row"),
+        ({"logits_processor": [Counting()]}, "cannot share Counting"),
+        ({"prefix_allowed_tokens_fn": allowed}, "cannot share PrefixConstrainedLogitsProcessor"),
+        ({"stopping_criteria": [AfterCalls()], "no_repeat_ngram_size": 2}, "cannot share AfterCalls,"),
     ],
 )
-def test_what_cannot_be_had_for_each_row_is_refused_by_name(
+def test_several_rows_share_no_state(
     target: PreTrainedModel, draft: PreTrainedModel, options: dict[str, Any], message: str
 ) -> None:
     ids = torch.tensor([random_prompt(6), random_prompt(6, 1)])
     with pytest.raises(ValueError, match=message):
         target.generate(ids, max_new_tokens=4, do_sample=False, custom_generate=with_draft(draft), **options)
+
+
+def test_several_rows_share_what_says_that_it_keeps_nothing(
+    plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    def only_even(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.arange(1, scores.shape[1], 2), -torch.inf)
+
+    only_even.stateless = True  # type: ignore[attr-defined]
+    ids = torch.tensor([random_prompt(6), random_prompt(6, 1)])
+    options = {"max_new_tokens": 12, "do_sample": False, "logits_processor": [only_even]}
+    expected = plain.generate(ids, **options)
+    assert torch.equal(target.generate(ids, custom_generate=with_draft(draft), **options), expected)
 
 
 def test_xgrammars_own_processor_holds_for_one_row(
