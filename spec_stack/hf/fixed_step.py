@@ -6,8 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +29,6 @@ WIDTHS = (1, 2, 4, 8, 16)
 _FIXED = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 # Forwards of a width in a bucket before its graph is captured, which costs about as much as three of them.
 _EAGER_BEFORE_CAPTURE = 2
-# Of a compiled forward: trial rounds, and the least share of time that it must save.
-_TRIAL_ROUNDS, _LEAST_SAVING = 15, 0.1
 _LONGEST_REASON = 200
 # Largest difference of a captured forward's logits to the eager ones, relative to the largest.
 _TOLERANCE = 0.02
@@ -126,35 +122,20 @@ class FixedStep:
         logger.warning("forwards of %s are eager from now on: %s", type(self.model).__name__, self.why_eager)
 
     def _compile(self) -> None:
-        """Compile the drawing forward, unless a trial on a CPU shows no gain."""
-        eager, compiled = self._drawing, torch.compile(drawing_forward, fullgraph=True)
-        self._drawing = partial(compiled, *self.forward.args)
+        """Compile the drawing forward by running it once."""
+        self._drawing = partial(torch.compile(drawing_forward, fullgraph=True), *self.forward.args)
         try:
-            saving = self._saving(eager)
+            with torch.inference_mode():
+                cache = new_cache(self.model.config)
+                self.model(
+                    input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device),
+                    use_cache=True,
+                    **cache_argument(self.model, cache),
+                )
+                fixed = FixedCache(self, *reserve(cache, 1))
+                self.draw(fixed.place([0], [1], 1), fixed.keys, fixed.values)
         except RuntimeError as error:
             self.give_up(error)
-        else:
-            if not self.is_captured and saving < _LEAST_SAVING:
-                self.give_up("compiled, it is no faster here")
-
-    def _saving(self, eager: Callable[..., Any]) -> float:
-        """The share of the eager forward's time that the compiled one saves."""
-        with torch.inference_mode():
-            cache = new_cache(self.model.config)
-            self.model(
-                input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device),
-                use_cache=True,
-                **cache_argument(self.model, cache),
-            )
-            fixed = FixedCache(self, *reserve(cache, 1))
-            seconds: dict[Callable[..., Any], list[float]] = {eager: [], self._drawing: []}
-            for _ in range(_TRIAL_ROUNDS):
-                for run, spent in seconds.items():
-                    began = perf_counter()
-                    run(fixed.place([0], [1], 1), fixed.keys, fixed.values, self._num_ids)
-                    spent.append(perf_counter() - began)
-        before, after = (median(spent[1:]) for spent in seconds.values())
-        return 1 - after / before
 
 
 def describe_step(why_eager: str, is_compiled: bool, is_captured: bool) -> str:

@@ -3,12 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-from collections import Counter
-from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,40 +82,13 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def prepack(model: nn.Module) -> int:
-    """Replace every nn.Linear that gains from prepacking, in place, and free its weights; returns their number."""
+    """Replace every nn.Linear that gains from prepacking, in place; returns their number."""
     places = [
         (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.numel() >= _SMALLEST_LAYER
     ]
-    uses = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
-    mapped = _mapped_files()
     for parent, name in places:
-        weight = getattr(parent, name).weight
-        layer = PrepackedLinear(getattr(parent, name))
-        setattr(parent, name, layer)
-        if layer.plain is None and uses[weight.data_ptr()] == 1:
-            _forget_pages(weight, mapped)
+        setattr(parent, name, PrepackedLinear(getattr(parent, name)))
     return len(places)
-
-
-def _mapped_files() -> list[range]:
-    """Addresses of mapped weight files in this process; none if the system does not report them."""
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    spans = [line.split(" ", 1)[0].split("-") for line in lines if line.endswith(".safetensors")]
-    return [range(int(start, 16), int(stop, 16)) for start, stop in spans]
-
-
-def _forget_pages(weight: torch.Tensor, mapped: Sequence[range]) -> None:
-    """Release the pages of an unused weight that is mapped from a file; other memory would lose its contents."""
-    start, stop = weight.data_ptr(), weight.data_ptr() + weight.nbytes
-    if not any(start in span and stop - 1 in span for span in mapped):
-        return
-    page = mmap.PAGESIZE
-    first, last = -(-start // page) * page, stop // page * page
-    if first < last:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)

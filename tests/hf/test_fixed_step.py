@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate, cycle
 from shutil import which
 from typing import Any
 
@@ -108,10 +107,7 @@ def test_running_ahead_drafts_what_reading_every_token_drafts(draft_lag: int) ->
     )
 
 
-def compiled_step(monkeypatch: pytest.MonkeyPatch, backend: Any, eager_s: float, compiled_s: float) -> FixedStep:
-    """A compiled draft step whose trial took these seconds."""
-    clock = accumulate(cycle([0.0, eager_s, 0.0, compiled_s]))
-    monkeypatch.setattr(fixed_step, "perf_counter", lambda: next(clock))
+def compiled_step(monkeypatch: pytest.MonkeyPatch, backend: Any) -> FixedStep:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
     return FixedStep(SHARED["llama"], "compiled", num_ids=VOCAB)
@@ -134,7 +130,7 @@ def compile_counter() -> Any:
 
 def compile_once_for_200_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = compile_counter()
-    step = compiled_step(monkeypatch, counter, 2.0, 1.0)
+    step = compiled_step(monkeypatch, counter)
     assert str(step) == "compiled"
     assert counter.frame_count == 1
     eager, compiled = CachedModel(SHARED["llama"], 4096), CachedModel(SHARED["llama"], 4096, step=step)
@@ -166,15 +162,11 @@ def test_a_verification_is_one_graph_a_width_too() -> None:
 
 
 @pytest.mark.nightly
-def test_a_trial_without_a_gain_and_a_failed_compilation_leave_the_draft_eager(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert str(compiled_step(monkeypatch, "eager", 1.0, 1.0)) == "eager (compiled, it is no faster here)"
-
+def test_a_failed_compilation_leaves_the_draft_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("no compiler here")
 
-    assert "no compiler here" in str(compiled_step(monkeypatch, fails, 2.0, 1.0))
+    assert "no compiler here" in str(compiled_step(monkeypatch, fails))
 
 
 class LargestResult(TorchDispatchMode):
