@@ -3,7 +3,7 @@ Sliding-window layers keep every slot, so that a rollback past the window works.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
 from functools import cache as remember
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from spec_stack.devices import to_device
-from spec_stack.hf.versions import cache_name
+from spec_stack.hf.versions import cache_name, state_refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 BUCKET = 256
 """Slots by which a layer's buffers grow, so that the cache is copied only once per this many tokens."""
 # Attributes of recurrent states, and the options of `lazy_initialization` that allocate them.
-STATES = ("conv_states", "recurrent_states")
+_STATES = ("conv_states", "recurrent_states")
+_MAX_SNAPSHOTS = 17
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
@@ -143,10 +144,7 @@ def contents(cache: DynamicCache) -> dict[str, torch.Tensor]:
     for index, layer in enumerate(cache.layers):
         if getattr(layer, "keys", None) is not None and layer.keys.numel():
             found |= {f"{index}.keys": layer.keys, f"{index}.values": layer.values}
-        for name in STATES:
-            states = getattr(layer, name, {})
-            found |= {f"{index}.{name}.{at}": state for at, state in states.items() if state is not None}
-    return found
+    return found | dict(_states(cache))
 
 
 def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor]) -> None:
@@ -156,7 +154,7 @@ def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor]) -> None:
         if f"{index}.keys" in found and isinstance(layer, DynamicLayer):
             layer.update(found[f"{index}.keys"], found[f"{index}.values"])
             placed += 2
-        for name in STATES:
+        for name in _STATES:
             for at in getattr(layer, name, {}):
                 state = found.get(f"{index}.{name}.{at}")
                 if state is not None:
@@ -210,3 +208,41 @@ def show(cache: DynamicCache, num_slots: int) -> None:
 
 def _attention_layers(cache: DynamicCache) -> Iterable[Any]:
     return [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+
+
+class States:
+    """Snapshots of a cache's recurrent states (linear attention, Mamba); none under an older transformers."""
+
+    def __init__(self, cache: DynamicCache) -> None:
+        self._can_copy = not state_refusal()
+        self._cache = cache
+        self._snapshots: list[tuple[int, list[torch.Tensor]]] = []
+
+    def take(self, num_slots: int) -> None:
+        """Copy the states after num_slots tokens."""
+        latest = self._snapshots[-1][0] if self._snapshots else 0
+        if self._can_copy and num_slots > latest and len(self._snapshots) < _MAX_SNAPSHOTS:
+            self._snapshots.append((num_slots, [state.clone() for _, state in _states(self._cache)]))
+
+    def restore(self, num_left: int) -> int:
+        """Restore the latest snapshot of at most num_left tokens and return its length; 0 if there is none."""
+        while self._snapshots and self._snapshots[-1][0] > num_left:
+            self._snapshots.pop()
+        if not self._snapshots:
+            return 0
+        num_slots, copies = self._snapshots[-1]
+        for (_, state), copied in zip(_states(self._cache), copies, strict=True):
+            state.copy_(copied)
+        crop(self._cache, num_slots)
+        return num_slots
+
+    def keep_latest(self) -> None:
+        del self._snapshots[:-1]
+
+
+def _states(cache: DynamicCache) -> Iterator[tuple[str, torch.Tensor]]:
+    """The recurrent states by "layer.name.index"."""
+    for index, layer in enumerate(cache.layers):
+        for name in _STATES:
+            states = getattr(layer, name, {})
+            yield from ((f"{index}.{name}.{at}", state) for at, state in states.items() if state is not None)

@@ -17,7 +17,6 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention, is_capturing
 from spec_stack.hf.fixed_step import WIDTHS, FixedCache, FixedStep, padded
 from spec_stack.hf.slots import KeysCached, RecalledSlots, SlotPositions
-from spec_stack.hf.states import States
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -79,7 +78,7 @@ class CachedModel:
     def _cache(self, cache: DynamicCache) -> None:
         self._layers = cache
         is_stateful = any([hasattr(layer, "recurrent_states") for layer in cache.layers])
-        self._states = States(cache) if is_stateful else None
+        self._states = model_cache.States(cache) if is_stateful else None
         self._fixed: FixedCache | None = None
         self._is_ahead = False
 
