@@ -23,8 +23,8 @@ from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request, plan_request
 from spec_stack.hf.architectures import text_config
+from spec_stack.hf.processors import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
-from spec_stack.hf.sampling import ignored_sampling
 from spec_stack.prefill.cost import with_threshold
 from spec_stack.settings.warning import OnceEach
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput

@@ -28,9 +28,15 @@ from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import Progress
 from spec_stack.hf.answer_parser import AnswerParser, tool_names
-from spec_stack.hf.processors import ProcessedRows, check_processors, uncopied_note
+from spec_stack.hf.processors import (
+    ProcessedRows,
+    check_processors,
+    complete_sampling,
+    make_processors,
+    make_warp,
+    uncopied_note,
+)
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared, special_tokens, unpadded
-from spec_stack.hf.sampling import complete_sampling, make_processors, make_warp
 from spec_stack.hf.structured import Grammar
 from spec_stack.hf.text import open_text_stream
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle

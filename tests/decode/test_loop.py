@@ -16,7 +16,7 @@ from spec_stack.decode.propose import entropy_and_confidence, propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.hf.sampling import make_warp
+from spec_stack.hf.processors import make_warp
 from spec_stack.prefill.queries import find_candidates
 from tests.support import reference
 from tests.support.models import make_model, random_prompt

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.verify import verify
-from spec_stack.hf.sampling import make_warp
+from spec_stack.hf.processors import make_warp
 from spec_stack.types import Proposal
 from tests.support import reference
 from tests.support.models import make_model, make_tokenizer
