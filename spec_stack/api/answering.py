@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
+import torch
 from transformers.generation.streamers import BaseStreamer
 
-from spec_stack.api.streaming import feed, in_thread
 from spec_stack.api.unknown_options import parameters_of, shows_options, unknown_option
 from spec_stack.config import SamplingParams, check_samples
 from spec_stack.engine.engine import Engine
-from spec_stack.engine.options import Call, GenerateOptions
 from spec_stack.engine.progress import Stream
-from spec_stack.engine.request import Request
+from spec_stack.engine.request import Call, GenerateOptions, Request
 from spec_stack.hf.answer_parser import parse_answer
 from spec_stack.hf.processors import CannotCopyError, Processor, check_processors, copy_processor
 from spec_stack.hf.prompt import EncodedPrompt
@@ -236,7 +236,42 @@ class GenerationMixin(ABC):
     @shows_options(GenerateOptions, **_DEFAULTS)
     def astream(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGenerator[StepOutput]:
         """`stream` for code that awaits: `async for output in generator.astream(...)`. Steps are made in a thread."""
-        return in_thread(self.stream(prompt, **options))
+        return _in_thread(self.stream(prompt, **options))
+
+
+def _feed(streamer: BaseStreamer, prompt_ids: Sequence[int], outputs: Iterator[StepOutput]) -> Generator[StepOutput]:
+    """Yield the steps, each after it was put into the streamer. The streamer gets the prompt first, as from
+    `model.generate`, and `end` is always called."""
+    try:
+        streamer.put(torch.tensor([list(prompt_ids)]))
+        for output in outputs:
+            if output.token_ids:
+                streamer.put(torch.tensor(output.token_ids))
+            yield output
+    finally:
+        # The reader of a TextIteratorStreamer waits in another thread, also after an error.
+        streamer.end()
+
+
+async def _in_thread(items: Generator[StepOutput]) -> AsyncGenerator[StepOutput]:
+    """The items, each made in a thread; a cancelled loop closes the generator."""
+    is_over = False
+
+    def step() -> StepOutput | None:
+        """The next item. A future cannot carry StopIteration."""
+        try:
+            return next(items, None)
+        finally:
+            if is_over:
+                items.close()
+
+    try:
+        while (item := await asyncio.to_thread(step)) is not None:
+            yield item
+    finally:
+        # A cancelled `await` does not stop the running step: this tells it to end, and it closes the generator.
+        is_over = True
+        items.close()
 
 
 def collect(
@@ -244,7 +279,7 @@ def collect(
 ) -> GenerationResult:
     """Drain a request's steps, and keep its records."""
     running = Stream(steps, request.progress)
-    outputs = list(running if streamer is None else feed(streamer, request.prompt_ids, running))
+    outputs = list(running if streamer is None else _feed(streamer, request.prompt_ids, running))
     last = outputs[-1]
     if last.finish_reason is None or last.metrics is None:
         raise RuntimeError("the stream ended without a last step")

@@ -19,9 +19,8 @@ import numpy as np
 
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import PrefillConfig
-from spec_stack.engine.engine import Engine
-from spec_stack.engine.options import Call
-from spec_stack.engine.prefilled import PrefilledPrompt, token_logprobs
+from spec_stack.engine.engine import Engine, PrefilledPrompt, token_logprobs
+from spec_stack.engine.request import Call
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import Message
 from spec_stack.prefill.calibration import fingerprint

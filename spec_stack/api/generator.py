@@ -22,8 +22,8 @@ from spec_stack.config import (
 from spec_stack.controller.base import Policy
 from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.engine.engine import Engine
-from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
+from spec_stack.engine.request import Call
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.loading import ASSETS, DeviceMap
 from spec_stack.prefill.shipped import choose_calibration, sketch

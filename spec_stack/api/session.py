@@ -15,8 +15,7 @@ from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.conversation_file import load_conversation, save_conversation
 from spec_stack.engine.engine import Engine
-from spec_stack.engine.options import Call
-from spec_stack.engine.request import Request
+from spec_stack.engine.request import Call, Request
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, num_shared
 from spec_stack.prefill.recall import dropped_positions
 from spec_stack.settings.warning import OnceEach

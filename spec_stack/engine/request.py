@@ -1,11 +1,12 @@
-"""A planned request: all options of a call, checked before any work."""
+"""The options of a call, and the request planned from them: all are checked before any work.
+`GenerationMixin.generate` documents the options."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -15,6 +16,7 @@ from spec_stack.config import (
     DecodeConfig,
     PrefillConfig,
     SamplingParams,
+    SparsePrefill,
     SpecStackConfig,
     check_logprobs,
 )
@@ -24,19 +26,28 @@ from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.clock import Clock
 from spec_stack.decode.sampler import LogitsProcessors, Sampler
 from spec_stack.decode.stopping import StopChecker
-from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.progress import Progress
+from spec_stack.engine.progress import OnProgress, Progress
 from spec_stack.hf.answer_parser import AnswerParser, tool_names
 from spec_stack.hf.processors import (
     ProcessedRows,
+    Processor,
     check_processors,
     complete_sampling,
     make_processors,
     make_warp,
     uncopied_note,
 )
-from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared, special_tokens, unpadded
+from spec_stack.hf.prompt import (
+    EncodedPrompt,
+    Message,
+    PromptSource,
+    Span,
+    encode_prompt,
+    num_shared,
+    special_tokens,
+    unpadded,
+)
 from spec_stack.hf.structured import Grammar
 from spec_stack.hf.text import open_text_stream
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
@@ -48,6 +59,57 @@ from spec_stack.types import DraftTokenization
 _OF_PROMPT = {entry.name for entry in fields(PromptSource)}
 _OF_PREFILL = ("keep_rate", "sparse_prefill")
 _OF_SAMPLING = {entry.name for entry in fields(SamplingParams)}
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keywords of `generate` and `stream`."""
+
+    # The prompt, where it is no text.
+    messages: Sequence[Message] | None
+    input_ids: Sequence[int] | torch.Tensor | None
+    attention_mask: Sequence[int] | torch.Tensor | None
+    protected: Sequence[Span]
+    tools: Sequence[Any] | None
+    tool_choice: str | Mapping[str, Any] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    continue_final_message: bool
+    # Sampling and stopping: as one object, or one by one.
+    params: SamplingParams | None
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    stop: str | Sequence[str] | None
+    ignore_eos: bool
+    min_p: float
+    repetition_penalty: float
+    bad_words_ids: Sequence[Sequence[int]]
+    logit_bias: Mapping[int, float] | None
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    sampling: str | None
+    logits_processor: Processor | Sequence[Processor] | None
+    response_format: Mapping[str, Any] | type | None
+    logprobs: int | None
+    # Pruning and drafting.
+    keep_rate: float | None
+    sparse_prefill: SparsePrefill | None
+    policy: str | Policy | None
+    gamma: int | None
+    proposer: str | None
+    # Labels and the progress callback.
+    request_id: str | None
+    task: str
+    on_progress: OnProgress | None
+
+
+class Call(GenerateOptions, total=False):
+    """A call's options with its prompt: a text, or an encoded one."""
+
+    prompt: str | None
+    encoded: EncodedPrompt | None
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import torch
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.engine.conversation import Turn
 from spec_stack.engine.engine import Engine
-from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.request import Request
+from spec_stack.engine.request import Call, Request
 from spec_stack.explain.data import STATE_LETTERS, PromptView, QuerySegment, RunView, TurnView, written
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.alignment import Span

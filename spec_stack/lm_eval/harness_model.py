@@ -21,8 +21,8 @@ from spec_stack.config import (
     SparsePrefill,
     SpecStackConfig,
 )
-from spec_stack.engine.options import Call
-from spec_stack.engine.prefilled import PrefilledPrompt, token_logprobs
+from spec_stack.engine.engine import PrefilledPrompt, token_logprobs
+from spec_stack.engine.request import Call
 from spec_stack.settings.plugins import import_plugins
 
 # lm-eval's names for the maximum number of new tokens.

@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.engine.options import Call
+from spec_stack.engine.request import Call
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from spec_stack import SpecStackGenerator
 from spec_stack.config import DEFAULT_MAX_TOKENS
-from spec_stack.engine.options import Call
+from spec_stack.engine.request import Call
 from tests.support.models import random_prompt
 
 
