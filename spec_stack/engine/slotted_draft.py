@@ -10,22 +10,21 @@ import torch
 
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
-from spec_stack.hf.wrapped import WrappedDraft
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 
 
-class SlottedDraft(WrappedDraft):
+class SlottedDraft:
     """Holds a text's sinks, its newest part, and chunks that share words with that part, at their own positions.
 
     Slots are chosen anew at the beginning of a step, sooner where at least half of the last proposal was rejected.
     Chunks that are no longer chosen are dropped; new ones are prefilled behind the older slots.
     """
 
-    _draft: CachedModel
+    # Each drafted token is seen before the next.
+    run_ahead = None
 
     def __init__(self, draft: CachedModel, budget: DraftKVBudget) -> None:
-        super().__init__(draft)
-        self._budget = budget
+        self._draft, self._budget = draft, budget
         # All tokens before next_position.
         self._text = list(draft.token_ids)
         self._begins_step = True
@@ -33,6 +32,14 @@ class SlottedDraft(WrappedDraft):
         self._is_wrong = False
         self._num_drafted = 0
         self._unjudged: torch.Tensor | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """The chosen slots."""
+        return self._draft.num_cached
+
+    def release(self) -> None:
+        self._draft.release()
 
     @property
     def next_position(self) -> int:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
+from spec_stack.hf.attention import LayerCapture
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
-from spec_stack.hf.wrapped import WrappedDraft
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.types import DraftTokenization
 
 
-class TranslatedDraft(WrappedDraft):
+class TranslatedDraft:
     """Counts in target tokens and feeds its draft's own: the prompt in the draft's tokenization, each later token in
     its own pieces, so that rollbacks never split one. Prompt "hello", target `hell|o`, draft `he|llo`: `_ends` is
     [1, 2]; a generated `world`, draft `wor|ld`, makes it [1, 2, 4]."""
 
-    _draft: CachedModel
+    # Each drafted token is seen before the next.
+    run_ahead = None
 
     def __init__(self, draft: CachedModel, translation: Translation, tokenization: DraftTokenization) -> None:
-        super().__init__(draft)
+        self._draft = draft
         self._translation = translation
         self._tokenization = tokenization
         # The draft's next position after each target token.
@@ -42,6 +44,41 @@ class TranslatedDraft(WrappedDraft):
     def next_position(self) -> int:
         """Target tokens fed so far."""
         return len(self._ends)
+
+    @property
+    def num_cached(self) -> int:
+        """The draft's own cached tokens."""
+        return self._draft.num_cached
+
+    @property
+    def num_layers(self) -> int:
+        return self._draft.num_layers
+
+    @property
+    def is_stateful(self) -> bool:
+        return self._draft.is_stateful
+
+    @property
+    def on_piece(self) -> Callable[[int, float], None] | None:
+        """Progress in the draft's own tokens."""
+        return self._draft.on_piece
+
+    @on_piece.setter
+    def on_piece(self, tell: Callable[[int, float], None] | None) -> None:
+        self._draft.on_piece = tell
+
+    def draft_lag(self, num_tokens: int) -> int:
+        return num_tokens - self.next_position
+
+    def capture(self, first: int = 0) -> AbstractContextManager[dict[int, LayerCapture]]:
+        """Queries and keys of the draft's own tokens, at its own positions."""
+        return self._draft.capture(first)
+
+    def checkpoint(self) -> None:
+        self._draft.checkpoint()
+
+    def release(self) -> None:
+        self._draft.release()
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """Feed target tokens at the next positions; logits (1, num_target) after the last one."""
