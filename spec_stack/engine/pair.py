@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,17 @@ from spec_stack.hf.architectures import is_supported, scoring_limit, text_config
 from spec_stack.hf.attention import install
 from spec_stack.hf.contiguous import ContiguousModel
 from spec_stack.hf.fixed_step import FixedStep
-from spec_stack.hf.loading import DeviceMap, check_pair, end_token_ids, max_positions, open_pair
+from spec_stack.hf.loading import (
+    DeviceMap,
+    check_pair,
+    end_token_ids,
+    load_tokenizers,
+    max_positions,
+    open_pair,
+    predictors_beside,
+)
 from spec_stack.hf.model import CachedModel
-from spec_stack.hf.precision import precision_of, warm_up_quantized
+from spec_stack.hf.precision import precision_of, skeleton, warm_up_quantized
 from spec_stack.hf.structured import Grammars
 from spec_stack.tokenizers.pieces import Pieces
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
@@ -136,10 +144,13 @@ class ModelPair:
         """
         load = LoadConfig(precision, draft_precision, draft_step)
         found = open_pair(target, draft, load, device, prepack_linears, hub, device_map, positions)
-        sizes = (text_config(model.config).vocab_size for model in (found.target, found.draft))
-        vocabulary = compare(*found.tokenizers, *sizes)
-        models = found.load(target_weights)
-        return cls.assemble(*models, *found.tokenizers, positions, draft_step, found.predictors, vocabulary)
+        tokenizers = load_tokenizers(found[0].source, found[1].source, hub)
+        vocabulary = compare(*tokenizers, *(text_config(model.config).vocab_size for model in found))
+        first = found[0].load() if target_weights else skeleton(found[0].config)
+        # A device map may place the target on another device than the first.
+        second = replace(found[1], device=first.device if target_weights else found[1].device).load()
+        predictors = predictors_beside(found[1].source)
+        return cls.assemble(first, second, *tokenizers, positions, draft_step, predictors, vocabulary)
 
     @property
     def end_ids(self) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,28 +101,6 @@ class FoundModel:
             raise ValueError(
                 f"{self.source!r} lacks {len(missing)} weights of its configuration: {', '.join(missing[:3])}"
             )
-
-
-@dataclass(frozen=True)
-class FoundPair:
-    """A loadable pair, before the weights are read."""
-
-    target: FoundModel
-    draft: FoundModel
-    tokenizers: tuple[Any, Any]
-    predictors: Mapping[str, Path]
-
-    def load(self, target_weights: bool = True) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Load the weights; without target_weights the target is a shell on the meta device, for its shape and end
-        tokens. Raises ValueError as `FoundModel.load`."""
-        if target_weights:
-            target = self.target.load()
-            return target, replace(self.draft, device=target.device).load()
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            shell: PreTrainedModel = AutoModelForCausalLM.from_config(self.target.config)
-        return shell, self.draft.load()
 
 
 def resolve_device(device: str | None) -> torch.device:
@@ -251,8 +229,8 @@ def open_pair(
     hub: HubConfig | None,
     device_map: DeviceMap | None,
     positions: Positions,
-) -> FoundPair:
-    """Find a pair and decide how to load it. Raises ValueError for every user error."""
+) -> tuple[FoundModel, FoundModel]:
+    """Find target and draft, and decide how to load them. Raises ValueError for every user error."""
     hub = hub or HubConfig()
     if device_map is not None and device is not None:
         raise ValueError("give device or device_map, not both")
@@ -268,7 +246,7 @@ def open_pair(
     packs = _packs(precisions, on, prepack_linears, device_map, load.draft_step == "compiled")
     found = zip(sources, configs, precisions, map(hub.options, _ROLES), maps, packs, strict=True)
     models = (FoundModel(source, config, each, on, *others) for source, config, each, *others in found)
-    return FoundPair(next(models), next(models), load_tokenizers(*sources, hub), predictors_beside(sources[1]))
+    return next(models), next(models)
 
 
 def _check_quantizable_source(role: str, source: str, name: str) -> None:

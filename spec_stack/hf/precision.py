@@ -131,7 +131,7 @@ def _check_bitsandbytes(role: str, name: str, config: Any, device: torch.device)
 def _check_tiles(role: str, config: Any) -> None:
     from bitsandbytes.functional import has_avx512bf16
 
-    shapes = [tuple(layer.weight.shape) for layer in _quantizable(_skeleton(config))]
+    shapes = [tuple(layer.weight.shape) for layer in _quantizable(skeleton(config))]
     odd = [shape for shape in shapes if shape[0] % _CPU_TILE[0] or shape[1] % _CPU_TILE[1]]
     if odd and has_avx512bf16():
         raise ValueError(
@@ -164,8 +164,8 @@ def num_weights(config: Any) -> int:
     return _count_weights(config)[2]
 
 
-def _skeleton(config: Any) -> PreTrainedModel:
-    """The model on the meta device."""
+def skeleton(config: Any) -> PreTrainedModel:
+    """A model of this config on the meta device, without weights."""
     from transformers import AutoModelForCausalLM
 
     plain = copy.deepcopy(text_config(config))
@@ -187,7 +187,7 @@ def _quantizable(model: PreTrainedModel) -> list[nn.Linear]:
 
 def _count_weights(config: Any) -> tuple[int, int, int]:
     """Weights in quantizable linear layers, in embeddings and the last layer, and in total; tied weights count once."""
-    model = _skeleton(config)
+    model = skeleton(config)
     groups = {layer.weight for layer in _quantizable(model)}, _embeddings(model), set(model.parameters())
     linear, embedded, total = (sum(weight.numel() for weight in group) for group in groups)
     return linear, embedded, total
