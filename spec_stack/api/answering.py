@@ -84,35 +84,11 @@ class GenerationMixin(ABC):
         continue_final_message : bool
             Continue the text of the last message instead of answering it.
         params : SamplingParams, optional
-            The options from max_tokens to stop_token_ids as one object, instead of them.
-        max_tokens : int, optional
-            Most tokens to generate; None is 256, or fewer at the models' position limit.
-        temperature : float
-            0 is greedy.
-        top_k : int
-            Sample from this many most likely tokens; 0 is off.
-        top_p : float
-            Sample from the most likely tokens with this total probability; 1.0 is off.
-        seed : int, optional
-            Makes a sampled call reproducible. Policies that depend on timing draft other lengths in every run, and so
-            sample other tokens from the same distribution. If the generator's policy is one of them, a seeded call
-            without a policy uses "fixed"; a policy given by the call starts untrained.
-        stop : str or sequence of str, optional
-            Strings that end the text, excluded from it. A special token's text matches that token.
-        ignore_eos : bool
-            Continue past the end-of-sequence token (for benchmarks).
-        min_p : float
-            Least probability of sampled tokens, relative to the most likely one; 0 is off.
-        repetition_penalty : float
-            Penalty on tokens of the prompt and the text, over 0; 1.0 is off.
-        bad_words_ids : sequence of sequence of int
-            Sequences of token ids that are never generated.
-        logit_bias : mapping of int to float, optional
-            Values added to the logits of token ids.
-        min_tokens : int
-            Tokens before any token may end the text.
-        stop_token_ids : sequence of int
-            Further token ids that end the text, also under ignore_eos; excluded from the text.
+            The following options as one object, instead of them.
+        max_tokens, min_tokens, ignore_eos, stop, stop_token_ids, temperature, top_k, top_p, min_p, seed
+            As in `SamplingParams`.
+        repetition_penalty, bad_words_ids, logit_bias
+            As in `SamplingParams`.
         sampling : "model", optional
             Use the checkpoint's generation config for options at their defaults.
         logits_processor : callable or sequence of callable, optional
@@ -125,19 +101,12 @@ class GenerationMixin(ABC):
             `{"type": "grammar", "grammar": ...}` (EBNF, rule root). Needs the extra `structured`.
         logprobs : int, optional
             Return every token's log-probability, and those of this many most likely tokens.
-        keep_rate : float, optional
-            Share of the prompt, in a session of its new text, that the target prefills, over 0 to 1; None is the
-            configuration's.
-        sparse_prefill : {"auto", "on", "off", "draft_only"}, optional
-            "auto" prunes the prompt, in a session its new text, from `PrefillConfig.min_prompt_tokens` tokens on; "on"
-            whatever its length; "off" prefills it whole; with "draft_only" the target prefills it whole too, and the
-            draft decodes over `draft_kv_budget` of it. None is the configuration's.
-        policy : str or Policy, optional
-            Policy for gamma, the number of tokens drafted per step; None is the generator's.
+        keep_rate, sparse_prefill
+            As in `PrefillConfig`; in a session of the new text. None is the configuration's.
+        policy, proposer
+            As in `DecodeConfig`, or a Policy; None is the generator's. In a seeded call a named one starts untrained.
         gamma : int, optional
             Short for the policy "fixed" with this many tokens, 0 to 16; 0 is plain decoding.
-        proposer : str, optional
-            The proposer: "model", "ngram", "both" or "auto" (see `DecodeConfig`); None is the generator's.
         request_id, task : str, optional
             Labels of the records.
         on_progress : callable, optional

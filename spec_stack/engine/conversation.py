@@ -130,10 +130,9 @@ class Conversation:
 
 
 class Turn:
-    """A conversation's caches during one request. start: end of the earlier turns."""
-
-    # Whether the draft, of which then all layers go over the prompt, keeps what the selection drops.
-    _keeps_index = True
+    """A conversation's caches during one request. room: most tokens that may be recalled. start: end of the earlier
+    turns. keeps_index: whether the draft, of which then all layers go over the prompt, keeps what the selection drops.
+    """
 
     def __init__(
         self,
@@ -141,10 +140,11 @@ class Turn:
         pair: ModelPair,
         request: Request,
         config: SessionConfig,
-        room: float,
+        room: float = math.inf,
         start: int = 0,
+        keeps_index: bool = True,
     ) -> None:
-        self.start = start
+        self.start, self._keeps_index = start, keeps_index
         self._pair, self._request, self._config, self._room = pair, request, config, room
         self.target, self.index = conversation.target, conversation.index
         self.lookups, self.slotted = conversation.lookups, conversation.slotted
@@ -183,7 +183,8 @@ class Turn:
 
     def select_everything(self) -> Selection:
         """The selection of a turn without scoring."""
-        return self._select(ScoringInputs(self._request.prompt_ids))
+        prompt_ids = self._request.prompt_ids
+        return self._select(ScoringInputs(prompt_ids)) if self.held else Selection.everything(prompt_ids)
 
     def _select(
         self, inputs: ScoringInputs, recalled: Sequence[int] = (), config: PrefillConfig | None = None
@@ -215,14 +216,7 @@ class Turn:
         self.draft = self._pair.draft_in_target_vocab(self.index, self._request.tokenization)
 
 
-class SingleTurn(Turn):
-    """A request with its own caches; the draft drops what the selection drops."""
-
-    _keeps_index = False
-
-    def __init__(self, pair: ModelPair, request: Request) -> None:
-        conversation = Conversation(pair, request.prefill.prefill_chunk)
-        super().__init__(conversation, pair, request, _NO_RECALL, math.inf)
-
-    def select_everything(self) -> Selection:
-        return Selection.everything(self._request.prompt_ids)
+def single_turn(pair: ModelPair, request: Request) -> Turn:
+    """A request with caches of its own, whose draft drops what the selection drops."""
+    conversation = Conversation(pair, request.prefill.prefill_chunk)
+    return Turn(conversation, pair, request, _NO_RECALL, keeps_index=False)

@@ -21,7 +21,7 @@ from spec_stack.decode.ngram import PROPOSERS
 from spec_stack.decode.propose import propose
 from spec_stack.decode.proposer import ProposerInputs
 from spec_stack.decode.sampler import Sampler
-from spec_stack.engine.conversation import SingleTurn, Turn
+from spec_stack.engine.conversation import Turn, single_turn
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Call, Request, plan_request
 from spec_stack.hf.architectures import text_config
@@ -75,7 +75,7 @@ class Engine:
 
     def run(self, request: Request) -> Generator[StepOutput, None, None]:
         """Answer a planned request over its own caches."""
-        return self.answer(request, SingleTurn(self.pair, request))
+        return self.answer(request, single_turn(self.pair, request))
 
     def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
         """The steps of a planned request over these caches. Its clock pauses between the steps."""
@@ -192,7 +192,7 @@ class PrefilledPrompt:
     def __init__(self, engine: Engine, call: Call, observer: Observer | None = None) -> None:
         self._end_ids = engine.pair.end_ids
         self.request = replace(engine.plan(cast(Call, {**call, "gamma": 0})), observer=observer)
-        caches = SingleTurn(engine.pair, self.request)
+        caches = single_turn(engine.pair, self.request)
         look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=self._end_ids)
         self.selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.select_everything()
         self._target = caches.target
