@@ -156,8 +156,6 @@ class CustomGenerate:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
         spec_streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | SpecStackOutput:
@@ -169,14 +167,12 @@ class CustomGenerate:
         """
         caller = sys._getframe(1).f_locals
         _check(generation_config, model_kwargs, caller)
-        if streamer is None:
-            _check_kept_back(caller.get("streamer"))
+        _check_kept_back(caller.get("streamer"))
         num_rows = len(input_ids)
         if num_rows > 1:
-            _check_rows([*logits_processor, *stopping_criteria], spec_streamer or streamer)
+            _check_rows([*logits_processor, *stopping_criteria], spec_streamer)
         generator = self.generator(model)
         if spec_streamer is not None:
-            # transformers has already put the prompt into a `streamer=` that arrives.
             spec_streamer.put(input_ids)
         masks, positions = (
             [None] * num_rows if values is None else values
@@ -194,7 +190,7 @@ class CustomGenerate:
                 **_drawing(generation_config, logits_processor, place),
                 **self.options,
             )
-            answers.append(_answer(outputs, row, stopping_criteria, spec_streamer or streamer))
+            answers.append(_answer(outputs, row, stopping_criteria, spec_streamer))
         rows, metrics = zip(*answers, strict=True)
         sequences = _stacked(rows, generation_config)
         if not generation_config.return_dict_in_generate:
