@@ -12,7 +12,7 @@ from typing import Any, Unpack, cast
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from spec_stack.api.unknown_options import parameters_of, shows_options, unknown_option
+from spec_stack.api.unknown_options import shows_options, unknown_option
 from spec_stack.config import SamplingParams, check_samples
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.progress import Stream
@@ -159,15 +159,14 @@ class GenerationMixin(ABC):
             results = [replace(result, records=None) for result in results]
         return replace(results[0], others=results[1:])
 
-    @parameters_of(generate, until="n")
     @shows_options(GenerateOptions, **_DEFAULTS)
     def stream(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[StepOutput, None, None]:
         """Answer or continue a prompt, step by step.
 
-        Arguments are checked before this returns; work starts with the first `next`. They are those of `generate`
-        except n, return_records, records and streamer.
+        Arguments are checked before this returns; work starts with the first `next`. They are those of `generate`,
+        which documents them, except n, return_records, records and streamer.
 
         Returns
         -------

@@ -88,8 +88,6 @@ class SpecStackGenerator(GenerationMixin):
     def _set_up(self, engine: Engine) -> None:
         self.engine, self.pair = engine, engine.pair
         self.target, self.draft, self.tokenizer = engine.pair.target, engine.pair.draft, engine.pair.tokenizer
-        self.vocabulary = engine.pair.vocabulary
-        self.precision, self.draft_precision = engine.pair.precision, engine.pair.draft_precision
 
     @classmethod
     def over(cls, engine: Engine) -> SpecStackGenerator:

@@ -86,19 +86,6 @@ def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[
     return checked
 
 
-def parameters_of(model: Callable[..., object], until: str) -> Callable[[Function], Function]:
-    """Copy the "Parameters" section of another function up to this parameter, without it."""
-    _, _, section = (inspect.getdoc(model) or "").partition("Parameters\n----------\n")
-    section = section.partition(f"\n{until} : ")[0]
-
-    def complete(function: Function) -> Function:
-        before, opening, after = (inspect.getdoc(function) or "").partition("Returns\n-------\n")
-        function.__doc__ = f"{before}Parameters\n----------\n{section}\n\n{opening}{after}"
-        return function
-
-    return complete
-
-
 def _hint(name: str, known: list[str]) -> str:
     if name in _WHOLE_ANSWERS and "prompt" in known:
         return ": generate() takes it; a stream's steps bring their tokens, text and record"

@@ -164,7 +164,7 @@ def test_a_draft_that_cannot_propose_leaves_look_ups(target: PreTrainedModel) ->
     generator = SpecStackGenerator(
         make_model(seed=1, vocab=len(pair[0])), make_model(seed=2, vocab=len(pair[1])), pair[0], draft_tokenizer=pair[1]
     )
-    if generator.vocabulary.can_propose:
+    if generator.pair.vocabulary.can_propose:
         pytest.fail("the pair of this test can propose")
     prompt = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
     result = generator.generate(input_ids=prompt, max_tokens=20, ignore_eos=True)

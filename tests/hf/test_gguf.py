@@ -41,7 +41,7 @@ def test_the_weights_of_a_file_are_those_unpacked_by_hand(
     assert weights.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
-    assert (generator.precision, generator.draft_precision) == ("fp32", "fp32")
+    assert (generator.pair.precision, generator.pair.draft_precision) == ("fp32", "fp32")
 
 
 def test_greedy_tokens_of_a_file_are_those_of_its_weights_with_and_without_speculation(
@@ -58,7 +58,7 @@ def test_a_file_brings_its_tokenizer_or_takes_the_one_beside_it(
     files: tuple[Path, Path, PreTrainedModel], generator: SpecStackGenerator, tmp_path: Path
 ) -> None:
     text = "def read_lines(path):\n    return [line.strip() for line in open(path)]"
-    assert generator.vocabulary.relation == "same"
+    assert generator.pair.vocabulary.relation == "same"
     assert generator.tokenizer.decode(generator.tokenizer(text).input_ids) == text
     shutil.copytree(ASSETS / "target", tmp_path / "both", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     shutil.copy(files[0], tmp_path / "both" / "model.gguf")

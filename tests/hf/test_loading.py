@@ -51,7 +51,7 @@ def test_a_draft_folder_without_a_tokenizer_has_the_targets(folders: tuple[Path,
     for name in TOKENIZER_FILES:
         (folders[1] / name).unlink()
     generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
-    assert generator.vocabulary.relation == "same"
+    assert generator.pair.vocabulary.relation == "same"
     assert diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")["draft"]["tokenizer"] == "the target's"
     (folders[0] / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="cannot load the tokenizer"):
@@ -104,7 +104,7 @@ def test_a_draft_with_padded_embeddings_works_as_the_unpadded_one(folders: tuple
     model.save_pretrained(folders[1])
     pairs = (folders[0], folders[0]), folders
     plain, padded = (SpecStackGenerator.from_pretrained(*pair, device="cpu", precision="fp32") for pair in pairs)
-    assert (plain.vocabulary.relation, padded.vocabulary.relation) == ("same", "padded")
+    assert (plain.pair.vocabulary.relation, padded.pair.vocabulary.relation) == ("same", "padded")
     for pruned in (False, True):
         options = {"max_tokens": 20, "gamma": 4, "sparse_prefill": "on" if pruned else "off"}
         one, two = (generator.generate("def main():\n    pass\n" * 40, **options) for generator in (plain, padded))
@@ -181,7 +181,7 @@ def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_to
     vocab[first], vocab[second] = vocab[second], vocab[first]
     path.write_text(json.dumps(tokenizer))
     generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
-    assert generator.vocabulary.relation == "other"
+    assert generator.pair.vocabulary.relation == "other"
     plain, drafted = (generator.generate("def main():", max_tokens=30, gamma=gamma) for gamma in (0, 4))
     assert drafted.token_ids == plain.token_ids
     assert drafted.metrics.num_accepted > 0

@@ -99,7 +99,7 @@ def test_what_is_quantized_and_what_is_not(generators: dict[str, SpecStackGenera
         assert kinds == {kind}
         assert target.lm_head.__class__.__name__ != kind
         assert (precision_of(target), precision_of(draft)) == (name, "fp32")
-        assert (target.dtype, generators[name].draft_precision) == (torch.float32, "fp32")
+        assert (target.dtype, generators[name].pair.draft_precision) == (torch.float32, "fp32")
 
 
 def test_target_and_draft_have_precisions_of_their_own() -> None:
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_is_quantized_already_loads_as_it_is(
     plain.target.save_pretrained(folder)
     draft = str(ASSETS / "draft")
     generator = SpecStackGenerator.from_pretrained(str(folder), draft, device="cpu")
-    assert (generator.precision, generator.draft_precision) == (precision, "fp32")
+    assert (generator.pair.precision, generator.pair.draft_precision) == (precision, "fp32")
     prompt = random_prompt(40, vocab=4096)
     results = [
         each.generate(input_ids=prompt, max_tokens=20, gamma=2).token_ids for each in (generators[precision], generator)

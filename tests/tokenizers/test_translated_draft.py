@@ -106,8 +106,8 @@ def test_a_draft_whose_ids_alone_differ_works_as_the_original(embedded: SpecStac
     """Every token has its counterpart, so nothing may be lost in translation."""
     drop_merges(ASSETS / "draft", tmp_path, 0.0, seed=1, tokenizer_from=ASSETS / "target")
     shuffled = SpecStackGenerator.from_pretrained(ASSETS / "target", tmp_path, device="cpu", precision="fp32")
-    assert shuffled.vocabulary.relation == "other"
-    assert len(shuffled.vocabulary.common) == 4096
+    assert shuffled.pair.vocabulary.relation == "other"
+    assert len(shuffled.pair.vocabulary.common) == 4096
     messages = hide_fact(embedded.tokenizer, 2500, seed=3).messages
     for options in (
         {"messages": messages, "sparse_prefill": "on", "gamma": 4},

@@ -125,7 +125,7 @@ def test_a_padded_pair_is_lossless_in_both_phases(widths: tuple[int, int]) -> No
     tokenizer = words(" ".join(f"w{index}" for index in range(64)).replace("w0 ", "a "))
     config = SpecStackConfig(PrefillConfig(chunk_size=8))
     generator = SpecStackGenerator(target, draft, tokenizer, config=config, draft_tokenizer=tokenizer)
-    assert generator.vocabulary.relation == "padded"
+    assert generator.pair.vocabulary.relation == "padded"
     prompt = random_prompt(100, vocab=widths[0])
     dense = reference.greedy(target, prompt, 40)
     assert widths[0] <= widths[1] or max(prompt + dense) >= widths[1]
