@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.engine.slotted_draft import SlottedDraft
+from spec_stack.engine.conversation import SlottedDraft
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Text, choose_slots
