@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+import re
+from collections.abc import Callable, Collection, Sequence
 
 from spec_stack.types import FinishReason
 
+_INCOMPLETE = "\ufffd"
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
-class TextStream(Protocol):
-    """Incremental detokenization: the increments concatenate to the whole text (see `hf.text`)."""
+
+class TextStream:
+    """Incremental detokenization: the increments concatenate to the decoded text. The latest tokens are decoded behind
+    those of the previous increment, so that a leading space is kept.
+
+    decode: of token ids. context_ids: the prompt's last tokens. piece_of: a token's text in the vocabulary.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        context_ids: Sequence[int] = (),
+        piece_of: Callable[[int], str | None] = lambda _: None,
+    ) -> None:
+        self._decode, self._piece_of = decode, piece_of
+        self._window = list(context_ids)
+        while self._window and not self._is_settled(decode(self._window)):
+            self._window.pop()
+        self._remember()
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text added by these tokens; an incomplete character is held back."""
-        ...
+        """The text that these tokens add, as far as it is final."""
+        self._window.extend(token_ids)
+        text = self._decode(self._window)
+        added = text[len(self._context_text) :]
+        if not added or not self._is_settled(text):
+            return ""
+        del self._window[: self._num_context]
+        self._remember()
+        return added
 
     def flush(self) -> str:
-        """The text held back, as it stands; the next `push` may still change it."""
-        ...
+        """The pending text, as is."""
+        return self._decode(self._window)[len(self._context_text) :]
+
+    def _remember(self) -> None:
+        """Use the window as context of later tokens."""
+        self._num_context = len(self._window)
+        self._context_text = self._decode(self._window) if self._window else ""
+
+    def _is_settled(self, text: str) -> bool:
+        """Whether later tokens cannot change the window's text."""
+        return not text.endswith(_INCOMPLETE) and not self._ends_in_bytes()
+
+    def _ends_in_bytes(self) -> bool:
+        """Whether the last token with text is a byte token: runs of bytes decode together."""
+        for token_id in reversed(self._window):
+            if _BYTE_PIECE.fullmatch(self._piece_of(token_id) or ""):
+                return True
+            if self._decode([token_id]):
+                return False
+        return False
 
 
 class StopChecker:
@@ -90,7 +134,7 @@ class StopChecker:
         if self._text is None:
             return ""
         self._held += self._text.push([token_id])
-        return self._held + self._text.flush().rstrip("\ufffd")
+        return self._held + self._text.flush().rstrip(_INCOMPLETE)
 
     def _longest_stop_start(self) -> int:
         """Length of the longest suffix of the held text that begins a stop string."""

@@ -45,11 +45,11 @@ from spec_stack.hf.prompt import (
     Span,
     encode_prompt,
     num_shared,
+    open_text_stream,
     special_tokens,
     unpadded,
 )
 from spec_stack.hf.structured import Grammar
-from spec_stack.hf.text import open_text_stream
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.rule import Observer

@@ -1,18 +1,22 @@
-"""Prompts: plain text and chats to token ids, with protected spans."""
+"""Prompts: plain text and chats to token ids, with protected spans; and the text behind them."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from spec_stack.decode.stopping import TextStream
 from spec_stack.hf.chat_template import ChatTemplate, Contents
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
+# Prompt tokens used as decoding context for the first generated token.
+_NUM_CONTEXT = 8
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,22 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
     """Texts of the special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token.content: token_id for token_id, token in added.items() if token.special and token.content}
+
+
+def open_text_stream(tokenizer: Any, prompt_ids: Sequence[int], shown: Collection[str] = ()) -> TextStream | None:
+    """The text stream after a prompt; None without a tokenizer. shown: special tokens that the text contains."""
+    if tokenizer is None:
+        return None
+    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if shown:
+        hidden = {token_id for text, token_id in special_tokens(tokenizer).items() if text not in shown}
+        decode = partial(_decode_without, tokenizer, hidden)
+    return TextStream(decode, prompt_ids[-_NUM_CONTEXT:], tokenizer.convert_ids_to_tokens)
+
+
+def _decode_without(tokenizer: Any, hidden: Collection[int], token_ids: Sequence[int]) -> str:
+    kept = [token_id for token_id in token_ids if token_id not in hidden]
+    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _runs(positions: Iterable[int]) -> list[Span]:

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_stack.decode.stopping import StopChecker
-from spec_stack.hf.text import WindowedText
+from spec_stack.decode.stopping import StopChecker, TextStream
 
 ALPHABET = "abcde"
 
@@ -31,8 +30,8 @@ steps_of_tokens = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5), 
 def test_stop_strings_cut_alike_however_the_tokens_are_stepped(steps: list[list[int]], stop: list[str]) -> None:
     flat = [token for step in steps for token in step]
     whole = letters(flat)
-    stepped = run(StopChecker(len(flat), (), stop, WindowedText(letters)), steps)
-    single = run(StopChecker(len(flat), (), stop, WindowedText(letters)), [[token] for token in flat])
+    stepped = run(StopChecker(len(flat), (), stop, TextStream(letters)), steps)
+    single = run(StopChecker(len(flat), (), stop, TextStream(letters)), [[token] for token in flat])
     assert stepped == single
     cut = min((whole.find(text) for text in stop if text in whole), default=None)
     tokens, text, reason = stepped
@@ -50,7 +49,7 @@ def test_stop_strings_cut_alike_however_the_tokens_are_stepped(steps: list[list[
 def test_max_tokens_and_end_tokens_cut_inside_a_step(steps: list[list[int]], limit: int, end_ids: set[int]) -> None:
     flat = [token for step in steps for token in step]
     end = next((index + 1 for index, token in enumerate(flat) if token in end_ids), len(flat) + 1)
-    tokens, text, reason = run(StopChecker(limit, end_ids, (), WindowedText(letters)), steps)
+    tokens, text, reason = run(StopChecker(limit, end_ids, (), TextStream(letters)), steps)
     expected = flat[: min(end, limit)]
     assert tokens == expected
     assert text == letters(expected[:-1] if end <= min(limit, len(flat)) else expected)
@@ -63,7 +62,7 @@ def test_max_tokens_and_end_tokens_cut_inside_a_step(steps: list[list[int]], lim
 
 
 def test_text_that_could_become_a_stop_string_is_held_back() -> None:
-    stopper = StopChecker(9, (), ["cde"], WindowedText(letters))
+    stopper = StopChecker(9, (), ["cde"], TextStream(letters))
     assert [stopper.cut([token])[1] for token in (0, 2, 3)] == ["a", "", ""]
     assert stopper.cut([1])[1] == "cdb"
 
@@ -74,4 +73,4 @@ def test_stop_strings_without_a_tokenizer_are_refused() -> None:
 
 
 def test_the_earliest_start_of_stop_strings_that_end_together_cuts() -> None:
-    assert StopChecker(9, (), ["bcd", "d"], WindowedText(letters)).cut([0, 1, 2, 3, 4]) == ([0, 1, 2, 3], "a", "stop")
+    assert StopChecker(9, (), ["bcd", "d"], TextStream(letters)).cut([0, 1, 2, 3, 4]) == ([0, 1, 2, 3], "a", "stop")

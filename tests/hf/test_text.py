@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spec_stack import SpecStackGenerator
 from spec_stack.decode.stopping import StopChecker, TextStream
-from spec_stack.hf.text import WindowedText, open_text_stream
+from spec_stack.hf.prompt import open_text_stream
 from tests.support.models import byte_fallback_tokenizer
 
 
@@ -101,7 +101,7 @@ def test_half_a_character_comes_out_at_the_end(embedded: SpecStackGenerator) -> 
 
 def test_a_pieces_text_may_depend_on_its_left_neighbour() -> None:
     words = [" the", " cat", " sat"]
-    stream = WindowedText(lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
+    stream = TextStream(lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
     assert [stream.push([i]) for i in (0, 1, 2)] == ["the", " cat", " sat"]
 
 
@@ -136,5 +136,5 @@ def test_a_continuation_keeps_its_first_space(target: PreTrainedModel, draft: Pr
     result = generator.generate("The quick", max_tokens=2, logit_bias={2: 1000.0, 3: 900.0}, bad_words_ids=[[2, 2]])
     assert result.token_ids == [2, 3]
     assert result.text == " brown fox"
-    windowed = WindowedText(tokenizer.decode, [0, 1])
+    windowed = TextStream(tokenizer.decode, [0, 1])
     assert windowed.push([2]) + windowed.push([3]) + windowed.flush() == " brown fox"
