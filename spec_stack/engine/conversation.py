@@ -72,10 +72,8 @@ class Conversation:
         target: Mapping[str, torch.Tensor],
         index: Mapping[str, torch.Tensor],
     ) -> None:
-        """Restore saved contents. Raises ValueError where they do not fit together."""
+        """Restore saved contents."""
         self.target, self.index = self.target.filled(target), self.index.filled(index)
-        if self.target.next_position > len(token_ids):
-            raise ValueError(f"it holds slots past its {len(token_ids)} tokens")
         self.token_ids, self.encoded, self.asked = token_ids, encoded, asked
 
     def begin(self, request: Request, config: SessionConfig, room: float = math.inf) -> Turn:

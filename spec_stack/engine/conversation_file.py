@@ -86,10 +86,7 @@ def load_conversation(
         if not torch.allclose(tensors[name], probe, rtol=0, atol=_TOLERANCE * float(probe.abs().max())):
             role = name.split(".")[1]
             raise ValueError(f"the session was made with another {role}: of the same shape, with other weights")
-    try:
-        conversation.fill(token_ids, encoded, (start, stop), _part(tensors, "target."), _part(tensors, "draft."))
-    except ValueError as error:
-        raise ValueError(f"cannot take {path} for a session: {error}") from error
+    conversation.fill(token_ids, encoded, (start, stop), _part(tensors, "target."), _part(tensors, "draft."))
     return config
 
 

@@ -139,39 +139,26 @@ def fork(cache: DynamicCache) -> DynamicCache:
 
 
 def contents(cache: DynamicCache) -> dict[str, torch.Tensor]:
-    """All keys, values and states by "layer.name", for `fill`. Not copied."""
+    """All keys, values and states by "cache.layer.name", for `fill`. Not copied."""
     found: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(cache.layers):
         if getattr(layer, "keys", None) is not None and layer.keys.numel():
-            found |= {f"{index}.keys": layer.keys, f"{index}.values": layer.values}
+            found |= {f"cache.{index}.keys": layer.keys, f"cache.{index}.values": layer.values}
     return found | dict(_states(cache))
 
 
-def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor]) -> None:
-    """Load `contents` into an empty cache of the same model. Raises ValueError for tensors that do not fit."""
-    placed = 0
+def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Load `contents` into an empty cache of the same model."""
     for index, layer in enumerate(cache.layers):
-        if f"{index}.keys" in found and isinstance(layer, DynamicLayer):
-            layer.update(found[f"{index}.keys"], found[f"{index}.values"])
-            placed += 2
+        if f"cache.{index}.keys" in found:
+            layer.update(*(found[f"cache.{index}.{name}"].to(device) for name in ("keys", "values")))
         for name in _STATES:
             for at in getattr(layer, name, {}):
-                state = found.get(f"{index}.{name}.{at}")
+                state = found.get(f"cache.{index}.{name}.{at}")
                 if state is not None:
-                    layer.lazy_initialization(**{name: state}, state_idx=at)
+                    layer.lazy_initialization(**{name: state.to(device)}, state_idx=at)
                     getattr(layer, name)[at].copy_(state)
                     layer.has_previous_state[at] = True
-                    placed += 1
-    if placed != len(found):
-        raise ValueError(f"{len(found) - placed} of {len(found)} tensors have no place in this model's cache")
-
-
-def num_slots(cache: DynamicCache) -> int | None:
-    """Slots per attention layer; None without attention layers. Raises ValueError where layers differ."""
-    lengths = {layer.keys.shape[-2] if layer.keys.numel() else 0 for layer in _attention_layers(cache)}
-    if len(lengths) > 1:
-        raise ValueError(f"its layers hold {sorted(lengths)} slots")
-    return lengths.pop() if lengths else None
 
 
 def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) -> None:
@@ -241,8 +228,8 @@ class States:
 
 
 def _states(cache: DynamicCache) -> Iterator[tuple[str, torch.Tensor]]:
-    """The recurrent states by "layer.name.index"."""
+    """The recurrent states by "cache.layer.name.index"."""
     for index, layer in enumerate(cache.layers):
         for name in _STATES:
             states = getattr(layer, name, {})
-            yield from ((f"{index}.{name}.{at}", state) for at, state in states.items() if state is not None)
+            yield from ((f"cache.{index}.{name}.{at}", state) for at, state in states.items() if state is not None)

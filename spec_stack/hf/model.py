@@ -148,28 +148,17 @@ class CachedModel:
             "num_to_recompute": torch.tensor([self.num_to_recompute]),
             "recalled_end": torch.tensor([self._recalled_end]),
         }
-        return slots | {f"cache.{name}": tensor for name, tensor in model_cache.contents(self._cache).items()}
+        return slots | model_cache.contents(self._cache)
 
     def filled(self, contents: Mapping[str, torch.Tensor]) -> CachedModel:
-        """A view of the same model with these contents. Raises ValueError for another model's contents."""
+        """A view of the same model with these contents."""
         other = type(self)(self.model, self.prefill_chunk, self._num_ids, self._step)
-        try:
-            other.token_ids = contents["token_ids"].tolist()
-            other.positions = contents["positions"].tolist()
-            other.num_to_recompute = int(contents["num_to_recompute"])
-            other._recalled_end = int(contents["recalled_end"])
-            cached = {
-                name.removeprefix("cache."): tensor.to(self.model.device)
-                for name, tensor in contents.items()
-                if name.startswith("cache.")
-            }
-            with torch.inference_mode():
-                model_cache.fill(other._cache, cached)
-        except (KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(f"it is not a cache of this model: {error}") from error
-        num_slots, expected = model_cache.num_slots(other._cache), len(other.positions) - other.num_to_recompute
-        if len(other.token_ids) != len(other.positions) or num_slots not in (None, expected):
-            raise ValueError(f"it holds {expected} positions for {num_slots} slots")
+        other.token_ids, other.positions = contents["token_ids"].tolist(), contents["positions"].tolist()
+        other.num_to_recompute, other._recalled_end = (
+            int(contents[name]) for name in ("num_to_recompute", "recalled_end")
+        )
+        with torch.inference_mode():
+            model_cache.fill(other._cache, contents, self.model.device)
         return other
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
