@@ -26,10 +26,9 @@ from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
-from spec_stack.hf.loading import load_draft, load_tokenizer
+from spec_stack.hf.loading import has_tokenizer, load_draft, load_tokenizer
 from spec_stack.hf.processors import Processor, copy_processor, keeps_nothing, name_of
 from spec_stack.hf.prompt import unpadded
-from spec_stack.hf.sources import has_tokenizer
 from spec_stack.hf.versions import CACHE_NAMES, is_given
 from spec_stack.types import Metrics, StepOutput
 

@@ -1,7 +1,11 @@
-"""Loading a draft/target pair, checked before any weights are read."""
+"""Loading a draft/target pair, checked before any weights are read: from folders, hub ids, GGUF files (a path or
+owner/name/file.gguf) and LoRA adapters' folders."""
 
 from __future__ import annotations
 
+import json
+import re
+import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,23 +17,20 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-from spec_stack.config import PRECISIONS, HubConfig, LoadConfig, Positions
+from spec_stack.config import PRECISIONS, HubConfig, LoadConfig, Positions, how_to_install
 from spec_stack.controller.predictor import FILE_NAME as PREDICTOR_NAME
 from spec_stack.hf.architectures import check_architecture, text_config
-from spec_stack.hf.precision import DTYPES, QUANTIZED, Precision, precision_of, resolve_precisions, stored_precision
-from spec_stack.hf.prepack import can_prepack, prepack
-from spec_stack.hf.sources import (
-    as_plain,
-    base_of,
-    has_tokenizer,
-    is_adapter,
-    is_gguf,
-    load_gguf_config,
-    locate,
-    merge,
-    resolve_source,
+from spec_stack.hf.precision import (
+    DTYPES,
+    QUANTIZED,
+    Precision,
+    missing_packages,
+    precision_of,
+    resolve_precisions,
+    stored_precision,
 )
-from spec_stack.hf.versions import gguf_options
+from spec_stack.hf.prepack import can_prepack, prepack
+from spec_stack.hf.versions import gguf_header, gguf_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,6 +38,13 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _ROLES = ("target", "draft")
 DeviceMap = str | Mapping[str, Any]
+_ADAPTER, _MODEL = "adapter_config.json", "config.json"
+# Tokenizer files, one of which a folder needs.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_HUB_FILE = re.compile(r"[\w-][\w.-]*/[\w.-]+/[\w./-]+\.gguf", re.IGNORECASE)
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+_MERGE = "model.merge_and_unload().save_pretrained(...)"
 
 
 @dataclass(frozen=True)
@@ -55,13 +63,16 @@ class FoundModel:
         """Load the weights. Raises ValueError for weights that cannot be read or do not fit on the device."""
         model, options = self._read()
         end_token_ids(model)
-        if is_gguf(self.source):
-            model = as_plain(model)
-        if is_adapter(self.source):
-            model = merge(model, self.source)
+        if _is_gguf(self.source):
+            model = _as_plain(model)
+        if _is_adapter(self.source):
+            model = _merge(model, self.source)
         model.eval()
         if "device_map" not in options:
-            model = _put(model, self.device)
+            try:
+                model = model.to(self.device)
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                raise ValueError(f"cannot put the model on device {str(self.device)!r}: {error}") from error
         if self.packs:
             prepack(model)
         return model
@@ -71,9 +82,9 @@ class FoundModel:
         from transformers import AutoModelForCausalLM
 
         try:
-            folder, located = locate(base_of(self.source), self.hub)
+            folder, located = _locate(_base_of(self.source), self.hub)
             options = self.precision.load_options(self.device) | located
-            if is_gguf(self.source):
+            if _is_gguf(self.source):
                 options |= gguf_options(self.config)
             if self.device_map is not None:
                 options["device_map"] = self.device_map
@@ -128,6 +139,133 @@ def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[s
     return resolve_source("target", target), resolve_source("draft", draft)
 
 
+def _is_gguf(source: str | Path) -> bool:
+    """Whether a source names a GGUF file, local or on the hub."""
+    return str(source).lower().endswith(".gguf")
+
+
+def _is_adapter(source: str | Path) -> bool:
+    """Whether this is a folder with an adapter and no model."""
+    return (Path(source) / _ADAPTER).is_file() and not (Path(source) / _MODEL).is_file()
+
+
+def has_tokenizer(source: str) -> bool:
+    """Whether this folder contains a tokenizer."""
+    return any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def resolve_source(role: str, source: str | Path) -> str:
+    """A model's loadable name. Raises ValueError with a fix if it cannot be loaded."""
+    path = Path(source).expanduser()
+    if _is_gguf(source):
+        return _resolve_gguf(role, str(source), path)
+    if path.is_dir():
+        _check_folder(role, path)
+        return str(path)
+    if path.is_file():
+        raise ValueError(f"{role} {path} is a file; name the folder that it is in")
+    if isinstance(source, str) and _HUB_ID.fullmatch(source):
+        return source
+    raise ValueError(f"{role} {str(source)!r} is neither a folder nor a hub id of the form owner/name")
+
+
+def _resolve_gguf(role: str, source: str, path: Path) -> str:
+    if not path.is_file() and not _HUB_FILE.fullmatch(source):
+        raise ValueError(f"{role} {source!r} is neither a file nor of the form owner/name/file.gguf")
+    if _PART.search(source):
+        raise ValueError(f"{role} {source!r} is one part of several; join them first: llama-gguf-split --merge")
+    if missing := missing_packages(("gguf", "accelerate")):
+        raise ValueError(
+            f"{role} {source!r} needs {' and '.join(missing)}, not installed here: {how_to_install('gguf')}"
+        )
+    return str(path) if path.is_file() else source
+
+
+def _check_folder(role: str, folder: Path) -> None:
+    if (folder / _MODEL).is_file():
+        return
+    if _is_adapter(folder):
+        if missing_packages(["peft"]):
+            raise ValueError(
+                f"{role} folder {folder} holds an adapter; pip install peft, and it is merged when the pair loads, or "
+                f"merge it yourself: {_MERGE}"
+            )
+        return
+    if files := sorted(folder.glob("*.gguf")):
+        raise ValueError(f"{role} folder {folder} holds GGUF files; name the one that is meant, {files[0]}")
+    raise ValueError(f"{role} folder {folder} holds no config.json; is it a transformers model?")
+
+
+def _base_of(source: str) -> str:
+    """An adapter's base model, or the source itself. Raises ValueError if the base is missing."""
+    if not _is_adapter(source):
+        return source
+    try:
+        base = json.loads((Path(source) / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"cannot read the base model of the adapter {source}: {error!r}") from error
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"the adapter {source} names no base_model_name_or_path; merge it by hand")
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise ValueError(
+            f"the base {base} that the adapter {source} names is not here; correct base_model_name_or_path in its "
+            f"{_ADAPTER}, or merge it by hand: {_MERGE}"
+        )
+    return base
+
+
+def _locate(source: str, hub: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    """Name and options for `from_pretrained`. hub: `HubConfig.options`; a GGUF file on the hub is downloaded."""
+    options = dict(hub or {})
+    if not _is_gguf(source):
+        return source, options
+    path = Path(source)
+    if not path.is_file():
+        from transformers.utils.hub import cached_file
+
+        owner, name, file = source.split("/", 2)
+        path = Path(cached_file(f"{owner}/{name}", file, revision=options.get("revision"), token=options.get("token")))
+    return str(path.parent), options | {"gguf_file": path.name}
+
+
+def _load_gguf_config(folder: str, options: Mapping[str, Any]) -> Any:
+    """A GGUF file's config. Raises ValueError for a file that transformers cannot read."""
+    from transformers import AutoConfig
+
+    reader = gguf_header()
+    # It visits all tensors and rejects unknown types.
+    try:
+        header = None if reader is None else reader.from_file(str(Path(folder) / options["gguf_file"]))
+        config = AutoConfig.from_pretrained(folder, **options)
+    except (struct.error, IndexError, OverflowError, MemoryError) as error:
+        raise ValueError(f"the file is cut off or damaged in its header: {error}") from error
+    if config.dtype is None:
+        # bf16 holds quantized blocks of at most 8 bits exactly.
+        config.dtype = getattr(header, "dtype", None) or torch.bfloat16
+    return config
+
+
+def _as_plain(model: PreTrainedModel) -> PreTrainedModel:
+    """Convert a GGUF-loaded model in place to plain weights, without quantization attributes."""
+    for holder in (model.config, model):
+        for name in ("quantization_config", "hf_quantizer", "quantization_method"):
+            if name in vars(holder):
+                delattr(holder, name)
+    model.is_quantized = False
+    return model
+
+
+def _merge(model: PreTrainedModel, source: str) -> PreTrainedModel:
+    """The model with the adapter merged. Raises ValueError if it does not fit."""
+    from peft import PeftModel
+
+    try:
+        merged: PreTrainedModel = PeftModel.from_pretrained(model, source).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ValueError(f"cannot merge the adapter {source} into its base: {error}") from error
+    return merged
+
+
 def predictors_beside(draft: str | Path) -> dict[str, Path]:
     """Trained predictors in a draft's folder by policy name; none for a hub id."""
     file = Path(draft) / PREDICTOR_NAME
@@ -139,9 +277,9 @@ def load_config(source: str, hub: Mapping[str, Any] | None = None) -> Any:
     from transformers import AutoConfig
 
     try:
-        folder, options = locate(base_of(source), hub)
-        if is_gguf(source):
-            return load_gguf_config(folder, options)
+        folder, options = _locate(_base_of(source), hub)
+        if _is_gguf(source):
+            return _load_gguf_config(folder, options)
         return AutoConfig.from_pretrained(folder, **options)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"cannot read the model configuration of {source!r}: {error}") from error
@@ -152,7 +290,7 @@ def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        folder, options = locate(source if has_tokenizer(source) else base_of(source), hub)
+        folder, options = _locate(source if has_tokenizer(source) else _base_of(source), hub)
         if has_tokenizer(folder):
             # A tokenizer file beside a GGUF file loads at once; the GGUF's own takes seconds.
             options.pop("gguf_file", None)
@@ -170,7 +308,7 @@ def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tu
 
 def load_draft_tokenizer(draft: str, tokenizer: Any, hub: Mapping[str, Any] | None = None) -> Any:
     """A draft's tokenizer; the target's for a folder without one."""
-    shares = Path(draft).is_dir() and not is_adapter(draft) and not has_tokenizer(draft)
+    shares = Path(draft).is_dir() and not _is_adapter(draft) and not has_tokenizer(draft)
     return tokenizer if shares else load_tokenizer(draft, hub)
 
 
@@ -250,11 +388,11 @@ def open_pair(
 
 
 def _check_quantizable_source(role: str, source: str, name: str) -> None:
-    if name in QUANTIZED and is_adapter(source):
+    if name in QUANTIZED and _is_adapter(source):
         raise ValueError(
             f"the {role}'s adapter cannot be merged in {name}; merge it in bf16, save the model, and load that"
         )
-    if name in QUANTIZED and is_gguf(source):
+    if name in QUANTIZED and _is_gguf(source):
         raise ValueError(
             f"the {role} is a GGUF file, whose weights are unpacked when it loads; {name} is for checkpoints of plain "
             "weights, so leave its precision out, or have bf16 or fp32"
@@ -293,10 +431,3 @@ def _quiet_bars(source: str) -> Iterator[None]:
     finally:
         if is_hidden:
             transformers_logging.enable_progress_bar()
-
-
-def _put(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    try:
-        return model.to(device)
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise ValueError(f"cannot put the model on device {str(device)!r}: {error}") from error

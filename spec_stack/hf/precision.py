@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,6 @@ from torch import nn
 from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig, how_to_install
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prepack import has_bf16_instructions
-from spec_stack.hf.sources import missing_packages
 from spec_stack.settings.warning import warn_caller
 
 if TYPE_CHECKING:
@@ -113,6 +114,10 @@ def _resolve(role: str, asked: str, default: str | None, config: Any, device: to
         _check_bitsandbytes(role, name, config, device)
         _check_quantizable(role, name, config)
     return Precision(name, unquantized_dtype(name, device))
+
+
+def missing_packages(names: Sequence[str]) -> list[str]:
+    return [name for name in names if find_spec(name) is None]
 
 
 def _check_bitsandbytes(role: str, name: str, config: Any, device: torch.device) -> None:

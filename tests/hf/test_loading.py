@@ -342,7 +342,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match="cannot read the base model"):
         ModelPair.load(adapter, folders[1])
-    monkeypatch.setattr("spec_stack.hf.sources.find_spec", lambda name: None)
+    monkeypatch.setattr("spec_stack.hf.precision.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="merge_and_unload"):
         ModelPair.load(adapter, folders[1])
 
