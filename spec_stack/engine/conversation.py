@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 import numpy as np
@@ -15,7 +15,6 @@ from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
-from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 from spec_stack.prefill.recall import RecallPlace, dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
@@ -63,18 +62,6 @@ class Conversation:
         other.slotted = self.slotted and self.slotted.fork()
         other.asked = self.asked
         return other
-
-    def fill(
-        self,
-        token_ids: list[int],
-        encoded: EncodedPrompt | None,
-        asked: Span,
-        target: Mapping[str, torch.Tensor],
-        index: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Restore saved contents."""
-        self.target, self.index = self.target.filled(target), self.index.filled(index)
-        self.token_ids, self.encoded, self.asked = token_ids, encoded, asked
 
     def begin(self, request: Request, config: SessionConfig, room: float = math.inf) -> Turn:
         """Roll back to the prefix shared with a request. room: most tokens that may be recalled.

@@ -86,7 +86,9 @@ def load_conversation(
         if not torch.allclose(tensors[name], probe, rtol=0, atol=_TOLERANCE * float(probe.abs().max())):
             role = name.split(".")[1]
             raise ValueError(f"the session was made with another {role}: of the same shape, with other weights")
-    conversation.fill(token_ids, encoded, (start, stop), _part(tensors, "target."), _part(tensors, "draft."))
+    conversation.token_ids, conversation.encoded, conversation.asked = token_ids, encoded, (start, stop)
+    conversation.target = conversation.target.filled(_part(tensors, "target."))
+    conversation.index = conversation.index.filled(_part(tensors, "draft."))
     return config
 
 
