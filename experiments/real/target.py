@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from spec_stack.hf.architectures import end_token_ids
 from spec_stack.hf.cache import cache_argument
-from spec_stack.hf.loading import end_token_ids
 from spec_stack.hf.precision import DTYPES
 from spec_stack.hf.prepack import can_prepack, prepack
 from spec_stack.hf.prompt import num_shared

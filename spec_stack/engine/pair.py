@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from spec_stack.config import DraftStep, HubConfig, LoadConfig, Positions
 from spec_stack.hf.answer_parser import AnswerFormat
-from spec_stack.hf.architectures import is_supported, scoring_limit, text_config
+from spec_stack.hf.architectures import end_token_ids, is_supported, max_positions, scoring_limit, text_config
 from spec_stack.hf.attention import install
 from spec_stack.hf.contiguous import ContiguousModel
 from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.loading import (
     DeviceMap,
     check_pair,
-    end_token_ids,
     load_tokenizers,
-    max_positions,
     open_pair,
     predictors_beside,
 )

@@ -13,9 +13,9 @@ from spec_stack.config import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
-from spec_stack.hf.architectures import is_recurrent, text_config
+from spec_stack.hf.architectures import is_recurrent, max_positions, text_config
 from spec_stack.hf.cache import bytes_per_token
-from spec_stack.hf.loading import FoundModel, load_draft_tokenizer, max_positions, open_alone
+from spec_stack.hf.loading import FoundModel, load_draft_tokenizer, open_alone
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span

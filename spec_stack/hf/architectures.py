@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from spec_stack.config import Positions
 from spec_stack.hf.versions import state_refusal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Level = Literal["exact", "approximate", "refused"]
 
@@ -77,6 +81,26 @@ class Abilities:
 def text_config(config: Any) -> Any:
     """The text model's config, which composite checkpoints nest."""
     return config.get_text_config(decoder=True)
+
+
+def max_positions(config: Any) -> int:
+    """A model's position limit; unlimited if its config has none (ALiBi)."""
+    text = text_config(config)
+    named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((int(limit) for limit in named if limit is not None), sys.maxsize)
+
+
+def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """End-of-sequence ids from the generation config, or else the model config. Raises ValueError for invalid ids."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return _as_ids(text_config(model.config).eos_token_id if ids is None else ids)
+
+
+def _as_ids(ids: Any) -> frozenset[int]:
+    listed = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    if not all(type(token_id) is int for token_id in listed):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {ids!r}; correct the model's files")
+    return frozenset(listed)
 
 
 def abilities(config: Any) -> Abilities:

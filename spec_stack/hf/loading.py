@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 
 from spec_stack.config import PRECISIONS, HubConfig, LoadConfig, Positions, how_to_install
 from spec_stack.controller.predictor import FILE_NAME as PREDICTOR_NAME
-from spec_stack.hf.architectures import check_architecture, text_config
+from spec_stack.hf.architectures import check_architecture, end_token_ids
 from spec_stack.hf.precision import (
     DTYPES,
     QUANTIZED,
@@ -336,26 +335,6 @@ def check_pair(target: Any, draft: Any, positions: Positions = "original") -> No
     """Raise ValueError for incompatible configs; positions: the target's, original or contiguous."""
     check_architecture("target", target, positions)
     check_architecture("draft", draft)
-
-
-def max_positions(config: Any) -> int:
-    """A model's position limit; unlimited if its config has none (ALiBi)."""
-    text = text_config(config)
-    named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    return next((int(limit) for limit in named if limit is not None), sys.maxsize)
-
-
-def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """End-of-sequence ids from the generation config, or else the model config. Raises ValueError for invalid ids."""
-    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    return _as_ids(text_config(model.config).eos_token_id if ids is None else ids)
-
-
-def _as_ids(ids: Any) -> frozenset[int]:
-    listed = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
-    if not all(type(token_id) is int for token_id in listed):
-        raise ValueError(f"eos_token_id must be a token id or a list of them, got {ids!r}; correct the model's files")
-    return frozenset(listed)
 
 
 def open_pair(
