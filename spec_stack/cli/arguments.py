@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -60,34 +59,58 @@ _EXAMPLES = """examples:
 """
 
 
-def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let a flag accept "none"."""
+class _Parser(argparse.ArgumentParser):
+    """A parser of whole flags: as an abbreviation, `--n` would set `--num-scoring-layers`."""
 
-    @wraps(read)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+
+def _reader(read: Callable[[str], Any], form: str, takes_none: bool) -> Callable[[str], Any]:
+    """A flag's conversion, which names the form of a value that cannot be read."""
+
     def read_or_none(text: str) -> Any:
-        return None if text == _NONE else read(text)
+        if takes_none and text.lower() == _NONE:
+            return None
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {form}, got {text!r}") from None
 
     return read_or_none
 
 
-def heads(text: str) -> tuple[tuple[int, int], ...]:
+def _heads(text: str) -> tuple[tuple[int, int], ...]:
     """Parse "13.0,13.13" into (layer, head) pairs."""
     pairs = [pair.split(".") for pair in text.split(",")]
     return tuple((int(layer), int(head)) for layer, head in pairs)
 
 
-def window(text: str) -> int | tuple[int, int]:
+def _window(text: str) -> int | tuple[int, int]:
     """Parse "512", or "8192:512" for a window of 512 from 8,192 prompt tokens on."""
     shortest, found, size = text.partition(":")
     return (int(shortest), int(size)) if found else int(text)
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"draft_window": window, "scoring_heads": heads}
+def _curve(text: str) -> float | tuple[tuple[int, float], ...]:
+    """Parse "0.2", or "2048:0.3,8192:0.1" for a rate by length."""
+    if ":" not in text:
+        return float(text)
+    pairs = [pair.split(":") for pair in text.split(",")]
+    return tuple((int(length), float(rate)) for length, rate in pairs)
+
+
+# How fields are written that are no single number.
+_FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "draft_window": (_window, "N|FROM:N"),
+    "scoring_heads": (_heads, "LAYER.HEAD,…"),
+    "keep_rate": (_curve, "X|LENGTH:X,…"),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser. Names, defaults and help come from the configuration dataclasses."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="spec-stack",
         description="One draft model for both phases: sparse prefill and speculative decoding.",
         epilog=_EXAMPLES,
@@ -252,10 +275,12 @@ def _reading(name: str, kind: Any, default: object) -> dict[str, Any]:
     if Sequence[str] in parts:
         return {"action": "append"}
     if kind == Sequence[int]:
-        return {"type": int, "nargs": "+"}
-    read = _PARSERS.get(name) or next((each for each in (float, int) if each in parts), str)
-    metavar = "|".join(_KNOWN[name]) if name in _KNOWN else None
-    return {"type": _or_none(read) if type(None) in parts else read, "metavar": metavar}
+        return {"type": int, "nargs": "+", "metavar": "N"}
+    takes_none = type(None) in parts
+    numbers = ((float, "X"), (int, "N"), (str, name.upper()))
+    read, form = _FORMS.get(name) or next(each for each in numbers if each[0] in parts)
+    form = "|".join(_KNOWN[name] if name in _KNOWN else [form, *[_NONE] * takes_none])
+    return {"type": _reader(read, form, takes_none), "metavar": form}
 
 
 _COMMANDS = (
@@ -308,10 +333,12 @@ def _add_prompt_arguments(parser: argparse.ArgumentParser, how: Any = None) -> N
 
 def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     _add(parser, SamplingParams, but=_NOT_SAMPLED)
-    parser.add_argument("--sampling", choices=["model"], help="use the checkpoint's generation config by default")
+    sampling = "use the checkpoint's generation config by default"
+    parser.add_argument("--sampling", choices=["model"], default=argparse.SUPPRESS, help=sampling)
     _add_pruning_arguments(parser)
     _add(parser, DecodeConfig, "policy", "proposer")
-    parser.add_argument("--gamma", type=int, help=f"fixed tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding")
+    gamma = f"fixed tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding"
+    parser.add_argument("--gamma", type=int, default=argparse.SUPPRESS, help=gamma, metavar="N")
 
 
 def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
@@ -367,20 +394,20 @@ def _stdin_mode() -> int:
         return 0
 
 
-def request_of(arguments: argparse.Namespace, prompt: str, is_chat_model: bool) -> dict[str, Any]:
-    """Options of `SpecStackGenerator.stream` from the arguments. is_chat_model: whether the target has a chat template,
-    which is used unless --raw is given."""
-    request = answer_options(arguments)
+def request_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options of `SpecStackGenerator.stream` for `generate`, without the prompt."""
     if arguments.raw and arguments.system is not None:
         raise ValueError("--system goes into a chat template, which --raw leaves out")
-    if arguments.chat or arguments.system is not None or (is_chat_model and not arguments.raw):
-        request["messages"] = [*system_messages(arguments.system), {"role": "user", "content": prompt}]
-    else:
-        request["prompt"] = prompt
     response_format = _response_format(arguments)
-    if response_format is not None:
-        request["response_format"] = response_format
-    return request
+    return answer_options(arguments) | ({} if response_format is None else {"response_format": response_format})
+
+
+def prompt_of(arguments: argparse.Namespace, prompt: str, is_chat_model: bool) -> dict[str, Any]:
+    """The prompt as an option of `stream`. is_chat_model: whether the target has a chat template, which is used unless
+    --raw is given."""
+    if arguments.chat or arguments.system is not None or (is_chat_model and not arguments.raw):
+        return {"messages": [*system_messages(arguments.system), {"role": "user", "content": prompt}]}
+    return {"prompt": prompt}
 
 
 def _response_format(arguments: argparse.Namespace) -> dict[str, Any] | None:
@@ -398,7 +425,9 @@ def _response_format(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of `stream` without the prompt."""
+    """Options of `stream` without the prompt; raises ValueError before any model is loaded."""
+    for config in (SamplingParams, DecodeConfig):
+        config_of(config, arguments)
     return given(arguments, ANSWERED)
 
 
@@ -419,9 +448,10 @@ def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:
 
 def check_writable(path: Path) -> None:
     """Raise ValueError if no file can be written at this path."""
-    folder = path if path.is_dir() else path.parent
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a folder; name a file")
     try:
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error

@@ -23,6 +23,7 @@ from spec_stack.cli.arguments import (
     config_of,
     given,
     prefill_of,
+    prompt_of,
     read_documents,
     read_prompt,
     read_prunable,
@@ -59,8 +60,9 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise ValueError("the prompt is empty")
     if arguments.records is not None:
         check_record_path(arguments.records)
+    request = request_of(arguments)
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
-    request = request_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
+    request |= prompt_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
     outputs: list[StepOutput] = []
     line = ProgressLine()
     try:
@@ -92,10 +94,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    documents = [read_document(path) for path in arguments.file]
+    documents, options = [read_document(path) for path in arguments.file], answer_options(arguments)
     config = SpecStackConfig(prefill_of(arguments), session=config_of(SessionConfig, arguments))
-    generator = _load(arguments, config)
-    Chat(generator, answer_options(arguments), arguments.system, documents).run()
+    Chat(_load(arguments, config), options, arguments.system, documents).run()
     return 0
 
 
@@ -136,7 +137,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     arguments.api_keys += filter(None, [os.environ.get("SPEC_STACK_API_KEY")])
     config = config_of(ServeConfig, arguments)
     from spec_stack.serve.app import serve
+    from spec_stack.serve.http import check_address
 
+    check_address(config.host, config.port)
     serve(_load(arguments, SpecStackConfig(prefill_of(arguments), config_of(DecodeConfig, arguments))), config)
     return 0
 
@@ -144,7 +147,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _proxy(arguments: argparse.Namespace) -> int:
     config, prefill = config_of(ProxyConfig, arguments), prefill_of(arguments)
     from spec_stack.proxy.app import serve_proxy
+    from spec_stack.serve.http import check_address
 
+    check_address(config.host, config.port)
     serve_proxy(_load_pruner(arguments, prefill), config)
     return 0
 
@@ -164,13 +169,14 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from spec_stack.calibrate.report import format_calibration
     from spec_stack.calibrate.search import calibrate
     from spec_stack.engine.pair import ModelPair
+    from spec_stack.prefill.calibration import FILE_NAME
 
     started = monotonic()
-    out = arguments.out or arguments.draft
-    if out is None or not (Path(out).is_dir() or Path(out).parent.is_dir()):
+    named = arguments.out or arguments.draft
+    if named is None or not ((out := Path(named)).is_dir() or out.parent.is_dir()):
         raise ValueError("name a file or folder for the result with --out")
     # Errors must show before minutes of work.
-    check_writable(Path(out))
+    check_writable(out / FILE_NAME if out.is_dir() else out)
     arguments.budget_s = 60 * arguments.budget
     config = config_of(CalibrateConfig, arguments)
     documents = read_documents(arguments.documents)
@@ -193,7 +199,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     from spec_stack.explain.observe import watching
 
     check_writable(arguments.out)
-    text = None if arguments.demo else read_prompt(arguments)
+    text, options = None if arguments.demo else read_prompt(arguments), answer_options(arguments)
     if text is not None and not text.strip():
         raise ValueError("the prompt is empty")
     generator = watching(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
@@ -206,7 +212,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         generator,
         title="What was kept, and who wrote it",
         pair=f"{arguments.target or 'embedded target'} with {arguments.draft or 'embedded draft'}",
-        options=answer_options(arguments),
+        options=options,
         messages=system_messages(arguments.system) if is_chat else None,
         questions=[text, *arguments.turn],
         compare=arguments.compare,
@@ -306,7 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except (ValueError, OSError, ImportError) as error:
         is_extra = isinstance(error, ImportError) and getattr(arguments, "command", None) in ("serve", "proxy")
-        problem = f"{error}; {how_to_install('serve')}" if is_extra else str(error)
+        # One line, also of a library's error of several.
+        problem = f"{error}; {how_to_install('serve')}" if is_extra else " ".join(str(error).split())
         if getattr(arguments, "json", False):
             print(json.dumps({"error": problem}))
         _tell(f"spec-stack: error: {problem}")

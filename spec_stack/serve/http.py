@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
@@ -119,6 +120,14 @@ async def unless_disconnected(request: Request, work: asyncio.Future[Result]) ->
         raise ClientDisconnect from None
     finally:
         watching.cancel()
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ValueError for an address that cannot be listened on, before minutes of loading."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; name another --host or --port") from error
 
 
 def run_app(app: FastAPI, host: str, port: int, shutdown_s: float, **settings: Any) -> None:

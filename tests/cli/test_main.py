@@ -11,7 +11,7 @@ import pytest
 
 from spec_stack import PrefillConfig, SpecStackGenerator, __version__
 from spec_stack.calibrate.documents import MODULES
-from spec_stack.cli.arguments import answer_options, build_parser, config_of, prefill_of, request_of
+from spec_stack.cli.arguments import answer_options, build_parser, config_of, prefill_of, prompt_of, request_of
 from spec_stack.cli.demo import format_demo, hide_fact, run_demo
 from spec_stack.cli.main import main
 from spec_stack.cli.progress import ProgressLine
@@ -25,7 +25,7 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
     assert prefill_of(arguments) == PrefillConfig()
     assert prefill_of(arguments).given == ()
     assert config_of(LoadConfig, arguments) == LoadConfig()
-    assert answer_options(arguments) == {"sampling": None, "gamma": None}
+    assert answer_options(arguments) == {}
 
 
 def test_every_option_of_the_command_line_arrives() -> None:
@@ -34,10 +34,12 @@ def test_every_option_of_the_command_line_arrives() -> None:
     more = "--ignore-eos --keep-rate 0.3 --min-prompt-tokens 9 --look-ahead 2 --gamma 5 --proposer both"
     more += " --min-p 0.1 --repetition-penalty 1.2 --min-tokens 2 --sampling model --regex a+"
     arguments = build_parser().parse_args([*line.split(), *more.split()])
-    request, prefill = request_of(arguments, "hello", False), prefill_of(arguments)
+    request, prefill = request_of(arguments), prefill_of(arguments)
     assert (prefill.keep_rate, prefill.min_prompt_tokens, prefill.look_ahead) == (0.3, 9, 2)
+    assert prompt_of(arguments, "hello", False) == {
+        "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "hello"}]
+    }
     assert request == {
-        "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "hello"}],
         "response_format": {"type": "regex", "pattern": "a+"},
         "min_p": 0.1,
         "repetition_penalty": 1.2,
@@ -115,7 +117,7 @@ def test_a_chat_models_template_is_used_unless_raw_is_asked_for(
     for flags, expected in ((["--chat"], answer), ([], answer), (["--raw"], going_on)):
         assert main(["generate", question, *flags, *common]) == 0
         assert capsys.readouterr().out == expected + "\n"
-    assert "messages" not in request_of(build_parser().parse_args(["generate", "x"]), "x", is_chat_model=False)
+    assert prompt_of(build_parser().parse_args(["generate", "x"]), "x", is_chat_model=False) == {"prompt": "x"}
     assert main(["generate", "x", "--raw", "--system", "S"]) == 2
     assert "--raw leaves out" in capsys.readouterr().err
 
@@ -241,6 +243,8 @@ def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> No
         (["generate", "x", "--target", "./nowhere", "--draft", "./nowhere"], "neither a folder nor a hub id"),
         (["generate", "x", "--precision", "int3"], "unknown precision"),
         (["generate", "x", "--draft-precision", "int3"], "unknown draft_precision"),
+        (["generate", "x", "--keep-rate", "2048:0.3,512:0.9"], "must increase"),
+        (["explain", "x", "--out", "."], "cannot write .: it is a folder"),
         (["demo", "--repeats", "0"], "--repeats"),
         (["demo", "--tokens", "99999"], "fewer than"),
         (["demo", "--tokens", "16384"], "positions; ask for less"),
@@ -253,6 +257,43 @@ def test_bad_input_ends_with_status_2_and_the_reason(
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "--n", "3"], "unrecognized arguments: --n 3"),
+        (["generate", "x", "--scoring-heads", "1"], "--scoring-heads: must be LAYER.HEAD,…|none, got '1'"),
+        (["generate", "x", "--draft-window", "8192:"], "--draft-window: must be N|FROM:N|none, got '8192:'"),
+        (["generate", "x", "--keep-rate", "2048:"], "--keep-rate: must be X|LENGTH:X,…, got '2048:'"),
+        (["generate", "x", "--top-k", "few"], "--top-k: must be N, got 'few'"),
+    ],
+)
+def test_flags_are_whole_and_a_value_of_another_form_names_the_form(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "--temperature", "-1"], "temperature must be"),
+        (["generate", "x", "--json-schema", "missing.json"], "cannot read missing.json"),
+        (["chat", "--gamma", "17"], "gamma must be"),
+        (["explain", "x", "--top-p", "2", "--out", "page.html"], "top_p must be"),
+    ],
+)
+def test_what_is_wrong_shows_before_the_models_are_loaded(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # This pair would be refused next.
+    assert main([*arguments, "--target", "./nowhere", "--draft", "./nowhere"]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
 
 
 def test_the_doctor_says_whether_the_pair_fits(capsys: pytest.CaptureFixture[str]) -> None:
