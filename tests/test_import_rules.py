@@ -61,7 +61,6 @@ ALLOWED = {
         "api.pruner",
         "serve.fair_executor",
         "serve.http",
-        "serve.metrics",
         "serve.protocol",
     },
     "sglang": {

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from prometheus_client import Counter, Histogram
+
 from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
 from spec_stack.config import SessionConfig
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, QueueFullError, RequestCancelled
-from spec_stack.serve.metrics import AppMetrics
+from spec_stack.serve.http import AppMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +52,10 @@ class ProxyMetrics(AppMetrics):
     def __init__(self) -> None:
         super().__init__("ok: upstream answered, cancelled, refused, failed")
         forwarded = "pruned; or the whole: dense, short, long, busy, late, failed, unread"
-        self._prompts = self.counter("prompts", f"Prompts by what was forwarded ({forwarded})", ["outcome"])
-        self._tokens = self.counter("prompt_tokens", "Prompt tokens of the draft (all, kept, recalled)", ["part"])
-        self.scoring_s = self.histogram("scoring_seconds", "Scoring and pruning of a prompt")
+        self._prompts = Counter("prompts", f"Prompts by what was forwarded ({forwarded})", ["outcome"], **self.of_app)
+        parts = "Prompt tokens of the draft (all, kept, recalled)"
+        self._tokens = Counter("prompt_tokens", parts, ["part"], **self.of_app)
+        self.scoring_s = Histogram("scoring_seconds", "Scoring and pruning of a prompt", **self.of_app)
 
     def add(self, pruning: Pruning) -> None:
         """Count one prompt."""

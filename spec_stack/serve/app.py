@@ -128,8 +128,7 @@ class Endpoint:
         builder = BUILDERS[path](
             self._config.model_name, processed.parsers, self._generator.pair.token_bytes, processed.max_calls
         )
-        sink = deliver if processed.streams else _discard
-        job = self._worker.submit(client, QueuedRequest(processed.encoded, options, builder, sink))
+        job = self._worker.submit(client, QueuedRequest(processed.encoded, options, builder, deliver))
         headers = _ignored_header(processed.ignored)
         if processed.streams:
             job.add_done_callback(lambda _: chunks.put_nowait(None))
@@ -188,10 +187,6 @@ class EventStream(StreamingResponse):
         if self._usage_chunk is not None:
             yield _event(self._usage_chunk())
         yield format_sse_event(data_str="[DONE]")
-
-
-def _discard(chunk: Json) -> None:
-    """Whole responses have no use for chunks."""
 
 
 def _event(content: Json) -> bytes:

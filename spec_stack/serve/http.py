@@ -14,11 +14,10 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
-from spec_stack.serve.metrics import AppMetrics
 from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
 
 Result = TypeVar("Result")
@@ -26,6 +25,22 @@ Result = TypeVar("Result")
 # Lists the request fields that the server ignored.
 IGNORED_HEADER = "x-spec-stack-ignored"
 _MAX_DISCARDED_BYTES = 256 << 20
+
+
+class AppMetrics:
+    """The metrics that all applications have. outcomes: how a request may end, for the help text. of_app: the arguments
+    that every metric takes."""
+
+    def __init__(self, outcomes: str) -> None:
+        self.registry = CollectorRegistry()
+        self.of_app: dict[str, Any] = {"namespace": "spec_stack", "registry": self.registry}
+        how = f"Requests by how they ended ({outcomes})"
+        self.requests = Counter("requests", how, ["outcome"], **self.of_app)
+        self.wait_s = Histogram("wait_seconds", "From a request to its first work", **self.of_app)
+
+    def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """A number that is read on each scrape."""
+        Gauge(name, meaning, **self.of_app).set_function(value)
 
 
 def new_app(
@@ -127,7 +142,7 @@ def check_address(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; name another --host or --port") from error
+        raise ValueError(f"cannot listen: {error.strerror}; name another host or port") from error
 
 
 def run_app(app: FastAPI, host: str, port: int, shutdown_s: float, **settings: Any) -> None:

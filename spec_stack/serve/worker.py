@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import Counter, Histogram
+
 from spec_stack.api.answering import samples
+from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, RequestCancelled
-from spec_stack.serve.metrics import ServerMetrics
+from spec_stack.serve.http import AppMetrics
 from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
 from spec_stack.serve.responses import Json, ResponseBuilder
-from spec_stack.serve.sessions import SessionStore
+from spec_stack.types import Metrics
 
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
@@ -25,6 +28,83 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Answer = Json | BadRequestError
+
+
+# Counter, meaning, and the field of an answer's metrics.
+_COUNTED = (
+    ("generated_tokens", "Tokens generated", "num_tokens"),
+    ("steps", "Forwards of the target", "num_steps"),
+    ("drafted_tokens", "Tokens drafted", "num_proposed"),
+    ("accepted_tokens", "Drafted tokens accepted", "num_accepted"),
+)
+_PROMPT_PARTS = {
+    "all": "num_prompt_tokens",
+    "cached": "num_cached_tokens",
+    "kept": "num_kept_tokens",
+    "recalled": "num_recalled_tokens",
+}
+
+
+class ServerMetrics(AppMetrics):
+    """The server's metrics."""
+
+    def __init__(self) -> None:
+        super().__init__("ok, cancelled, refused, failed")
+        self._ttft_s = Histogram("ttft_seconds", "From the first work to the first token", **self.of_app)
+        parts = f"Prompt tokens ({', '.join(_PROMPT_PARTS)})"
+        self._prompt_tokens = Counter("prompt_tokens", parts, ["part"], **self.of_app)
+        self._counters = {field: Counter(name, meaning, **self.of_app) for name, meaning, field in _COUNTED}
+
+    def add(self, metrics: Metrics) -> None:
+        """Count one answer."""
+        self._ttft_s.observe(metrics.ttft_s)
+        for part, field in _PROMPT_PARTS.items():
+            self._prompt_tokens.labels(part).inc(getattr(metrics, field))
+        for field, counter in self._counters.items():
+            counter.inc(getattr(metrics, field))
+
+
+class SessionStore:
+    """Least-recently-used sessions, and each client's n-gram memory; single-threaded. max_sessions limits the sessions,
+    and the number of clients with a memory."""
+
+    def __init__(self, generator: SpecStackGenerator, max_sessions: int, ngram_cache_tokens: int = 0) -> None:
+        self._generator, self._max = generator, max_sessions
+        # In order of last use.
+        self._kept: list[tuple[str, Session]] = []
+
+        @lru_cache(max_sessions)
+        def memory_of(client: str) -> SharedNgramCache | None:
+            """A shared one would leak answers through latency."""
+            return SharedNgramCache(ngram_cache_tokens) if ngram_cache_tokens else None
+
+        self._memory_of = memory_of
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @contextmanager
+    def lend(self, client: str, prompt: EncodedPrompt) -> Iterator[Session]:
+        """The client's session with the longest common prefix, or a new one; dropped on failure. Other clients'
+        sessions are never used: latency and recalled tokens would leak their texts."""
+        lengths = [session.num_continued(encoded=prompt) if owner == client else 0 for owner, session in self._kept]
+        longest, memory = max(lengths, default=0), self._memory_of(client)
+        session = self._kept.pop(lengths.index(longest))[1] if longest else self._generator.session(ngram_cache=memory)
+        self._kept.append((client, session))
+        try:
+            yield session
+        # Not after a disconnect, where the conversation can continue.
+        except Exception:
+            self._kept.pop()[1].close()
+            raise
+        finally:
+            while len(self._kept) > self._max:
+                self._kept.pop(0)[1].close()
+
+    def close(self) -> None:
+        for _, session in self._kept:
+            session.close()
+        self._kept = []
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.fair_executor import RequestCancelled
 from spec_stack.serve.process_pool import RequestPool
-from spec_stack.serve.sessions import SessionStore
+from spec_stack.serve.worker import SessionStore
 from tests.serve.conftest import Server
 
 Start = Callable[..., Server]
