@@ -195,14 +195,14 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from spec_stack.explain.command import explain_live, render
-    from spec_stack.explain.observe import watching
+    from spec_stack.explain.observe import explain_live
+    from spec_stack.explain.page import render
 
     check_writable(arguments.out)
     text, options = None if arguments.demo else read_prompt(arguments), answer_options(arguments)
     if text is not None and not text.strip():
         raise ValueError("the prompt is empty")
-    generator = watching(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
+    generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
     if text is None:
         from spec_stack.cli.demo import hide_fact
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from spec_stack.engine.conversation import Turn
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Call, Request
-from spec_stack.explain.data import STATE_LETTERS, PromptView, QuerySegment, RunView, TurnView, written
+from spec_stack.explain.page import STATE_LETTERS, Explanation, PromptView, QuerySegment, RunView, TurnView, written
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.rule import ScoringInputs
@@ -75,9 +76,35 @@ class TracedEngine(Engine):
         return super().answer(request, caches)
 
 
-def watching(generator: SpecStackGenerator) -> SpecStackGenerator:
-    """A generator over the same models and configuration, with untrained policies, for `watch`."""
-    return SpecStackGenerator.over(TracedEngine(generator.pair, generator.config))
+def explain_live(
+    generator: SpecStackGenerator,
+    *,
+    title: str,
+    pair: str,
+    options: Mapping[str, Any],
+    messages: Sequence[Mapping[str, str]] | None,
+    questions: Sequence[str],
+    compare: bool = False,
+) -> Explanation:
+    """Run questions as turns of a session after `messages`, or as plain texts without, and return the page data.
+
+    compare: run again with dense prefill and the same decoding.
+    """
+    # A process's first forward is slower than later ones.
+    generator.generate(input_ids=[0] * 8, max_tokens=4, ignore_eos=True)
+    ways = {"sparse prefill" if compare else "this run": dict(options)}
+    if compare:
+        ways["dense prefill"] = {**options, "sparse_prefill": "off"}
+    runs = [watch(generator, name, messages, questions, **own) for name, own in ways.items()]
+    metrics = runs[0].turns[0].metrics
+    about = {
+        "pair": pair,
+        "precision": f"{metrics['precision']}, draft {metrics['draft_precision']}",
+        "policy": str(metrics["policy"]),
+        "device": f"{generator.target.device}, {torch.get_num_threads()} threads",
+        "date": date.today().isoformat(),
+    }
+    return Explanation(title, about, runs)
 
 
 def watch(
@@ -88,7 +115,9 @@ def watch(
     **options: Any,
 ) -> RunView:
     """Answer questions as turns of a session, after the messages; None continues each as a plain text. options: as in
-    `generate`."""
+    `generate`. The policy begins untrained."""
+    engine = TracedEngine(generator.pair, generator.config)
+    generator = SpecStackGenerator.over(engine)
     said, turns = list(messages or ()), []
     # A session needs all layers of the draft, and has a last step more, which prepares the next turn.
     with generator.session() if len(questions) > 1 else nullcontext(generator) as answering:
@@ -97,13 +126,13 @@ def watch(
             prompt: dict[str, Any] = {"prompt": question} if messages is None else {"messages": said}
             result = answering.generate(**prompt, **options, return_records=True)
             said.append({"role": "assistant", "content": result.text})
-            turns.append(view_of(generator, question, result))
+            turns.append(view_of(engine, question, result))
     return RunView(name, turns)
 
 
-def view_of(generator: SpecStackGenerator, question: str, result: GenerationResult) -> TurnView:
+def view_of(engine: TracedEngine, question: str, result: GenerationResult) -> TurnView:
     """The last request as page data."""
-    seen, pair, records = cast(TracedEngine, generator.engine).seen, generator.pair, result.records or []
+    seen, pair, records = engine.seen, engine.pair, result.records or []
     request, selection = seen.request, seen.selection
     if selection is None:
         raise RuntimeError("the request has not run to its end")

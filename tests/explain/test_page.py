@@ -14,9 +14,8 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.main import main
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.explain.command import explain_live, render
-from spec_stack.explain.data import Explanation, PromptView, QuerySegment, RunView, TurnView, WrittenToken
-from spec_stack.explain.observe import watch, watching
+from spec_stack.explain.observe import explain_live, watch
+from spec_stack.explain.page import Explanation, PromptView, QuerySegment, RunView, TurnView, WrittenToken, render
 from tests.support.models import make_model, make_tokenizer
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- {{data}} {{title}} & \u2028"
@@ -57,8 +56,7 @@ def data_of(page: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def watched() -> SpecStackGenerator:
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, granularity="chunks", on_scoring_failure="raise"))
-    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    return watching(generator)
+    return SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
 
 
 PROMPT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(40)) + "\ndef f"
@@ -134,7 +132,7 @@ def queries_of(text: str, **prefill: Any) -> list[QuerySegment]:
     """What scores a user message, the tokens of each segment checked."""
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_failure="raise", **prefill))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    run = watch(watching(generator), "r", [], [text], max_tokens=2)
+    run = watch(generator, "r", [], [text], max_tokens=2)
     prompt = run.turns[0].prompt
     for query in prompt.queries:
         assert query.start >= len(prompt.tokens) or query.text == "".join(prompt.tokens[query.start : query.stop])
@@ -156,7 +154,7 @@ def test_the_question_scores_wherever_it_stands() -> None:
 def test_one_question_needs_no_session_and_so_not_all_layers_of_the_draft() -> None:
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, num_scoring_layers=2, on_scoring_failure="raise"))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    (turn,) = watch(watching(generator), "r", [], [f"{DOCUMENT}\n\n{QUESTION}"], max_tokens=2).turns
+    (turn,) = watch(generator, "r", [], [f"{DOCUMENT}\n\n{QUESTION}"], max_tokens=2).turns
     assert "d" in turn.prompt.states
 
 
@@ -172,7 +170,7 @@ def test_a_draft_with_another_tokenizer_has_the_same_segments() -> None:
     for draft_tokenizer in (None, other):
         models = make_model(seed=1, vocab=20), make_model(seed=2, vocab=20)
         generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
-        run = watch(watching(generator), "r", None, ["abcdab?" * 90], max_tokens=2)
+        run = watch(generator, "r", None, ["abcdab?" * 90], max_tokens=2)
         spans.append({(query.start, query.stop) for query in run.turns[0].prompt.queries})
     assert spans[0] == spans[1]
     assert len(spans[0]) > 1
@@ -198,7 +196,7 @@ def test_a_look_ahead_that_scores_nothing_is_not_shown() -> None:
     )
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     questions = [f"{DOCUMENT}\n\n{QUESTION}", f"{DOCUMENT}\n\n{QUESTION}"]
-    for turn in watch(watching(generator), "r", [], questions, max_tokens=2).turns:
+    for turn in watch(generator, "r", [], questions, max_tokens=2).turns:
         (query,) = turn.prompt.queries
         assert query.text.strip() == QUESTION
         assert query.stop < len(turn.prompt.tokens)

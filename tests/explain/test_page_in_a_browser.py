@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.explain.command import render
-from spec_stack.explain.data import Explanation, RunView
-from spec_stack.explain.observe import watch, watching
+from spec_stack.explain.observe import watch
+from spec_stack.explain.page import Explanation, RunView, render
 from tests.support.browser import Page, find_browser
 
 pytestmark = [
@@ -22,9 +21,8 @@ QUESTIONS = [f"{DOCUMENT}\n\nWhat is f3 <b>of 1</b>?", "And f7?"]
 def shown() -> list[RunView]:
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    watched = watching(generator)
     ways = {"sparse": None, "dense": "off"}
-    return [watch(watched, name, [], QUESTIONS, max_tokens=16, sparse_prefill=way) for name, way in ways.items()]
+    return [watch(generator, name, [], QUESTIONS, max_tokens=16, sparse_prefill=way) for name, way in ways.items()]
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,22 @@
-"""Page data of a run: prompts with kept tokens, answers with the writer of each token, steps."""
+"""The page: what it holds, and its HTML, one self-contained file."""
 
 from __future__ import annotations
 
+import html
+import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
 from typing import Any
 
+from spec_stack import __version__
 from spec_stack.controller.base import StepRecord
 
 STATE_LETTERS = {"kept": "k", "dropped": "d", "protected": "p", "recalled": "r", "cached": "c"}
 """One letter per token state."""
+# They could end a script element or open a comment; in JSON they occur only in strings.
+_ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
 
 
 @dataclass(frozen=True)
@@ -99,3 +106,19 @@ def written(records: Sequence[StepRecord], texts: Sequence[str]) -> list[Written
     if len(texts) != len(tokens):
         raise ValueError(f"{len(texts)} texts for {len(tokens)} tokens; give the records of the whole answer")
     return [WrittenToken(text, index, writer) for text, (index, writer) in zip(texts, tokens, strict=True)]
+
+
+def render(explanation: Explanation) -> str:
+    """The page's HTML. Prompt and answer texts are never markup: they pass through JSON into text nodes."""
+    room = files("spec_stack.explain")
+    page = (room / "page.html").read_text(encoding="utf-8")
+    data = json.dumps(asdict(explanation), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    slots = {
+        "title": html.escape(explanation.title),
+        "version": html.escape(__version__),
+        "style": (room / "page.css").read_text(encoding="utf-8"),
+        "script": (room / "page.js").read_text(encoding="utf-8"),
+        "data": data.translate(_ESCAPES),
+    }
+    # One pass, so that inserted text is never searched for slots.
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: slots[slot[1]], page)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.explain.data import writers_of, written
+from spec_stack.explain.page import writers_of, written
 
 
 def record(step: int, gamma: int, num_accepted: int, num_tokens: int | None = None) -> StepRecord:
