@@ -15,7 +15,7 @@ from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_tokenizer, open_alone
-from spec_stack.hf.prompt import Message, Span, num_shared
+from spec_stack.hf.prompt import Message, Span, check_unicode, num_shared
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
@@ -345,6 +345,7 @@ class PrunerConversation:
         chat, contents = _contents(messages)
         _add_question(chat, contents, question)
         written, begins = self._write(chat, contents, isinstance(messages, str))
+        check_unicode(written)
         encoded = self._pair.tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         token_ids = list(encoded.input_ids)
         starts, ends = ([span[side] for span in encoded.offset_mapping] for side in (0, 1))

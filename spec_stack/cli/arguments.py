@@ -346,7 +346,7 @@ def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
-    """The prompt: a file or standard input, followed by the argument."""
+    """The prompt: a file or standard input, followed by the argument. Raises ValueError if it is empty."""
     parts = []
     if arguments.file is not None and str(arguments.file) != "-":
         parts.append(read_document(arguments.file))
@@ -354,7 +354,10 @@ def read_prompt(arguments: argparse.Namespace) -> str:
         parts.append(_standard_input("no prompt"))
     if arguments.prompt not in (None, "-"):
         parts.append(str(arguments.prompt))
-    return "\n\n".join(part for part in parts if part)
+    prompt = "\n\n".join(part for part in parts if part)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    return prompt
 
 
 def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import shorten
@@ -56,8 +57,6 @@ def _tell(text: str) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments)
-    if not prompt.strip():
-        raise ValueError("the prompt is empty")
     if arguments.records is not None:
         check_record_path(arguments.records)
     request = request_of(arguments)
@@ -200,8 +199,6 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     check_writable(arguments.out)
     text, options = None if arguments.demo else read_prompt(arguments), answer_options(arguments)
-    if text is not None and not text.strip():
-        raise ValueError("the prompt is empty")
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
     if text is None:
         from spec_stack.cli.demo import hide_fact
@@ -315,7 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # One line, also of a library's error of several.
         problem = f"{error}; {how_to_install('serve')}" if is_extra else " ".join(str(error).split())
         if getattr(arguments, "json", False):
-            print(json.dumps({"error": problem}))
+            # Standard output may be what failed.
+            with suppress(OSError):
+                print(json.dumps({"error": problem}), flush=True)
         _tell(f"spec-stack: error: {problem}")
         return 2
     except KeyboardInterrupt:

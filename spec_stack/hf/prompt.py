@@ -240,7 +240,7 @@ def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> Encod
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a plain prompt, with leading but no closing special tokens."""
-    _check_unicode(text)
+    check_unicode(text)
     # verbose=False: our own error reports prompts over the position limit.
     ids = list(tokenizer(text, verbose=False).input_ids)
     if ids[-1:] != [tokenizer.eos_token_id]:
@@ -249,7 +249,8 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return ids[:-1] if len(ids) > len(plain) else ids
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str) -> None:
+    """Raise ValueError for lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -267,7 +268,7 @@ def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | No
     template = source.template(tokenizer)
     chat = template.fit(source.messages or ())
     text = template.render(chat.messages)
-    _check_unicode(text)
+    check_unicode(text)
     if not tokenizer.is_fast:
         # Without character offsets the content cannot be located.
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -166,6 +168,18 @@ def test_a_missing_library_is_one_line(capsys: pytest.CaptureFixture[str], monke
     captured = capsys.readouterr()
     assert "spec_stack.api.generator" in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_an_error_beside_an_output_that_cannot_be_written_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sys.stdout", Full())
+    assert main(["generate", "   ", "--json"]) == 2
+    assert capsys.readouterr().err == "spec-stack: error: the prompt is empty\n"
 
 
 class Terminal(io.StringIO):

@@ -47,6 +47,17 @@ def test_messages_keep_their_form(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(json.dumps(shorter)) < len(json.dumps(given)) / 2
 
 
+def test_bytes_that_are_no_text_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "body.json"
+    path.write_text('[{"role": "user", "content": "half a pair \\ud800"}]')
+    monkeypatch.setattr("sys.stdin", io.StringIO("\udcff\udcfe"))
+    for where in ("-", str(path)):
+        assert main(["prune", where, "--max-tokens", "20", "--device", "cpu"]) == 2
+        assert "not valid Unicode" in capsys.readouterr().err
+
+
 def test_json_has_the_counts_and_other_json_is_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "data.json"
     path.write_text('[{"name": "x"}]')
