@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from spec_stack.config import PRECISIONS, DecodeConfig, DraftStep, LoadConfig, PrefillConfig
-from spec_stack.controller.predictor import load_step_predictor
+from spec_stack.config import PRECISIONS, DraftStep, LoadConfig, PrefillConfig
 from spec_stack.hf import architectures, loading
 from spec_stack.hf.fixed_step import describe_step, why_eager
 from spec_stack.hf.precision import (
@@ -23,7 +22,6 @@ from spec_stack.hf.precision import (
     stored_precision,
     unquantized_dtype,
 )
-from spec_stack.hf.prepack import can_prepack
 from spec_stack.prefill.calibration import describe_setting
 from spec_stack.prefill.cost import Shape, counted_break_even, expected_gain
 from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
@@ -59,15 +57,7 @@ def diagnose(
         asked = LoadConfig(precision, draft_precision, draft_step)
         on = loading.resolve_device(device)
         report["device"] = str(on)
-        report["policy"] = DecodeConfig.policy
-        report["sparse_prefill"] = (
-            f"prompts of {PrefillConfig.min_prompt_tokens} tokens or more, unless a call says otherwise"
-        )
         sources = loading.resolve_pair(target, draft)
-        report["pair"] = "embedded" if target is None else "given"
-        report["predictors"] = {
-            policy: _describe_predictor(file) for policy, file in loading.predictors_beside(sources[1]).items()
-        }
         configs = loading.load_config(sources[0]), loading.load_config(sources[1])
         for role, source, config in zip(_ROLES, sources, configs, strict=True):
             report[role] = _describe(source, config, on)
@@ -76,11 +66,8 @@ def diagnose(
         loading.check_pair(*configs)
         precisions = resolve_precisions(*configs, asked, on)
         for role, config, resolved in zip(_ROLES, configs, precisions, strict=True):
-            report[role] |= {
-                "precision": resolved.name,
-                "prepack_linears": can_prepack(on, resolved.dtype),
-                "step": _describe_step(role, config, on, asked.draft_step, resolved),
-            }
+            step = _describe_step(role, config, on, asked.draft_step, resolved)
+            report[role] |= {"precision": resolved.name, "step": step}
         report["decoding"] = _describe_decoding(*configs, precisions)
         tokenizers = loading.load_tokenizers(*sources)
         report["draft"]["tokenizer"] = "the target's" if tokenizers[0] is tokenizers[1] else "its own"
@@ -125,11 +112,6 @@ def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Pre
         f"a drafted token costs about c = {share:.2f} of a step, by the bytes of the weights: decoding at most "
         f"{1 / share:.1f}x; --measure times it"
     )
-
-
-def _describe_predictor(file: Path) -> str:
-    card = load_step_predictor(file).card
-    return f"{card.model} of {card.num_examples} steps, {card.num_prompts} prompts ({file.name})"
 
 
 def _describe_prefill(draft: str, target_config: Any, draft_config: Any, on_gpu: bool) -> tuple[str, str]:
@@ -197,16 +179,10 @@ def _support(target: Any, draft: Any) -> dict[str, str]:
 
 def _describe(source: str, whole: Any, device: torch.device) -> dict[str, Any]:
     config = architectures.text_config(whole)
-    heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     weights = [path.stat().st_size for path in Path(source).glob("*.safetensors")] if Path(source).is_dir() else []
     return {
         "source": source,
         "model_type": config.model_type,
-        "layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "heads": None if heads is None else f"{heads} over {kv_heads} key/value",
-        "sliding_window": getattr(config, "sliding_window", None),
-        "vocab_size": config.vocab_size,
         "max_positions": getattr(config, "max_position_embeddings", None),
         "weights_mb": round(sum(weights) / 1e6, 1) if weights else None,
         "memory_mb": _memory_mb(whole, device),

@@ -225,7 +225,7 @@ def test_the_doctor_reports_a_healthy_and_a_broken_pair(folders: tuple[Path, Pat
     healthy = diagnose(None, None, "auto", "cpu")
     assert healthy["problem"] is None
     assert healthy["target"]["precision"] == healthy["draft"]["precision"] == "fp32"
-    assert healthy["target"]["layers"] > healthy["draft"]["layers"]
+    assert healthy["target"]["memory_mb"]["fp32"] > healthy["draft"]["memory_mb"]["fp32"]
     assert healthy["packages"]["torch"]
     assert healthy["vocabulary"]["tokenizer"] == "same"
     path = folders[1] / "config.json"

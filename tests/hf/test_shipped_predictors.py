@@ -9,7 +9,6 @@ import pytest
 
 from experiments.policies.training import as_network, make_estimator, save_predictor, step_examples
 from spec_stack import SpecStackGenerator
-from spec_stack.cli import doctor
 from spec_stack.controller.predictor import FILE_NAME, KIND, STEP_FEATURES, Card, load_step_predictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.hf import loading
@@ -39,8 +38,6 @@ def test_a_pair_finds_the_predictor_beside_its_draft(trained: Path) -> None:
     generator = SpecStackGenerator.from_pretrained(target, trained.parent, device="cpu", precision="fp32")
     assert generator.pair.predictors == {"speckv": trained}
     assert generator.generate(PROMPT, policy="speckv", **OPTIONS).metrics.policy == "speckv"
-    report = doctor.diagnose(target, trained.parent, "fp32", "cpu")
-    assert report["predictors"]["speckv"].startswith("ridge of ")
 
 
 @pytest.mark.slow
