@@ -215,8 +215,10 @@ def _add_serve(commands: Any) -> None:
     _add(parser, ServeConfig, but=("api_keys", "cors_origins"))
     _add_pruning_arguments(parser)
     _add(parser, DecodeConfig, "policy", "proposer")
-    _add_list(parser, "--api-key", "API key that requests must have (or SPEC_STACK_API_KEY)", dest="api_keys")
-    _add_list(parser, "--cors-origin", meaning(ServeConfig, "cors_origins"), dest="cors_origins")
+    _add_list(
+        parser, "--api-key", "API key that requests must have (or SPEC_STACK_API_KEY)", dest="api_keys", metavar="KEY"
+    )
+    _add_list(parser, "--cors-origin", meaning(ServeConfig, "cors_origins"), dest="cors_origins", metavar="ORIGIN")
 
 
 def _add_proxy(commands: Any) -> None:
