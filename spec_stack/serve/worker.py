@@ -16,9 +16,9 @@ from spec_stack.api.answering import samples
 from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, RequestCancelled
+from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor
 from spec_stack.serve.http import AppMetrics
-from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
+from spec_stack.serve.protocol import FAILED, BadRequestError
 from spec_stack.serve.responses import Json, ResponseBuilder
 from spec_stack.types import Metrics
 
@@ -132,7 +132,9 @@ class Worker:
 
     def submit(self, client: str, request: QueuedRequest) -> asyncio.Task[Answer]:
         """Queue a request. The result is the whole response, or the error. Raises QueueFullError."""
-        return self.queue.submit(client, partial(self._run, client, request))
+        job = self.queue.submit(client, partial(self._run, client, request))
+        job.add_done_callback(self._count)
+        return job
 
     async def stop(self) -> None:
         """Cancel all requests; returns when the running one has ended, or after a second."""
@@ -141,20 +143,25 @@ class Worker:
             self.sessions.close()
 
     def _run(self, client: str, request: QueuedRequest, check_cancelled: CheckCancelled) -> Answer:
-        answer: Answer
         try:
             with self.sessions.lend(client, request.prompt) as session:
                 self._generate(request, session, check_cancelled)
-            outcome, answer = "ok", request.builder.whole()
-        except RequestCancelled:
-            outcome, answer = "cancelled", BadRequestError(CANCELLED, status=503)
+            return request.builder.whole()
         except ValueError as error:
-            outcome, answer = "refused", BadRequestError(str(error))
+            return BadRequestError(str(error))
         except Exception:
             logger.exception("a request failed")
-            outcome, answer = "failed", BadRequestError(FAILED, status=500)
+            return BadRequestError(FAILED, status=500)
+
+    def _count(self, job: asyncio.Task[Answer]) -> None:
+        """Count a request by how it ended, also one that was cancelled in the queue."""
+        if job.cancelled():
+            outcome = "cancelled"
+        elif isinstance(answer := job.result(), BadRequestError):
+            outcome = "failed" if answer.status == 500 else "refused"
+        else:
+            outcome = "ok"
         self.metrics.requests.labels(outcome).inc()
-        return answer
 
     def _generate(self, request: QueuedRequest, session: Session, check_cancelled: CheckCancelled) -> None:
         """Generate all choices."""

@@ -395,6 +395,22 @@ def test_a_full_line_is_refused_while_others_wait_their_turn(start: Start) -> No
     assert sorted(done) == ["one", "two"]
 
 
+def test_a_client_that_leaves_the_queue_is_counted(start: Start) -> None:
+    server = start()
+    stream = _open_stream(server)
+    next(iter(stream))
+    leaving = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    leaving.request("POST", "/v1/completions", b'{"prompt": "a"}', {"Content-Type": "application/json"})
+    assert until(lambda: len(server.worker.queue) == 1)
+    leaving.close()
+    assert until(lambda: len(server.worker.queue) == 0)
+    assert server.worker.queue.is_busy
+    scraping = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    scraping.request("GET", "/metrics")
+    assert 'spec_stack_requests_total{outcome="cancelled"} 1.0' in scraping.getresponse().read().decode().splitlines()
+    stream.close()
+
+
 def test_health_and_metrics_tell_how_it_goes(start: Start) -> None:
     server = start()
     client = server.client()
