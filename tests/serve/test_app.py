@@ -133,11 +133,17 @@ def test_a_clients_answers_are_remembered_for_n_gram_lookup(embedded: SpecStackG
         return counts
 
     alone, again, other = num_looked_up(SessionStore(embedded, 2, 1000), "aab")
-    assert again > alone == other
-    assert num_looked_up(SessionStore(embedded, 2, 0), "aa") == [alone, alone]
+    # Proposals depend on measured seconds too, so counts of the same kind differ by a few.
+    most_alone = (max(alone, other) + again) / 2
+    assert again > max(alone, other) + 4
+
+    def remembers(store: SessionStore, clients: str) -> list[bool]:
+        return [count > most_alone for count in num_looked_up(store, clients)]
+
+    assert remembers(SessionStore(embedded, 2, 0), "aa") == [False, False]
     # With room for two clients the one that has been silent for longest is forgotten.
-    assert num_looked_up(SessionStore(embedded, 2, 1000), "abaca") == [alone, alone, again, alone, again]
-    assert num_looked_up(SessionStore(embedded, 2, 1000), "abca")[-1] == alone
+    assert remembers(SessionStore(embedded, 2, 1000), "abaca") == [False, False, True, False, True]
+    assert not remembers(SessionStore(embedded, 2, 1000), "abca")[-1]
 
 
 def test_a_session_that_fails_is_dropped_and_one_of_a_cancelled_request_is_kept(embedded: SpecStackGenerator) -> None:
