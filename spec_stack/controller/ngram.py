@@ -80,7 +80,7 @@ class NgramPolicy:
 
     @property
     def _tokens_per_s(self) -> float:
-        return self._rate.value / self._cost.plain_s if self._cost.ready_to_verify else 0.0
+        return self._rate.value / self._cost.plain_s if self._cost.knows_plain else 0.0
 
     def price(self, beside: int = 0) -> float:
         """The chance at which one more verified token pays for its time `beside` so many others."""
@@ -187,7 +187,7 @@ class NgramPolicy:
             # N-gram tokens are fed when the draft is next used, so those seconds say nothing of a drafted token.
             draft_s = min(draft_s, cost.draft_s(record.num_drafted))
         cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_ngram_tokens)
-        if not cost.ready_to_verify:
+        if not cost.knows_plain:
             return
         bound = TOLERANCE * cost.seconds(record.num_drafted, record.num_ngram_tokens)
         self._rate.add(record.num_tokens, min(record.seconds, bound) / cost.plain_s)

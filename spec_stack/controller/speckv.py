@@ -117,8 +117,10 @@ class SpecKV(Policy):
             return self.gammas[self._online.num_seen % len(self.gammas)]
         expected = self._expected_tokens(self._signals, context.precision, self.gammas)
         cost = self._costs.at(context)
-        if self.objective == "per_step" or not cost.ready:
+        if self.objective == "per_step":
             return self.gammas[expected.index(max(expected))]
+        if not cost.knows_plain:
+            return 0
         # Scaled by the recent ratio of real to expected tokens: the predictor was trained elsewhere.
         tokens = [(each - 1) * self._recent + 1 for each in expected]
         rates = [each / cost.seconds(gamma) for each, gamma in zip(tokens, self.gammas, strict=True)]

@@ -6,11 +6,11 @@ Outliers (stalls) are pulled towards the expectation. Slopes shrink towards 0: o
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from operator import mul
-from statistics import median
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -69,6 +69,26 @@ def length_scale(num_slots: float) -> int:
     return round(math.log2(max(num_slots, _SHORT_CONTEXT)))
 
 
+class Allowance:
+    """The plain steps that drafting may still lose: a start, a share of the time so far, and its own net gain.
+
+    A step is tried only while some are left, so over any number of requests plain decoding is quicker by at most the
+    share, the start and one step's loss. What is left has an upper bound, which ends a draft that has become bad, and a
+    request begins with little of the gain of others.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = TUNING.start_allowance
+
+    def begin_request(self) -> None:
+        self.num_steps = min(self.num_steps, TUNING.carried_allowance)
+
+    def add(self, num_tokens: float, num_plain_steps: float, has_drafted: bool) -> None:
+        """Account for a step that took as long as so many plain ones."""
+        gain = num_tokens - num_plain_steps if has_drafted else 0.0
+        self.num_steps = min(self.num_steps + gain + TUNING.try_share * num_plain_steps, TUNING.most_allowance)
+
+
 class RequestRate:
     """Tokens per unit of time over a discounted past.
 
@@ -104,26 +124,28 @@ class RequestRate:
 class DiscountedCurve:
     """y = base + Σ slope_k * max(x - knot_k, 0) over a discounted past.
 
-    Ridge regression by coordinate descent, warm-started. is_convex: slopes of 0 or more, since a target's products of a
-    few rows take as long as those of one and many rows do not.
+    Ridge regression of the slopes by coordinate descent, warm-started. is_target: of a target's seconds by verified
+    tokens. Its slopes are 0 or more, since products of a few rows take as long as those of one and many rows do not.
+    Its base is the mean of y at 0, which lasts while every step drafts; until there is one, the least y stands for it.
     """
 
     def __init__(
         self,
         knots: Sequence[float] = TUNING.knots,
         shrinkage: float = TUNING.shrinkage,
-        is_convex: bool = True,
+        is_target: bool = True,
     ) -> None:
-        self._knots, self._shrinkage = knots, shrinkage
-        self._least_slope = 0.0 if is_convex else -math.inf
+        self._knots, self._shrinkage, self._is_target = knots, shrinkage, is_target
+        self._least_slope = 0.0 if is_target else -math.inf
         # Discounted sums of products of (1, max(x - knot, 0) for every knot, y).
         self._moments = np.zeros((len(knots) + 2, len(knots) + 2))
         self._slopes = [0.0] * len(knots)
         self.base = 0.0
+        self.num_plain = 0
 
     @property
     def weight(self) -> float:
-        """Observations, discounted."""
+        """Observations, discounted; of a target those that verified something."""
         return float(self._moments[0, 0])
 
     def at(self, x: float) -> float:
@@ -134,27 +156,39 @@ class DiscountedCurve:
         expected = self.at(x)
         if expected > 0:
             y = min(y, expected * TOLERANCE)
+        if self._is_target:
+            self._move_base(x, y)
+            if x == 0:
+                return
         row = np.array([1.0, *(max(x - knot, 0.0) for knot in self._knots), y])
         self._moments = TUNING.keep * self._moments + np.outer(row, row)
         self._settle()
 
+    def _move_base(self, x: float, y: float) -> None:
+        if x == 0:
+            self.num_plain += 1
+            self.base += (y - self.base) / min(self.num_plain, TUNING.base_steps)
+        elif self.num_plain:
+            # More tokens in far less time: the machine was slow when it took fewer.
+            self.base = min(self.base, y * TOLERANCE)
+        else:
+            self.base = min(self.base or y, y)
+
     def _settle(self) -> None:
         means = self._moments[0] / self.weight
-        covariance = (self._moments - self.weight * np.outer(means, means))[1:-1, 1:].tolist()
-        slopes = self._slopes
+        sums = self._moments[1:-1, 1:].copy()
+        if self._is_target:
+            sums[:, -1] -= self.base * self._moments[1:-1, 0]
+        else:
+            sums -= self.weight * np.outer(means[1:-1], means[1:])
+        products_of, slopes = sums.tolist(), self._slopes
         for _ in range(_ROUNDS):
-            for at, (*products, with_y) in enumerate(covariance):
+            for at, (*products, with_y) in enumerate(products_of):
                 others = sum(map(mul, products, slopes)) - products[at] * slopes[at]
                 slope = (with_y - others) / (max(products[at], 0.0) + self._shrinkage)
                 slopes[at] = max(slope, self._least_slope)
-        self.base = float(means[-1]) - sum(map(mul, slopes, means[1:-1].tolist()))
-
-
-class _Sample(NamedTuple):
-    gamma: int
-    draft_s: float
-    verify_s: float
-    num_verified: int
+        if not self._is_target:
+            self.base = float(means[-1]) - sum(map(mul, slopes, means[1:-1].tolist()))
 
 
 class StepCost:
@@ -165,24 +199,26 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._warm_up: list[_Sample] = []
-        self._num_drafted = self._drafting_s = 0.0
+        # Per token, of the newest steps that drafted.
+        self._drafted_s: deque[float] = deque(maxlen=TUNING.draft_steps)
         self._verify = DiscountedCurve()
-        self._has_drafted = False
         self._num_proposed = self._num_recomputed = 0.0
+        self.most_drafted = 0
 
     @property
     def ready(self) -> bool:
-        """Return whether the warm-up is over and something has been drafted."""
-        return self._has_drafted and self.ready_to_verify
+        """Return whether a plain step and one that drafted are known."""
+        return self.knows_plain and self.most_drafted > 0
 
     @property
-    def ready_to_verify(self) -> bool:
-        return len(self._warm_up) >= TUNING.warm_up
+    def knows_plain(self) -> bool:
+        return self._verify.num_plain > 0
 
     def draft_s(self, gamma: int) -> float:
         """Expected seconds of drafting gamma tokens, without catching up."""
-        return gamma * self._drafting_s / self._num_drafted if self._num_drafted else 0.0
+        # The lower median of the newest steps and a guess, so that one stall is not believed, nor a slow first step.
+        known = sorted([*self._drafted_s, TUNING.start_draft * self.plain_s])
+        return gamma * known[(len(known) - 1) // 2]
 
     def verify_s(self, num_tokens: float) -> float:
         """Expected seconds of verifying so many proposed tokens."""
@@ -216,34 +252,7 @@ class StepCost:
         """Learn from one decode step; do not pass prefill steps."""
         self._num_proposed = self._num_proposed * TUNING.keep + gamma + num_ngram_tokens
         self._num_recomputed = self._num_recomputed * TUNING.keep + num_recomputed
-        self._has_drafted = self._has_drafted or gamma > 0
-        step = _Sample(gamma, draft_s, verify_s, gamma + num_ngram_tokens + num_recomputed)
-        if self.ready_to_verify:
-            self._add(step)
-            return
-        self._warm_up.append(step)
-        if self.ready_to_verify:
-            for early in _calmed(self._warm_up):
-                self._add(early)
-
-    def _add(self, step: _Sample) -> None:
-        draft_s = step.draft_s
-        if self._num_drafted:
-            draft_s = min(draft_s, TOLERANCE * self.draft_s(step.gamma))
-        self._num_drafted = self._num_drafted * TUNING.draft_keep + step.gamma
-        self._drafting_s = self._drafting_s * TUNING.draft_keep + draft_s
-        self._verify.add(step.num_verified, step.verify_s)
-
-
-def _calmed(steps: list[_Sample]) -> list[_Sample]:
-    """The warm-up steps, each clipped to the tolerance around their median."""
-    per_token = [step.draft_s / step.gamma for step in steps if step.gamma]
-    typical_draft = median(per_token) if per_token else 0.0
-    typical_verify = median(step.verify_s for step in steps)
-    return [
-        step._replace(
-            draft_s=min(step.draft_s, TOLERANCE * typical_draft * step.gamma),
-            verify_s=min(max(step.verify_s, typical_verify / TOLERANCE), TOLERANCE * typical_verify),
-        )
-        for step in steps
-    ]
+        if gamma:
+            self._drafted_s.append(draft_s / gamma)
+            self.most_drafted = max(self.most_drafted, gamma)
+        self._verify.add(gamma + num_ngram_tokens + num_recomputed, verify_s)

@@ -15,13 +15,15 @@ class Tuning:
     # Seconds of a step.
     keep: float = 0.98
     """What each step leaves of the weight of earlier ones, in seconds and in rates."""
-    draft_keep: float = 0.85
-    """The same for the draft's seconds per token, which hardly vary at one length and must follow where it changes."""
-    warm_up: int = 3
-    """First steps, of which the median counts."""
+    base_steps: int = 10
+    """Plain steps over which their seconds are averaged."""
+    draft_steps: int = 5
+    """Steps that drafted of which the draft's median seconds per token count."""
+    start_draft: float = 0.3
+    """The assumed cost of a token of an untried draft, and of the draft's prefill, as a share of the target's."""
     knots: tuple[float, ...] = (0.0, 4.0, 8.0, 16.0)
     """Verified tokens beside the last committed one at which the target's seconds may begin to rise faster."""
-    shrinkage: float = 4.0
+    shrinkage: float = 0.5
     """Ridge of the slopes between the knots, in steps."""
     batch_shrinkage: float = 0.3
     """The same on a server, whose curve has a knot at every candidate."""
@@ -38,23 +40,28 @@ class Tuning:
     """What each example leaves of an online regression's certainty, and each step of the rate by whole answers."""
 
     # When to draft.
-    least_speedup: float = 1.02
-    """Factor over plain decoding that drafting must gain."""
-    try_share: float = 0.016
-    """Below it, one token is tried when that costs this share of the time since the last try."""
-    idle_keep: float = 0.99
-    """What each step without a drafted token leaves of the drafting rate's past, so that a successful try counts."""
+    try_share: float = 0.015
+    """Share of the time that drafting may lose."""
+    start_allowance: float = 0.5
+    """Plain steps that an untried draft may lose."""
+    carried_allowance: float = 2.0
+    """Plain steps of earlier requests' gain that a request may lose."""
+    most_allowance: float = 8.0
+    """Plain steps of its own gain that a request may lose again."""
+    plain_every: int = 16
+    """Steps that draft between two plain ones, where drafting gains less than `start_speedup`; 8 times as many where
+    it gains more."""
     check_every: int = 32
-    """Steps between such plain steps, and between steps for the source of tokens that is held to be worse. A server
-    tries another gamma half as often, and gives up after so many steps of unknown seconds."""
+    """Steps between steps for the source of tokens that is held to be worse. A server tries another gamma half as
+    often, and gives up after so many steps of unknown seconds."""
     start_speedup: float = 1.3
-    """The assumed gain of an untried draft. Below it, a plain step is taken now and then, to learn its time."""
-    start_prefill: float = 0.3
-    """The assumed time of an untried draft's prefill, as a share of the target's."""
+    """The assumed gain of an untried draft."""
     long_lag: int = 32
     """Tokens to catch up on from which the draft's prefill is weighed against the answer's expected saving."""
     answer_tokens: int = 128
     """The assumed length of an answer."""
+    least_speedup: float = 1.02
+    """Factor in waiting that another gamma must gain on a server."""
 
     # N-gram lookup.
     least_reach: int = 8

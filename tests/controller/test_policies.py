@@ -199,7 +199,7 @@ def test_an_object_that_is_no_policy_is_refused_with_what_to_write() -> None:
         ("ema", {"gammas": (0, 1)}, "gammas"),
         ("speckv", {"gammas": ()}, "gammas"),
         ("speckv", {"predictor": "no/such/file.json"}, "file.json: cannot be read"),
-        ("throughput", {"cold_threshold": 1.0}, "cold_threshold"),
+        ("throughput", {"max_gamma": 0}, "max_gamma"),
         ("throughput", {"max_gamma": "8"}, "max_gamma"),
         ("speckv", {"gammas": 4}, "cannot be built"),
         ("speckv", {"objective": "tokens"}, "objective must be one of"),
@@ -272,6 +272,8 @@ class Hopeful:
 def test_speckv_counts_seconds_and_stops_where_plain_decoding_is_quicker() -> None:
     cheap, dear = SpecKV(predictor=Hopeful()), SpecKV(predictor=Hopeful())
     blind = SpecKV(predictor=Hopeful(), objective="per_step")
+    for policy in (cheap, dear):
+        policy.observe(step(0, 0))
     for gamma in (2, 4, 6, 8) * 5:
         cheap.observe(step(gamma, gamma))
         for policy in (dear, blind):
@@ -290,6 +292,7 @@ def test_speckv_takes_the_candidate_with_most_tokens_per_step() -> None:
 
     policy = SpecKV(predictor=Falling())
     assert policy.choose(context()) == 4
+    policy.observe(step(0, 0))
     last = step(4, 2)
     policy.observe(last)
     assert policy.choose(context(last=last)) == 4
@@ -332,11 +335,10 @@ def test_throughput_beats_every_fixed_gamma_where_signals_tell_right_from_wrong(
 
 def test_throughput_threshold_is_the_rate_times_the_cost_of_a_token() -> None:
     policy = Throughput()
-    for gamma in (2, 4, 1, 3, 5) * 20:
+    for gamma in (0, 2, 4, 1, 3, 5) * 20:
         policy.observe(step(gamma, gamma))
-    tokens, seconds = 20 * (15 + 5), 20 * (0.01 * 15 + 0.03 * 5)
+    tokens, seconds = 20 * (15 + 6), 20 * (0.01 * 15 + 0.03 * 6)
     assert policy.threshold(context()) == pytest.approx(tokens / seconds * 0.01, rel=0.1)
-    assert policy.threshold(context(precision="int8")) == policy.cold_threshold
 
 
 def test_prefill_records_leave_the_cost_estimates_alone() -> None:
@@ -352,9 +354,9 @@ def test_prefill_records_leave_the_cost_estimates_alone() -> None:
 def test_throughput_follows_costs_that_change() -> None:
     policy = Throughput()
     for draft_s in (0.001, 0.02):
-        for gamma in (2, 4, 1, 3, 5) * 40:
+        for gamma in (0, 2, 4, 1, 3, 5) * 40:
             policy.observe(step(gamma, gamma // 2, draft_s=draft_s * gamma))
-    tokens, seconds = 5 + 6, 0.02 * 15 + 0.03 * 5
+    tokens, seconds = 6 + 6, 0.02 * 15 + 0.03 * 6
     assert policy.threshold(context()) == pytest.approx(tokens / seconds * 0.02, rel=0.15)
 
 

@@ -8,18 +8,18 @@ import pytest
 
 from spec_stack.controller.step_cost import DiscountedCurve, StepCost
 from spec_stack.controller.tuning import TUNING
-from tests.support.reference_controller import shrunk_curve
+from tests.support.reference_controller import shrunk_slopes
 
 
 @pytest.mark.parametrize("bend", [pytest.param(0.0, marks=pytest.mark.nightly), 0.05])
 def test_a_curve_is_what_costs_least_with_no_slope_under_0(bend: float) -> None:
     rng = random.Random(3)
-    points = [(float(rng.randint(0, 12)), rng.uniform(0.9, 1.1)) for _ in range(50)]
+    points = [(float(rng.randint(1, 12)), rng.uniform(0.9, 1.1)) for _ in range(50)]
     points = [(x, y - 0.01 * min(x, 4) + bend * max(x - 8, 0)) for x, y in points]
-    curve = DiscountedCurve()
-    for x, y in points:
+    curve, base = DiscountedCurve(), 0.95
+    for x, y in [(0.0, base), *points]:
         curve.add(x, y)
-    base, slopes = shrunk_curve(points, 0.98, 4.0, list(TUNING.knots))
+    slopes = shrunk_slopes(points, base, TUNING.keep, TUNING.shrinkage, list(TUNING.knots))
     for x in range(14):
         expected = base + sum(slope * max(x - knot, 0.0) for slope, knot in zip(slopes, TUNING.knots, strict=True))
         assert curve.at(x) == pytest.approx(expected, abs=2e-3)
@@ -48,18 +48,18 @@ def test_costs_are_recovered_in_spite_of_stalls() -> None:
     assert model.seconds(4) == pytest.approx(0.03 + 4 * 0.011, rel=0.15)
 
 
-def test_one_gamma_alone_still_gives_the_drafts_price() -> None:
+def test_one_gamma_alone_and_a_plain_step_give_the_price_of_a_token() -> None:
     model = StepCost()
-    for _ in range(50):
-        model.observe(4, 0.04, 0.03)
-    assert model.per_token_s() == pytest.approx(0.01)
+    model.observe(0, 0.0, 0.03)
+    for _ in range(200):
+        model.observe(4, 0.04, 0.03 + 4 * 0.02)
+    assert model.per_token_s() == pytest.approx(0.03, rel=0.05)
     assert model.plain_s == pytest.approx(0.03)
 
 
 def test_nothing_is_said_before_something_was_drafted() -> None:
     model = StepCost()
-    for _ in range(5):
-        model.observe(0, 0.0, 0.03)
+    model.observe(0, 0.0, 0.03)
     assert not model.ready
     model.observe(3, 0.03, 0.03)
     assert model.ready
@@ -68,7 +68,7 @@ def test_nothing_is_said_before_something_was_drafted() -> None:
 def test_estimates_follow_a_lasting_change() -> None:
     model = StepCost()
     for factor in (1.0, 10.0):
-        for gamma in (1, 3, 5, 7) * 40:
+        for gamma in (0, 1, 3, 5, 7) * 40:
             model.observe(gamma, factor * 0.01 * gamma, factor * 0.03)
     assert model.per_token_s() == pytest.approx(0.1, rel=0.1)
 

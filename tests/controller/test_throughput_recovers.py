@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def test_drafting_comes_back_after_a_stretch_in_which_it_did_not_pay() -> None:
     for _ in range(300):
         machine.step(per_token_s=10e-3)
     assert sum(machine.gammas[-100:]) / 100 < 0.5
-    assert 2 <= sum(gamma > 0 for gamma in machine.gammas[-250:]) <= 20
+    assert 1 <= sum(gamma > 0 for gamma in machine.gammas[-250:]) <= 20
     machine.speed(500)
     assert sum(machine.gammas[-100:]) / 100 > usual / 2
 
@@ -100,6 +101,7 @@ def test_a_policy_measures_its_draft_though_a_look_up_follows_each_waking() -> N
     """But none follows at once on a look-up. Nobody asks the policy in their steps; without a measurement a draft that
     has become quick is never found out."""
     policy = SpecKV()
+    policy.observe(plain(1))
     for _ in range(30):
         policy.observe(record(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S))
     last, draft_lag, was_waking, chosen = record(num_accepted=0, num_tokens=1), 20, False, []
@@ -123,35 +125,31 @@ def test_a_policy_measures_its_draft_though_a_look_up_follows_each_waking() -> N
 
 def test_what_another_precision_costs_is_learned_right_after_a_draft_was_woken() -> None:
     policy = SpecKV()
+    policy.observe(plain(1))
     for _ in range(30):
         policy.observe(record(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S))
     last = record(num_accepted=0, num_tokens=1)
     while not policy.choose(StepContext(1, 99, last, "fp32", draft_lag=20)):
         pass
-    for _ in range(20):
+    for number in range(20):
         policy.choose(StepContext(1, 99, last, "bf16", draft_lag=1))
-        policy.observe(record(precision="bf16"))
+        policy.observe(replace(plain(1) if number == 0 else record(), precision="bf16"))
     assert policy._costs.at(record(precision="bf16")).per_token_s() == pytest.approx(PER_TOKEN_S, rel=0.1)
 
 
 def test_the_default_policy_measures_a_draft_that_has_read_much_in_the_next_step_it_is_asked_for() -> None:
-    """A look-up has come between; what it wrote is read at a known price."""
-    policy, draft_lag, read = warm(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S), 20, []
-    for number in range(200):
-        gamma = policy.choose(StepContext(number, 99, plain(number), "fp32", draft_lag=draft_lag))
-        read_s = 0.03e-3 * (draft_lag - 1) if gamma else 0.0
+    """Long look-ups come between; what they wrote is read at a price of its own."""
+    policy = warm()
+    opened(policy)
+    for draft_lag in (400, 19, 19, 400, 19, 19):
+        gamma = policy.choose(StepContext(1, 400, plain(1), "fp32", draft_lag=draft_lag))
+        assert gamma > 0
         policy.observe(
-            record(gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1, draft_s=gamma * PER_TOKEN_S + read_s,
-                   signals=DraftSignals([1.0] * gamma, [0.9] * gamma), draft_lag=draft_lag if gamma else 0)
+            record(gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1,
+                   draft_s=gamma * PER_TOKEN_S + 0.03e-3 * (draft_lag - 1),
+                   signals=DraftSignals([1.0] * gamma, [0.9] * gamma), draft_lag=draft_lag)
         )  # fmt: skip
-        if gamma:
-            read.append((draft_lag, policy._measured.at(USUAL).cost.per_token_s()))
-        policy.observe(record(gamma=16, num_ngram_tokens=16, num_accepted=16, num_tokens=17, signals=DraftSignals(),
-                              draft_s=0.0, proposer="ngram"))  # fmt: skip
-        draft_lag = 19 if gamma else draft_lag + 18
-    (much, dear), (little, cheaper) = read[:2]
-    assert much > 100 > 32 > little
-    assert cheaper < 0.8 * dear
+    assert policy._measured.at(USUAL).cost.per_token_s() == pytest.approx(PER_TOKEN_S, rel=0.2)
 
 
 @pytest.mark.parametrize("at", [1, 4, 50])
@@ -187,6 +185,7 @@ def record(**changes: object) -> StepRecord:
 
 def warm(**changes: object) -> Throughput:
     policy = Throughput()
+    policy.observe(plain(1))
     for _ in range(20):
         policy.observe(record(**changes))
     return policy
@@ -198,9 +197,9 @@ def warm(**changes: object) -> Throughput:
 def test_the_time_of_reading_a_prompt_says_nothing_about_steps(changes: dict[str, object]) -> None:
     policy = warm()
     state = policy._measured.at(record())
-    before = state.cost.seconds(4), state.drafting._shared
+    before = state.cost.seconds(4), state.achieved._shared
     policy.observe(record(**changes))
-    assert (state.cost.seconds(4), state.drafting._shared) == before
+    assert (state.cost.seconds(4), state.achieved._shared) == before
 
 
 def test_a_duration_that_is_no_number_is_left_out() -> None:
@@ -271,7 +270,7 @@ def test_a_long_prompt_is_read_by_the_draft_only_where_the_answer_is_long_enough
     assert policy.choose(StepContext(1, num_left, last, "fp32", draft_lag=1)) > 0
 
 
-def test_a_fresh_policy_measures_plain_steps_before_it_has_a_long_prompt_read() -> None:
+def test_a_fresh_policy_measures_a_plain_step_before_it_has_a_long_prompt_read() -> None:
     policy = Throughput()
     last = opened(policy)
     chosen = []
@@ -279,7 +278,7 @@ def test_a_fresh_policy_measures_plain_steps_before_it_has_a_long_prompt_read() 
         chosen.append(policy.choose(StepContext(number, 400, last, "fp32", draft_lag=1800 + number)))
         last = plain(number)
         policy.observe(last)
-    assert chosen[:3] == [0, 0, 0]
+    assert chosen[0] == 0
     assert chosen[-1] > 0
 
 

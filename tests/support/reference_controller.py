@@ -35,28 +35,18 @@ def least_seconds(correct: list[bool], position: int, end: int, costs: list[floa
     return best
 
 
-def shrunk_curve(
-    points: list[tuple[float, float]], discount: float, shrinkage: float, knots: list[float]
-) -> tuple[float, list[float]]:
-    """Base and slopes, none under 0, of a curve that may bend upwards at knots: the slopes that cost least, by small
+def shrunk_slopes(
+    points: list[tuple[float, float]], base: float, discount: float, shrinkage: float, knots: list[float]
+) -> list[float]:
+    """Slopes, none under 0, of a curve from a base that may bend upwards at knots: those that cost least, by small
     steps downhill. The newest point has weight 1 and each older one less; a slope's square costs the shrinkage."""
     weights = [discount ** (len(points) - 1 - index) for index in range(len(points))]
-    total = sum(weights)
     bent = [[max(x - knot, 0.0) for knot in knots] for x, _ in points]
     slopes = [0.0] * len(knots)
     largest = sum(w * sum(b * b for b in row) for w, row in zip(weights, bent, strict=True)) + shrinkage
-
-    def base() -> float:
-        left = (
-            w * (y - sum(s * b for s, b in zip(slopes, row, strict=True)))
-            for w, row, (_, y) in zip(weights, bent, points, strict=True)
-        )
-        return sum(left) / total
-
     for _ in range(20_000):
-        height = base()
         errors = [
-            y - height - sum(s * b for s, b in zip(slopes, row, strict=True))
+            y - base - sum(s * b for s, b in zip(slopes, row, strict=True))
             for row, (_, y) in zip(bent, points, strict=True)
         ]
         downhill = [
@@ -64,7 +54,7 @@ def shrunk_curve(
             for at, slope in enumerate(slopes)
         ]
         slopes = [max(slope + step / largest, 0.0) for slope, step in zip(slopes, downhill, strict=True)]
-    return base(), slopes
+    return slopes
 
 
 def survival(own: list[float], following: list[float]) -> list[tuple[float, float]]:
