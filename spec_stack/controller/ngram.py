@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from spec_stack.controller.acceptance import OnlineLogistic, sigmoid
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.step_cost import TOLERANCE, USUAL_UNREAD, PerContextLength, RequestRate, StepCost
+from spec_stack.controller.step_cost import TOLERANCE, USUAL_UNREAD, Allowance, PerContextLength, RequestRate, StepCost
 from spec_stack.controller.tuning import TUNING
 
+# Steps by which a policy that takes plain ones has taken one.
+_FIRST_STEPS = 3
 # Of log2 match length, log times seen, log others seen, bias: fitted to recorded answers.
 _START = (0.9, 1.0, -1.1, -1.25)
 
@@ -48,6 +50,29 @@ class NgramProposal:
         return [each.token_id for each in self.found]
 
 
+@dataclass
+class _Measured:
+    """The costs, what n-gram lookup may lose, the steps so far and the most tokens that one verified, at one length of
+    the context.
+    """
+
+    cost: StepCost = field(default_factory=StepCost)
+    allowance: Allowance = field(default_factory=Allowance)
+    num_steps: int = 0
+    most_verified: int = 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that n-gram lookup may lose now; unbounded under a policy that takes no plain steps."""
+        if self.cost.knows_plain:
+            return self.allowance.num_steps * self.cost.plain_s
+        return 0.0 if self.num_steps < _FIRST_STEPS else math.inf
+
+    def observe(self, record: StepRecord) -> None:
+        self.num_steps += 1
+        self.most_verified = max(self.most_verified, record.gamma)
+
+
 class NgramPolicy:
     """Learns the accuracy of n-gram lookup, the draft's gain, and the cost of both. One request at a time.
 
@@ -58,9 +83,9 @@ class NgramPolicy:
     def __init__(self) -> None:
         # By `NgramToken.is_shared`.
         self._chances = {False: OnlineLogistic(_START), True: OnlineLogistic(_START)}
-        self._costs = PerContextLength(StepCost)
+        self._measured = PerContextLength(_Measured)
         # At the last step's length.
-        self._cost = StepCost()
+        self._at = _Measured()
         # In tokens per plain step; and the gain of a step that goes to the draft, in tokens.
         self._rate, self._gain = RequestRate(1.0), RequestRate(1.0)
         self._num_decided = 0
@@ -73,6 +98,12 @@ class NgramPolicy:
         self._reach = 2 * TUNING.least_reach
         self._rate.begin_request()
         self._gain.begin_request()
+        for known in self._measured.values():
+            known.allowance.begin_request()
+
+    @property
+    def _cost(self) -> StepCost:
+        return self._at.cost
 
     def chance(self, found: NgramToken) -> float:
         """P(an n-gram token is right), given that all before it are."""
@@ -148,10 +179,12 @@ class NgramPolicy:
         return max(offers, key=lambda offer: offer.gain, default=NgramProposal())
 
     def _worth(self, continuation: Iterable[NgramToken], most: int, chance: float, beside: int) -> NgramProposal:
-        gain = 0.0
+        gain, left_s = 0.0, self._at.left_s
+        # Seconds far beyond the measured ones are unknown.
+        most = min(most, self._reach, 2 * self._at.most_verified or 2)
         worthwhile: list[NgramToken] = []
         for place, found in enumerate(continuation):
-            if place == min(most, self._reach):
+            if place == most or self._extra_s(beside, place + 1) > left_s:
                 break
             chance *= self.chance(found)
             price = self.price(beside + place)
@@ -161,9 +194,13 @@ class NgramPolicy:
             worthwhile.append(found)
         return NgramProposal(worthwhile, gain)
 
+    def _extra_s(self, beside: int, num_tokens: int) -> float:
+        """Seconds to verify n-gram tokens beside drafted ones."""
+        return self._cost.verify_s(beside + num_tokens) - self._cost.verify_s(beside)
+
     def observe(self, record: StepRecord) -> None:
         """Learn from a step; a prefill step begins a request."""
-        self._cost = self._costs.at(record)
+        self._at = self._measured.at(record)
         if record.is_prefill:
             self._begin_request()
             return
@@ -187,14 +224,25 @@ class NgramPolicy:
             # N-gram tokens are fed when the draft is next used, so those seconds say nothing of a drafted token.
             draft_s = min(draft_s, cost.draft_s(record.num_drafted))
         cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_ngram_tokens)
+        self._at.observe(record)
         if not cost.knows_plain:
             return
         bound = TOLERANCE * cost.seconds(record.num_drafted, record.num_ngram_tokens)
-        self._rate.add(record.num_tokens, min(record.seconds, bound) / cost.plain_s)
+        num_plain_steps = min(record.seconds, bound) / cost.plain_s
+        self._rate.add(record.num_tokens, num_plain_steps)
+        self._account(record, num_plain_steps)
         if record.proposer != "ngram":
             # The step's gain, the seconds of its proposal paid at the present rate.
             spent = draft_s + cost.verify_s(record.gamma) - cost.plain_s
             self._gain.add(max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1)), 1.0)
+
+    def _account(self, record: StepRecord, num_plain_steps: float) -> None:
+        """Account for a step that took as long as so many plain ones; drafted tokens have an allowance of their own."""
+        if record.num_drafted:
+            extra = self._extra_s(record.num_drafted, record.num_ngram_tokens) / self._cost.plain_s
+            num_plain_steps = 1 + extra
+        num_tokens = 1 + record.num_accepted - record.num_drafted_accepted
+        self._at.allowance.add(num_tokens, num_plain_steps, record.num_ngram_tokens > 0)
 
 
 def _features(found: NgramToken) -> list[float]:

@@ -19,7 +19,7 @@ COSTS = Costs({1: 0.1, 17: 0.1}, drafted_s=0.025, read_s=0.0025, prefill_s=0.003
 
 def taught_gate() -> NgramPolicy:
     gate = NgramPolicy()
-    for gamma in (0, 4, 2) * 4:
+    for gamma in (0, 8, 2) * 4:
         gate.observe(step(gamma, gamma, draft_s=0.025 * gamma, verify_s=0.1))
     return gate
 

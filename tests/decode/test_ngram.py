@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 from spec_stack import DecodeConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.api.session import Session
 from spec_stack.config import MAX_LOOKED_UP
-from spec_stack.controller.base import DraftSignals
+from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.controller.ngram import NgramPolicy, NgramToken
 from spec_stack.controller.simple import Fixed
+from spec_stack.controller.tuning import TUNING
 from spec_stack.decode.loop import decode
 from spec_stack.decode.ngram import PROPOSERS
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
@@ -259,14 +260,51 @@ def test_longer_more_frequent_and_less_disputed_tokens_are_held_likelier() -> No
         assert gate.chance(worse) < gate.chance(better)
 
 
+def taught() -> NgramPolicy:
+    """A policy that knows the seconds of plain steps and of eight verified tokens, which cost little."""
+    gate = NgramPolicy()
+    for gamma in (0, 8):
+        gate.observe(step(gamma, gamma, draft_s=0.01 * gamma, verify_s=0.1))
+    return gate
+
+
 def test_the_better_of_two_continuations_is_offered() -> None:
-    offer = NgramPolicy().offer([found(8, length=1, num_others=5), found(8, length=20, num_seen=4)], 8)
+    offer = taught().offer([found(8, length=1, num_others=5), found(8, length=20, num_seen=4)], 8)
     assert (offer.found[0].length, offer.found[0].num_seen) == (20, 4)
 
 
 def test_a_gate_takes_no_more_of_a_continuation_than_it_may_use() -> None:
     endless = iter(lambda: NgramToken(7, 64, 16, 0), None)
-    assert len(NgramPolicy().offer([endless], 5).found) == 5
+    assert len(taught().offer([endless], 5).found) == 5
+
+
+def looked_up(num_tokens: int, num_accepted: int, seconds: float) -> StepRecord:
+    """A step of n-gram tokens alone, a plain one without any."""
+    made = step(num_tokens, num_accepted, draft_s=0.0, verify_s=seconds)
+    return replace(made, signals=DraftSignals(), num_ngram_tokens=num_tokens, proposer="ngram")
+
+
+def test_lookup_verifies_two_tokens_or_twice_what_a_step_has() -> None:
+    gate = NgramPolicy()
+    endless = [NgramToken(7, 64, 16, 0)] * 64
+    offered = []
+    for gamma in (0, 0, 2, 4, 8):
+        offered.append(len(gate.offer([endless], 64).found))
+        gate.observe(looked_up(gamma, gamma, 0.1))
+    assert offered == [2, 2, 2, 4, 8]
+
+
+def test_rejected_lookups_cost_no_more_than_their_allowance() -> None:
+    gate = NgramPolicy()
+    endless = [NgramToken(7, 64, 16, 0)] * 64
+    lost = 0.0
+    for _ in range(1000):
+        verified = len(gate.offer([endless], 16).found)
+        # A verified token costs 0.8 of a plain step.
+        gate.observe(looked_up(verified, 0, 0.1 + 0.08 * verified))
+        lost += 0.8 * verified
+    # Two trials, the start and the share of the time.
+    assert 0 < lost <= 2 * 1.6 + TUNING.start_allowance + TUNING.try_share * 1020
 
 
 def test_a_sessions_look_ups_know_earlier_turns_and_a_shared_memory_other_sessions(
