@@ -86,7 +86,7 @@ def _heads(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(layer), int(head)) for layer, head in pairs)
 
 
-def _window(text: str) -> int | tuple[int, int]:
+def window(text: str) -> int | tuple[int, int]:
     """Parse "512", or "8192:512" for a window of 512 from 8,192 prompt tokens on."""
     shortest, found, size = text.partition(":")
     return (int(shortest), int(size)) if found else int(text)
@@ -102,7 +102,7 @@ def _curve(text: str) -> float | tuple[tuple[int, float], ...]:
 
 # How fields are written that are no single number.
 _FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "draft_window": (_window, "N|FROM:N"),
+    "draft_window": (window, "N|FROM:N"),
     "scoring_heads": (_heads, "LAYER.HEAD,…"),
     "keep_rate": (_curve, "X|LENGTH:X,…"),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from spec_stack.config import PrefillConfig
 from spec_stack.engine.prompt_scorer import FoundScorer, PromptScorer
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.attention import voting_heads
+from spec_stack.prefill.attention import question_layers, voting_heads
 from spec_stack.prefill.importance import (
     ScoredLayer,
     Segment,
@@ -126,12 +126,11 @@ class DraftScorer:
             captured = yield from self._run(prompt, lease, num_in_place, repeated, most_of_a_part)
             lease.num_agreed = num_tokens
 
-            def own(by: PrefillConfig) -> Iterator[ScoredLayer]:
-                slots = lease.slots[:num_tokens]
-                return own_layers(captured, lambda at: self._draft.scored_layer(at, captured, slots), by, own_rank())
+            def layer_of(index: int) -> ScoredLayer:
+                return self._draft.scored_layer(index, captured, lease.slots[:num_tokens])
 
             if segments:
-                seen = opening_attention(own(replace(config, scoring_heads=None)), num_in_place, opening)
+                seen = opening_attention(map(layer_of, question_layers(captured)), num_in_place, opening)
                 yield
                 weights = segment_weights(over_ranks(seen, ReduceOp.SUM) / num_ranks(), segments, opening)
             is_mean = config.head_reduction == "mean"
@@ -141,7 +140,9 @@ class DraftScorer:
                 num_rows = sum(part.shape[1] for part in next(iter(captured.values())))
             # What a rank without voting heads adds is the least attention.
             votes = torch.zeros(num_rows, num_tokens, device=self._draft.device)
-            votes = own_votes(votes, own(config), config, num_in_place, segments, weights)
+            votes = own_votes(
+                votes, own_layers(captured, layer_of, config, own_rank()), config, num_in_place, segments, weights
+            )
             yield
             if is_mean:
                 importance = over_ranks(votes, ReduceOp.SUM) / num_voters(captured, config, num_ranks())

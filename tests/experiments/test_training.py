@@ -135,6 +135,7 @@ def test_a_policy_runs_on_an_exported_predictor(tmp_path: Path) -> None:
     save_predictor(tmp_path / "step.json", network(), card())
     predictor = load_step_predictor(tmp_path / "step.json")
     policy, last = make_policy("speckv", predictor=str(tmp_path / "step.json")), step(4, 2)
+    policy.observe(step(0, 0))
     policy.observe(last)
     gammas = (2, 4, 6, 8)
     rates = predictor.acceptance_rates([step_features(last.signals, "fp16", gamma) for gamma in gammas])

@@ -169,7 +169,7 @@ def test_several_questions_score_apart_and_are_scaled(heads: tuple[tuple[int, in
     inputs = ScoringInputs(prompt, pieces=pieces)
     attention, _ = run_draft(open_draft(), inputs, lambda *_: pytest.fail("no look-ahead is needed"), config)
     found = candidates_of(prompt, None, pieces)
-    assert [weight for weight, mark in zip(attention.weights(config), found["marked"], strict=True) if mark] == [1, 1]  # type: ignore[call-overload]
+    assert [weight for weight, mark in zip(attention.weights, found["marked"], strict=True) if mark] == [1, 1]  # type: ignore[call-overload]
     expected = reference.question_importance(
         make_model(implementation="eager"),
         prompt,
