@@ -115,7 +115,7 @@ class NgramPolicy:
 
     def price(self, beside: int = 0) -> float:
         """The chance at which one more verified token pays for its time `beside` so many others."""
-        return max(self._tokens_per_s * self._cost.verify_per_token_s(beside), TUNING.least_price)
+        return self._tokens_per_s * self._cost.verify_per_token_s(beside)
 
     def offer(self, continuations: Sequence[Iterable[NgramToken]], most: int) -> NgramProposal:
         """The best continuation as a whole step of `most` tokens at most."""

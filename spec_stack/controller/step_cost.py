@@ -167,7 +167,7 @@ class DiscountedCurve:
     def _move_base(self, x: float, y: float) -> None:
         if x == 0:
             self.num_plain += 1
-            self.base += (y - self.base) / min(self.num_plain, TUNING.base_steps)
+            self.base += (y - self.base) / min(self.num_plain, TUNING.recent_steps)
         elif self.num_plain:
             # More tokens in far less time: the machine was slow when it took fewer.
             self.base = min(self.base, y * TOLERANCE)
@@ -200,7 +200,7 @@ class StepCost:
 
     def __init__(self) -> None:
         # Per token, of the newest steps that drafted.
-        self._drafted_s: deque[float] = deque(maxlen=TUNING.draft_steps)
+        self._drafted_s: deque[float] = deque(maxlen=TUNING.recent_steps)
         self._verify = DiscountedCurve()
         self._num_proposed = self._num_recomputed = 0.0
         self.most_drafted = 0

@@ -15,10 +15,8 @@ class Tuning:
     # Seconds of a step.
     keep: float = 0.98
     """What each step leaves of the weight of earlier ones, in seconds and in rates."""
-    base_steps: int = 10
-    """Plain steps over which their seconds are averaged."""
-    draft_steps: int = 5
-    """Steps that drafted of which the draft's median seconds per token count."""
+    recent_steps: int = 5
+    """Steps of which the seconds of a plain step are the average, and those of a drafted token the median."""
     start_draft: float = 0.3
     """The assumed cost of a token of an untried draft, and of the draft's prefill, as a share of the target's."""
     knots: tuple[float, ...] = (0.0, 4.0, 8.0, 16.0)
@@ -66,8 +64,6 @@ class Tuning:
     # N-gram lookup.
     least_reach: int = 8
     """Tokens of a proposal that are verified whatever the last outcomes."""
-    least_price: float = 0.02
-    """Probability below which no token is verified."""
     take_over: float = 1.5
     """A continuation ends drafting where it is worth so many times as much, in tokens."""
     take_over_margin: float = 0.5
