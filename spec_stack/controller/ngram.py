@@ -184,7 +184,9 @@ class NgramPolicy:
         most = min(most, self._reach, 2 * self._at.most_verified or 2)
         worthwhile: list[NgramToken] = []
         for place, found in enumerate(continuation):
-            if place == most or self._extra_s(beside, place + 1) > left_s:
+            # One token is tried as soon as anything is left: a stall may have made it look dear.
+            is_dear = self._extra_s(beside, place + 1) > left_s
+            if place == most or (is_dear and (place or left_s <= 0)):
                 break
             chance *= self.chance(found)
             price = self.price(beside + place)

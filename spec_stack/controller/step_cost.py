@@ -137,11 +137,14 @@ class DiscountedCurve:
     ) -> None:
         self._knots, self._shrinkage, self._is_target = knots, shrinkage, is_target
         self._least_slope = 0.0 if is_target else -math.inf
-        # Discounted sums of products of (1, max(x - knot, 0) for every knot, y).
-        self._moments = np.zeros((len(knots) + 2, len(knots) + 2))
-        self._slopes = [0.0] * len(knots)
         self.base = 0.0
         self.num_plain = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        # Discounted sums of products of (1, max(x - knot, 0) for every knot, y).
+        self._moments = np.zeros((len(self._knots) + 2, len(self._knots) + 2))
+        self._slopes = [0.0] * len(self._knots)
 
     @property
     def weight(self) -> float:
@@ -168,11 +171,12 @@ class DiscountedCurve:
         if x == 0:
             self.num_plain += 1
             self.base += (y - self.base) / min(self.num_plain, TUNING.recent_steps)
-        elif self.num_plain:
-            # More tokens in far less time: the machine was slow when it took fewer.
-            self.base = min(self.base, y * TOLERANCE)
-        else:
+        elif not self.num_plain:
             self.base = min(self.base or y, y)
+        elif self.base > y * TOLERANCE:
+            # More tokens in far less time: the machine was slow when it took fewer, and what it measured then is void.
+            self.base = y * TOLERANCE
+            self._forget()
 
     def _settle(self) -> None:
         means = self._moments[0] / self.weight

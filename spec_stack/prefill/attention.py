@@ -59,8 +59,11 @@ def voting_heads(layers: Collection[int], config: PrefillConfig) -> dict[int, li
     return {index: chosen for index, chosen in heads.items() if chosen}
 
 
-def question_layers(layers: Collection[int]) -> list[int]:
-    """The last quarter of the captured layers, whose heads find the question better than all do."""
+def question_layers(layers: Collection[int], config: PrefillConfig) -> list[int]:
+    """The captured layers of which all heads find the question: the voting ones; with chosen heads, which end the
+    draft's pass early, the last quarter."""
+    if config.scoring_heads is None:
+        return list(voting_heads(layers, config))
     return sorted(layers)[-max(1, len(layers) // 4) :]
 
 
@@ -92,26 +95,25 @@ class CapturedAttention:
         Raises ValueError where no layer sees the whole prompt, or the attention is not finite.
         """
         layers = self.voting(config)
-        queries = self.num_in_place, self.segments, self.weights
+        queries = self.num_in_place, self.segments, self.weights(config)
         if config.head_reduction == "mean":
             scores = mean_importance(layers, *queries)
         else:
             scores = token_importance(layers, config.pool_kernel, *queries)
         return self._of_target(scores.cpu())
 
-    @property
-    def weights(self) -> list[float]:
+    def weights(self, config: PrefillConfig) -> list[float]:
         """The weight, up to 1, of each segment's queries, by all heads of the `question_layers`."""
         if not self.segments:
             return []
-        layers = [self.layers[at] for at in question_layers(self.layers)]
+        layers = [self.layers[at] for at in question_layers(self.layers, config)]
         attention = opening_attention(layers, self.num_in_place, self.opening)
         return segment_weights(attention, self.segments, self.opening)
 
     def by_head(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
         """Importance (num_prompt_tokens - first,) by every (layer, head) alone; for one question, head_reduction "mean"
         is their mean."""
-        queries = self.num_in_place, self.segments, self.weights
+        queries = self.num_in_place, self.segments, self.weights(config)
         return {
             (index, head): self._of_target(merge_questions(importance))
             for index, layer in self.layers.items()

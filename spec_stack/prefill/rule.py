@@ -105,7 +105,7 @@ class ScoringInputs:
             return {(len(self.prompt_ids) - 1, len(self.prompt_ids)): 1.0}
         ranges = self.attention.ranges
         spans = [_in_target(segment.span, ranges) for segment in self.attention.segments]
-        return dict(zip(spans, self.attention.weights, strict=True))
+        return dict(zip(spans, self.attention.weights(config), strict=True))
 
 
 def _in_target(span: Span, ranges: Sequence[Span] | None) -> Span:

@@ -130,7 +130,7 @@ class DraftScorer:
                 return self._draft.scored_layer(index, captured, lease.slots[:num_tokens])
 
             if segments:
-                seen = opening_attention(map(layer_of, question_layers(captured)), num_in_place, opening)
+                seen = opening_attention(map(layer_of, question_layers(captured, config)), num_in_place, opening)
                 yield
                 weights = segment_weights(over_ranks(seen, ReduceOp.SUM) / num_ranks(), segments, opening)
             is_mean = config.head_reduction == "mean"

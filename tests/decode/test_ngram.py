@@ -294,6 +294,16 @@ def test_lookup_verifies_two_tokens_or_twice_what_a_step_has() -> None:
     assert offered == [2, 2, 2, 4, 8]
 
 
+def test_slow_first_steps_do_not_end_lookup() -> None:
+    gate = NgramPolicy()
+    endless = [NgramToken(7, 64, 16, 0)] * 64
+    offered = []
+    for number in range(12):
+        offered.append(len(gate.offer([endless], 16).found) if number else 0)
+        gate.observe(looked_up(offered[-1], offered[-1], 5.0 if number < 2 else 0.1))
+    assert offered[-1] >= 8
+
+
 def test_rejected_lookups_cost_no_more_than_their_allowance() -> None:
     gate = NgramPolicy()
     endless = [NgramToken(7, 64, 16, 0)] * 64

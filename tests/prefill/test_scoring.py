@@ -105,9 +105,8 @@ def test_the_first_layers_score_as_in_a_plain_forward(num_layers: int) -> None:
     config = PrefillConfig(**BASE, num_scoring_layers=num_layers)  # type: ignore[arg-type]
     selection, _ = scored(open_draft(), config)
     eager = make_model(implementation="eager")
-    every = [(layer, head) for layer in range(num_layers) for head in range(4)]
     found = candidates_of(PROMPT)
-    expected = reference.question_importance(eager, PROMPT, **found, heads=every, pool_kernel=5, layers=num_layers)  # type: ignore[arg-type]
+    expected = reference.question_importance(eager, PROMPT, **found, pool_kernel=5, layers=num_layers)  # type: ignore[arg-type]
     assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 1)
 
 
@@ -169,7 +168,7 @@ def test_several_questions_score_apart_and_are_scaled(heads: tuple[tuple[int, in
     inputs = ScoringInputs(prompt, pieces=pieces)
     attention, _ = run_draft(open_draft(), inputs, lambda *_: pytest.fail("no look-ahead is needed"), config)
     found = candidates_of(prompt, None, pieces)
-    assert [weight for weight, mark in zip(attention.weights, found["marked"], strict=True) if mark] == [1, 1]  # type: ignore[call-overload]
+    assert [weight for weight, mark in zip(attention.weights(config), found["marked"], strict=True) if mark] == [1, 1]  # type: ignore[call-overload]
     expected = reference.question_importance(
         make_model(implementation="eager"),
         prompt,

@@ -90,8 +90,8 @@ def question_importance(
     with the repeated segments behind it.
 
     Every query's row is the softmax over the prompt alone. heads: which (layer, head) pairs count; all behind the
-    skipped layers by default. mean: the mean over them, in place of the largest pooled attention. layers: how many run,
-    the last quarter of which finds the question.
+    skipped layers by default. mean: the mean over them, in place of the largest pooled attention. layers: how many run;
+    with heads, the last quarter of them finds the question.
     """
     size = len(prompt)
     ids = torch.tensor([[*prompt, *(token for start, stop in repeated for token in prompt[start:stop])]])
@@ -107,7 +107,8 @@ def question_importance(
 
     depth = layers or len(attentions)
     last = [(layer, head) for layer, head in every if layer >= depth - max(1, depth // 4)]
-    looks = np.mean([row(*each, query) for each in last for query in range(size - opening, size)], axis=0)
+    finding = behind if heads is None else last
+    looks = np.mean([row(*each, query) for each in finding for query in range(size - opening, size)], axis=0)
     spans = [*repeated, *in_place]
     others = [[looks[at] for at in range(start, min(stop, size - opening))] for start, stop in spans]
     means = [float(np.mean(each)) if each else None for each in others]
