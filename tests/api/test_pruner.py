@@ -39,7 +39,7 @@ def test_kept_spans_are_the_text_and_the_counts_are_within_the_budget(pruner: Pr
     (kept,) = result.kept
     assert (kept.message, kept.part) == (0, None)
     assert result.messages == "".join(CODE[start:stop] for start, stop in kept.spans)
-    assert len(pruner._pair.tokenizer(result.messages).input_ids) <= 400
+    assert len(pruner.tokenizer(result.messages).input_ids) <= 400
     assert QUESTION not in result.messages
     assert 'on: sparse_prefill="on"' in result.reason
 
@@ -133,7 +133,7 @@ def test_a_prompt_that_is_not_pruned_comes_back_as_it_was(pruner: Pruner, option
 
 
 def test_a_prompt_past_the_drafts_positions_comes_back_with_the_reason(pruner: Pruner) -> None:
-    long = "word " * (pruner._pair.max_positions[1] + 10)
+    long = "word " * (pruner.max_positions + 10)
     result = pruner.prune(long, keep_rate=0.1)
     assert result.messages == long
     assert "the draft" in result.reason

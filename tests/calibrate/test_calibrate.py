@@ -112,7 +112,7 @@ def test_a_budget_for_no_prompt_leaves_the_default(pair: ModelPair) -> None:
 def test_of_a_draft_with_random_weights_bm25_is_chosen(pair: ModelPair) -> None:
     torch.manual_seed(0)
     blind = type(pair.draft)(pair.draft.config).eval()
-    blind.config._attn_implementation_internal = "sdpa"
+    blind.set_attn_implementation("sdpa")
     random_pair = ModelPair.assemble(blind, blind, pair.tokenizer)
     found = calibrate(random_pair, CalibrateConfig(lengths=(512,), prompts=22))
     assert found.apply().scorer == "bm25"

@@ -17,6 +17,7 @@ from spec_stack.cli import measure as measuring
 from spec_stack.cli.doctor import diagnose
 from spec_stack.cli.main import main
 from spec_stack.cli.measure import Curve, Measured, StepTimes, lines, measure, verdict
+from spec_stack.config import MAX_LOOK_AHEAD
 from spec_stack.hf.loading import ASSETS
 
 
@@ -102,10 +103,12 @@ def test_a_pair_is_run_in_a_moment(embedded: SpecStackGenerator, monkeypatch: py
 
 
 def test_the_drafts_pass_is_of_the_layers_that_scoring_asks_for_and_none_where_words_decide(
-    embedded: SpecStackGenerator,
+    embedded: SpecStackGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(measuring, "LENGTH", 160)
     behind: list[int] = []
-    hook = embedded.draft.model.layers[1].input_layernorm.register_forward_hook(lambda *_: behind.append(1))
+    layer = embedded.draft.model.layers[1].input_layernorm
+    hook = layer.register_forward_hook(lambda module, given, output: behind.append(output.shape[1]))
     found = {}
     for name, changes in (
         ("all", {}),
@@ -118,9 +121,12 @@ def test_the_drafts_pass_is_of_the_layers_that_scoring_asks_for_and_none_where_w
         )
         behind.clear()
         ticks = count()
-        found[name] = measuring._draft_pass(generator, [5] * 40, lambda ticks=ticks: float(next(ticks))), bool(behind)
+        # The shorter prompt once: dense, sparse, and the draft's pass alone.
+        measured = measure(generator, 0.0, timer=lambda ticks=ticks: float(next(ticks)))  # type: ignore[misc]
+        found[name] = measured.draft[160], behind.count(160)
     hook.remove()
-    assert found == {"all": (1.0, True), "first": (1.0, False), "words": (0.0, False)}
+    # Scoring and the pass; the layer is also behind those that are asked for.
+    assert found == {"all": ([1.0], 2), "first": ([1.0], 0), "words": ([0.0], 0)}
 
 
 def test_no_prompt_that_is_run_has_a_window_of_longer_ones(
@@ -138,14 +144,6 @@ def test_no_prompt_that_is_run_has_a_window_of_longer_ones(
         measured = measure(generator, timer=lambda ticks=ticks: float(next(ticks)))  # type: ignore[misc]
         told[shortest] = sorted(measured.dense)
     assert told == {100: [160, 640], 500: [160, 499]}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "most", "longer"),
-    [(12.0, 32000, 1024), (5.0, 32000, 2048), (0.6, 32000, 2048), (0.1, 32000, 8192), (0.1, 4000, 4000)],
-)
-def test_the_longer_prompt_is_as_long_as_time_and_positions_allow(seconds: float, most: int, longer: int) -> None:
-    assert measuring._longer(512, seconds, most) == longer
 
 
 def test_a_draft_that_is_larger_than_its_target_is_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,6 +231,25 @@ def test_what_a_first_run_costs_beyond_others_is_not_measured(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
+    ("seconds", "most", "longer"),
+    [(12.0, 32000, 1024), (5.0, 32000, 2048), (0.6, 32000, 2048), (0.1, 32000, 8192), (0.1, 4000, 4000)],
+)
+def test_the_longer_prompt_is_as_long_as_time_and_positions_allow(
+    seconds: float, most: int, longer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(0.0)
+    monkeypatch.setattr(torch.accelerator, "synchronize", stream.synchronize)
+
+    def generate(max_tokens: int, input_ids: Sequence[int] = (), **options: Any) -> Any:
+        stream.launch(seconds * len(input_ids) / 512 if input_ids else 1.0)
+        return SimpleNamespace(token_ids=[0] * max_tokens, metrics=SimpleNamespace(num_proposed=8, num_accepted=4))
+
+    generator = simulated(stream, generate, lambda ids: 0.0, 0.01)
+    generator.pair.max_positions = (most + MAX_LOOK_AHEAD, 40_000)
+    assert sorted(measure(generator, 10_000.0, timer=lambda: stream.host).dense) == [512, longer]
+
+
+@pytest.mark.parametrize(
     ("minutes", "lengths", "num_answers", "left_out", "told"),
     [
         (1.0, [512], 0, ["repeats at 512 tokens", "prompts of 1024 tokens", "steps and answers"], "undecided"),
@@ -282,20 +299,19 @@ def test_what_is_measured_has_ended(
     stream = Stream(launch_s)
     monkeypatch.setattr(torch.accelerator, "synchronize", stream.synchronize)
 
-    def generate(sparse_prefill: str, **options: Any) -> None:
+    def generate(sparse_prefill: str, max_tokens: int, **options: Any) -> Any:
         # The first token is read back.
         stream.launch(sparse_s if sparse_prefill == "on" else dense_s)
         stream.synchronize()
+        return SimpleNamespace(token_ids=[0] * max_tokens, metrics=SimpleNamespace(num_proposed=8, num_accepted=4))
 
-    generator = simulated(stream, generate, lambda ids: draft_s, step_s)
-    model = generator.pair.target
-    found: dict[str, list[float]] = {"dense": [], "sparse": [], "draft": [], "step": []}
-    for _ in range(2):
-        found["dense"].append(measuring.ttft(generator, [1] * 8192, False, lambda: stream.host))
-        found["sparse"].append(measuring.ttft(generator, [1] * 8192, True, lambda: stream.host))
-        found["draft"].append(measuring._draft_pass(generator, [1] * 8192, lambda: stream.host))
-        found["step"].append(measuring._step(generator, model, 1, lambda: stream.host))
+    measured = measure(simulated(stream, generate, lambda ids: draft_s, step_s), 10_000.0, timer=lambda: stream.host)
+    assert measured.steps is not None
+    found = {
+        "dense": median(measured.dense[512]),
+        "sparse": median(measured.sparse[512]),
+        "draft": median(measured.draft[512]),
+        "step": measured.steps.target_s,
+    }
     expected = {"dense": dense_s, "sparse": sparse_s, "draft": draft_s, "step": step_s}
-    assert {name: median(each) for name, each in found.items()} == pytest.approx(
-        {name: max(each, launch_s) for name, each in expected.items()}
-    )
+    assert found == pytest.approx({name: max(each, launch_s) for name, each in expected.items()})

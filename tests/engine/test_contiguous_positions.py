@@ -30,12 +30,11 @@ from spec_stack.hf.architectures import check_architecture
 from tests.support import reference, tiny_architectures
 from tests.support.matrix import RandomGamma
 from tests.support.nightly import others_nightly
-from tests.support.tiny_architectures import VOCAB, random_prompt
+from tests.support.tiny_architectures import DENSE, VOCAB, random_prompt
 
 _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 # Tokens from which the long RoPE has other angles.
 SWITCH = 48
-_DENSE = tiny_architectures._DENSE
 # Architectures that original positions refuse.
 OTHERS: dict[str, Any] = {
     "Bloom": BloomConfig(**_TOKENS, hidden_size=32, n_layer=3, n_head=4),
@@ -58,7 +57,7 @@ OTHERS: dict[str, Any] = {
         num_attention_heads=4,
         max_position_embeddings=512,
     ),
-    "Gemma2": Gemma2Config(**_DENSE, sliding_window=16, query_pre_attn_scalar=24),
+    "Gemma2": Gemma2Config(**DENSE, sliding_window=16, query_pre_attn_scalar=24),
     "DeepSeek-V3": DeepseekV3Config(
         **_TOKENS,
         hidden_size=32,
@@ -80,7 +79,7 @@ OTHERS: dict[str, Any] = {
         max_position_embeddings=512,
     ),
     "Phi3, long RoPE": Phi3Config(
-        **{name: value for name, value in _DENSE.items() if name != "head_dim"},
+        **{name: value for name, value in DENSE.items() if name != "head_dim"},
         original_max_position_embeddings=SWITCH,
         rope_parameters={
             "rope_type": "longrope",

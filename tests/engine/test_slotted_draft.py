@@ -99,14 +99,16 @@ class Noted(CachedModel):
 CHOOSE = partial(choose_slots, chunk_size=8, num_sinks=8)
 
 
-def slotted(choose: Callable[[Text, int], Sequence[int]] = CHOOSE) -> tuple[SlottedDraft, list[int]]:
+def slotted(choose: Callable[[Text, int], Sequence[int]] = CHOOSE) -> tuple[SlottedDraft, Noted, list[int]]:
+    """A draft over chosen slots, the model's cache under it, and a text."""
     model = make_model(seed=2)
     install(model)
-    return SlottedDraft(Noted(model, 64), DraftKVBudget(SLOTS, choose)), random_prompt(120)
+    noted = Noted(model, 64)
+    return SlottedDraft(noted, DraftKVBudget(SLOTS, choose)), noted, random_prompt(120)
 
 
 def test_the_first_logits_are_a_plain_forwards_over_the_chosen_tokens_at_their_positions() -> None:
-    draft, prompt = slotted()
+    draft, _, prompt = slotted()
     start = draft.next_position
     logits = draft.forward(prompt[start:], range(start, len(prompt)), num_logits=1)
     slots = chosen_slots(prompt, SLOTS, 8, 8)
@@ -118,13 +120,13 @@ def test_the_first_logits_are_a_plain_forwards_over_the_chosen_tokens_at_their_p
 
 
 def test_a_choice_that_keeps_no_slot_held_is_a_forward_over_the_chosen_tokens_alone() -> None:
-    draft, text = slotted(lambda text_ids, num_slots: range(len(text_ids) - num_slots, len(text_ids)))
+    draft, noted, text = slotted(lambda text_ids, num_slots: range(len(text_ids) - num_slots, len(text_ids)))
     for grown in (text, [*text, *random_prompt(2 * SLOTS, seed=3)]):
         start = draft.next_position
         logits = draft.forward(grown[start:], range(start, len(grown)), num_logits=1)
         draft.rollback(0)
     slots = list(range(len(grown) - SLOTS, len(grown)))
-    assert draft._draft.positions == slots
+    assert noted.positions == slots
     expected = make_model(seed=2)(
         input_ids=torch.tensor([[grown[slot] for slot in slots]]), position_ids=torch.tensor([slots])
     ).logits[0, -1]
@@ -132,7 +134,7 @@ def test_a_choice_that_keeps_no_slot_held_is_a_forward_over_the_chosen_tokens_al
 
 
 def test_slots_stay_bounded_however_long_the_answer_and_whatever_is_rejected() -> None:
-    draft, text = slotted()
+    draft, _, text = slotted()
     for step, token in enumerate(random_prompt(300, seed=5)):
         draft.forward(text[draft.next_position :], range(draft.next_position, len(text)), num_logits=1)
         for drafted in range(step % 4):
@@ -146,7 +148,7 @@ def test_slots_stay_bounded_however_long_the_answer_and_whatever_is_rejected() -
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_is_chosen_anew_sees_what_was_written_before_it_and_nothing_else(seed: int) -> None:
     """By one forward over all that was ever written, with a mask that says what was held when."""
-    draft, text = slotted()
+    draft, noted, text = slotted()
     answer = [*random_prompt(60, seed), *text[24:60], *random_prompt(40, seed + 5), *text[64:90]]
     for step, token in enumerate(answer):
         draft.forward(text[draft.next_position :], range(draft.next_position, len(text)), num_logits=1)
@@ -154,8 +156,6 @@ def test_what_is_chosen_anew_sees_what_was_written_before_it_and_nothing_else(se
             draft.forward([drafted + 2], [draft.next_position], num_logits=1)
         draft.rollback(draft.next_position - len(text))
         text.append(token)
-    noted = draft._draft
-    assert isinstance(noted, Noted)
     came_back = [positions for held, _, positions, _ in noted.writes if held and positions[0] < max(held)]
     assert came_back
     expected = logits_in_order_of_writing(make_model(seed=2), [write[:3] for write in noted.writes])
@@ -173,7 +173,8 @@ def slotted_with_noted_choices() -> tuple[SlottedDraft, list[int], list[int]]:
         chosen_at.append(len(text_ids))
         return CHOOSE(text_ids, num_slots)
 
-    return (*slotted(choose), chosen_at)
+    draft, _, text = slotted(choose)
+    return draft, text, chosen_at
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_one_token_a_step_tells_where_the_draft_is_wrong_too(is_right: bool, eve
 
 
 def test_what_was_looked_up_meanwhile_counts_as_read_no_further_than_the_slots_go() -> None:
-    draft, text = slotted()
+    draft, noted, text = slotted()
     assert draft.draft_lag(len(text)) == SLOTS
     draft.forward(text, range(len(text)), num_logits=1)
     draft.rollback(0)
@@ -214,14 +215,12 @@ def test_what_was_looked_up_meanwhile_counts_as_read_no_further_than_the_slots_g
     longer = [*text, *random_prompt(500, seed=9)]
     assert draft.draft_lag(len(longer)) == SLOTS
     draft.forward(longer[len(text) :], range(len(text), len(longer)), num_logits=1)
-    noted = draft._draft
-    assert isinstance(noted, Noted)
     assert len(noted.writes[-1][2]) <= SLOTS + 64
     assert draft.num_cached <= SLOTS + 64
 
 
 def test_a_draft_over_slots_goes_on_from_its_next_position() -> None:
-    draft, prompt = slotted()
+    draft, _, prompt = slotted()
     with pytest.raises(ValueError, match="next position"):
         draft.forward(prompt, range(1, len(prompt) + 1), num_logits=1)
 

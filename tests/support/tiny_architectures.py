@@ -46,7 +46,7 @@ _TOKENS = {
 }
 _HEADS = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 _BASE = {**_TOKENS, **_HEADS, "head_dim": 16}
-_DENSE = {**_BASE, "intermediate_size": 48, "num_hidden_layers": 3}
+DENSE = {**_BASE, "intermediate_size": 48, "num_hidden_layers": 3}
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 32}
 _DELTA_NET = {
@@ -83,18 +83,18 @@ _NEMOTRON_H = {
 }
 
 CONFIGS: dict[str, Any] = {
-    "Llama": LlamaConfig(**_DENSE),
-    "Mistral": MistralConfig(**_DENSE, sliding_window=None),
-    "Mistral, sliding": MistralConfig(**_DENSE, sliding_window=WINDOW),
-    "Ministral": MinistralConfig(**_DENSE, sliding_window=WINDOW, layer_types=_SLIDING),
-    "Qwen2": Qwen2Config(**_DENSE, use_sliding_window=False),
-    "Qwen2, sliding": Qwen2Config(**_DENSE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
-    "Qwen3": Qwen3Config(**_DENSE),
-    "Qwen3-MoE": Qwen3MoeConfig(**_DENSE, **_EXPERTS),
+    "Llama": LlamaConfig(**DENSE),
+    "Mistral": MistralConfig(**DENSE, sliding_window=None),
+    "Mistral, sliding": MistralConfig(**DENSE, sliding_window=WINDOW),
+    "Ministral": MinistralConfig(**DENSE, sliding_window=WINDOW, layer_types=_SLIDING),
+    "Qwen2": Qwen2Config(**DENSE, use_sliding_window=False),
+    "Qwen2, sliding": Qwen2Config(**DENSE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "Qwen3": Qwen3Config(**DENSE),
+    "Qwen3-MoE": Qwen3MoeConfig(**DENSE, **_EXPERTS),
     "Qwen3.5": Qwen3_5TextConfig(**_BASE, **_DELTA_NET, intermediate_size=48),
     "Qwen3.5-MoE": Qwen3_5MoeTextConfig(**_BASE, **_DELTA_NET, **_SHARED_EXPERT),
     "Qwen3-Next": Qwen3NextConfig(**_BASE, **_DELTA_NET, **_SHARED_EXPERT, intermediate_size=48),
-    "Gemma3": Gemma3TextConfig(**_DENSE, sliding_window=WINDOW, layer_types=_SLIDING, query_pre_attn_scalar=24),
+    "Gemma3": Gemma3TextConfig(**DENSE, sliding_window=WINDOW, layer_types=_SLIDING, query_pre_attn_scalar=24),
     "GPT-OSS": GptOssConfig(
         **_BASE,
         intermediate_size=48,
@@ -116,7 +116,7 @@ REFUSED: dict[str, Any] = {
     "Gemma2": Gemma2Config(),
     "GPT-2": GPT2Config(),
     "Llama, dynamic RoPE": LlamaConfig(
-        **_DENSE, rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
+        **DENSE, rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
     ),
 }
 
