@@ -81,19 +81,26 @@ class Session(GenerationMixin):
         self._warnings = OnceEach()
 
     @property
+    def conversation(self) -> Conversation:
+        """The caches of both models. Raises ValueError for a closed session."""
+        if self._held is None:
+            raise ValueError("this session is closed; open another one")
+        return self._held
+
+    @property
     def num_cached_tokens(self) -> int:
         """Tokens in the target's cache."""
-        return len(self._conversation.held)
+        return len(self.conversation.held)
 
     @property
     def num_dropped_tokens(self) -> int:
         """Tokens of the conversation that are not in the target's cache."""
-        return len(self._conversation.token_ids) - self.num_cached_tokens
+        return len(self.conversation.token_ids) - self.num_cached_tokens
 
     @property
     def dropped_positions(self) -> list[int]:
         """Positions of the dropped tokens in order; later turns may recall them."""
-        held = self._conversation
+        held = self.conversation
         return dropped_positions(held.held, len(held.token_ids))
 
     def num_continued(self, encoded: EncodedPrompt) -> int:
@@ -102,7 +109,7 @@ class Session(GenerationMixin):
         All of them, or those up to the last answer if the client changed it: reasoning left out, or a tool call with
         other whitespace.
         """
-        held, pair = self._conversation, self.engine.pair
+        held, pair = self.conversation, self.engine.pair
         encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(encoded=encoded), held.encoded)
         asked = held.encoded.question if held.encoded is not None else None
         num_least = len(held.token_ids) if asked is None else asked[1]
@@ -121,7 +128,7 @@ class Session(GenerationMixin):
         """
         other = Session(self.engine, config or self.config)
         with self._answers():
-            other._held = self._conversation.fork()
+            other._held = self.conversation.fork()
         return other
 
     def save(self, path: str | Path) -> None:
@@ -141,13 +148,13 @@ class Session(GenerationMixin):
             While the session answers a call.
         """
         with self._answers():
-            save_conversation(self._conversation, path, self.config, self.engine.pair, self.engine.config.prefill)
+            save_conversation(self.conversation, path, self.config, self.engine.pair, self.engine.config.prefill)
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path, config: SessionConfig | None = None) -> Session:
         """A session from a file; see `SpecStackGenerator.load_session`."""
         session = cls(engine, config)
-        saved = load_conversation(session._conversation, path, engine.pair, engine.config.prefill)
+        saved = load_conversation(session.conversation, path, engine.pair, engine.config.prefill)
         session.config = config or saved
         return session
 
@@ -171,14 +178,8 @@ class Session(GenerationMixin):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    @property
-    def _conversation(self) -> Conversation:
-        if self._held is None:
-            raise ValueError("this session is closed; open another one")
-        return self._held
-
     def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
-        held = self._conversation
+        held = self.conversation
         asked = call.get("sparse_prefill") or self.engine.config.prefill.sparse_prefill
         # A dense target keeps only densely read tokens, and reads the rest again.
         held_ids = held.token_ids if asked in ("auto", "on") else held.token_ids[: held.num_dense]
@@ -190,7 +191,7 @@ class Session(GenerationMixin):
 
     def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
         """Warn if only the new message is given: without earlier turns it starts another conversation."""
-        messages, held = call.get("messages"), self._conversation.token_ids
+        messages, held = call.get("messages"), self.conversation.token_ids
         if not held or messages is None or any(message["role"] == "assistant" for message in messages):
             return
         num_continued = num_shared(held, request.prompt_ids)
@@ -206,7 +207,7 @@ class Session(GenerationMixin):
         if self.config.max_cached_tokens is None:
             return math.inf
         rate = request.prefill.rate_for(request.num_new_tokens) if request.scores else 1.0
-        num_held = sum(position < request.num_cached for position in self._conversation.held)
+        num_held = sum(position < request.num_cached for position in self.conversation.held)
         return self.config.max_cached_tokens - num_held - math.ceil(rate * request.num_new_tokens)
 
     @contextmanager
@@ -223,7 +224,7 @@ class Session(GenerationMixin):
 
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         with self._answers():
-            held = self._conversation
+            held = self.conversation
             turn = held.begin(request, self.config, self._room(request))
             answer_ids: list[int] = []
             text = ""

@@ -39,9 +39,8 @@ def make_generator(prefill: PrefillConfig = SPARSE, session: SessionConfig = EAG
 
 def slots(session: Session) -> tuple[list[int], list[int]]:
     """Token ids and positions of the target's slots, in the order in which they were written."""
-    target = session._conversation.target
-    positions = list(target.positions)
-    return [session._conversation.token_ids[position] for position in positions], positions
+    positions = list(session.conversation.held)
+    return [session.conversation.token_ids[position] for position in positions], positions
 
 
 def num_fed(generator: SpecStackGenerator) -> dict[str, list[int]]:
@@ -426,7 +425,7 @@ def test_forks_share_their_past_and_nothing_else() -> None:
     answer = session.generate(input_ids=prompt, max_tokens=4).token_ids
     before = slots(session)
     branches = [session.fork() for _ in range(3)]
-    keys = [branch._conversation.target._cache.layers[0].keys.data_ptr() for branch in (session, *branches)]
+    keys = [branch.conversation.target.contents()["cache.0.keys"].data_ptr() for branch in (session, *branches)]
     assert len(set(keys)) == 1, "forking copies nothing"
     questions = [[*prompt, *answer, *random_prompt(20, seed=seed)] for seed in range(3)]
     results = [branch.generate(input_ids=ids, max_tokens=6) for branch, ids in zip(branches, questions, strict=True)]
@@ -702,7 +701,7 @@ def test_edits_and_forks_leave_a_draft_with_another_tokenizer_as_if_it_had_read_
     for action, prompt, max_tokens in trace:
         session = session.fork() if action == "fork" else session
         cold = session.fork()
-        cold._conversation.index = generator.pair.new_draft_cache(SPARSE.prefill_chunk)
+        cold.conversation.index = generator.pair.new_draft_cache(SPARSE.prefill_chunk)
         expected = cold.generate(input_ids=prompt, max_tokens=max_tokens, gamma=3, return_records=True)
         result = session.generate(input_ids=prompt, max_tokens=max_tokens, gamma=3, return_records=True)
         assert result.token_ids == expected.token_ids
