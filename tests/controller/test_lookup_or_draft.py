@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -55,8 +56,10 @@ def test_a_draft_that_has_to_read_waits_longer_where_much_was_copied_lately() ->
         policy = Throughput()
         for gamma in (0, 4, 2) * 4:
             policy.observe(step(gamma, gamma, draft_s=0.025 * gamma, verify_s=0.1))
-        policy._measured.at(StepContext(1, 99, None, "fp16")).copied.add(num_copied, 300)
-        policy._measured.at(StepContext(1, 99, None, "fp16")).prefill_s = 0.0015
+        policy.observe(replace(step(4, 4, draft_s=0.1 + 400 * 0.0015, verify_s=0.1), draft_lag=400))
+        for _ in range(20):
+            policy.observe(replace(step(num_copied, num_copied, verify_s=0.1), num_ngram_tokens=num_copied))
+        policy.observe(step(0, 0, verify_s=1.0, is_prefill=True))
         for number in range(50):
             context = StepContext(number, 200, None, "fp16", draft_lag=400 + number)
             if policy.choose(context):
@@ -64,7 +67,7 @@ def test_a_draft_that_has_to_read_waits_longer_where_much_was_copied_lately() ->
             policy.observe(step(0, 0, verify_s=0.1))
         return 50
 
-    waits = [steps_before_it_reads(num_copied) for num_copied in (0, 150, 280)]
+    waits = [steps_before_it_reads(num_copied) for num_copied in (0, 1, 14)]
     assert waits[0] == 0
     assert waits[0] < waits[1] <= waits[2] < 50
 

@@ -342,13 +342,14 @@ def test_throughput_threshold_is_the_rate_times_the_cost_of_a_token() -> None:
 
 
 def test_prefill_records_leave_the_cost_estimates_alone() -> None:
-    policy, undisturbed = Throughput(), Throughput()
-    for gamma in (2, 4, 1, 3, 5) * 5:
-        policy.observe(step(8, 0, draft_s=3.0, verify_s=50.0, is_prefill=True))
-        policy.observe(step(gamma, gamma))
-        undisturbed.observe(step(gamma, gamma))
-    costs = [each._measured.at(context()).cost for each in (policy, undisturbed)]
-    assert costs[0].seconds(4) == costs[1].seconds(4)
+    long, short = Throughput(), Throughput()
+    for gamma in (0, 2, 4, 1, 3, 5) * 5:
+        long.observe(step(8, 0, draft_s=3.0, verify_s=50.0, is_prefill=True))
+        short.observe(step(8, 0, is_prefill=True))
+        for policy in (long, short):
+            policy.observe(step(gamma, gamma))
+    for num_drafted in range(6):
+        assert long.threshold(context(), num_drafted) == short.threshold(context(), num_drafted)
 
 
 def test_throughput_follows_costs_that_change() -> None:

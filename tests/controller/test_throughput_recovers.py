@@ -123,7 +123,9 @@ def test_a_policy_measures_its_draft_though_a_look_up_follows_each_waking() -> N
     assert sum(gamma > 0 for gamma in chosen[-50:]) > 40
 
 
-def test_what_another_precision_costs_is_learned_right_after_a_draft_was_woken() -> None:
+@pytest.mark.parametrize("per_token_s", [PER_TOKEN_S, 3 * VERIFY_S])
+def test_what_another_precision_costs_is_learned_right_after_a_draft_was_woken(per_token_s: float) -> None:
+    """One that costs as little as usual is used, and one that costs more than it brings is not."""
     policy = SpecKV()
     policy.observe(plain(1))
     for _ in range(30):
@@ -131,25 +133,30 @@ def test_what_another_precision_costs_is_learned_right_after_a_draft_was_woken()
     last = record(num_accepted=0, num_tokens=1)
     while not policy.choose(StepContext(1, 99, last, "fp32", draft_lag=20)):
         pass
+    chosen = []
     for number in range(20):
-        policy.choose(StepContext(1, 99, last, "bf16", draft_lag=1))
-        policy.observe(replace(plain(1) if number == 0 else record(), precision="bf16"))
-    assert policy._costs.at(record(precision="bf16")).per_token_s() == pytest.approx(PER_TOKEN_S, rel=0.1)
+        chosen.append(policy.choose(StepContext(1, 99, last, "bf16", draft_lag=1)))
+        drafted = record(num_accepted=4, num_tokens=5, draft_s=4 * per_token_s)
+        policy.observe(replace(plain(1) if number == 0 else drafted, precision="bf16"))
+    assert {gamma > 0 for gamma in chosen[10:]} == {per_token_s == PER_TOKEN_S}
 
 
 def test_the_default_policy_measures_a_draft_that_has_read_much_in_the_next_step_it_is_asked_for() -> None:
     """Long look-ups come between; what they wrote is read at a price of its own."""
-    policy = warm()
+    policy, has_read = warm(), warm()
     opened(policy)
+    opened(has_read)
     for draft_lag in (400, 19, 19, 400, 19, 19):
         gamma = policy.choose(StepContext(1, 400, plain(1), "fp32", draft_lag=draft_lag))
         assert gamma > 0
-        policy.observe(
-            record(gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1,
-                   draft_s=gamma * PER_TOKEN_S + 0.03e-3 * (draft_lag - 1),
-                   signals=DraftSignals([1.0] * gamma, [0.9] * gamma), draft_lag=draft_lag)
-        )  # fmt: skip
-    assert policy._measured.at(USUAL).cost.per_token_s() == pytest.approx(PER_TOKEN_S, rel=0.2)
+        read_s = 0.03e-3 * (draft_lag - 1)
+        unread = record(gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1, draft_s=gamma * PER_TOKEN_S + read_s,
+                        signals=DraftSignals([1.0] * gamma, [0.9] * gamma), draft_lag=draft_lag)  # fmt: skip
+        policy.observe(unread)
+        if draft_lag == 19:
+            # A step as long whose draft has nothing to read.
+            has_read.observe(replace(unread, draft_s=gamma * PER_TOKEN_S, policy_s=read_s + 1e-5, draft_lag=1))
+    assert policy.threshold(USUAL) == pytest.approx(has_read.threshold(USUAL), rel=0.02)
 
 
 @pytest.mark.parametrize("at", [1, 4, 50])
@@ -196,10 +203,10 @@ def warm(**changes: object) -> Throughput:
 )
 def test_the_time_of_reading_a_prompt_says_nothing_about_steps(changes: dict[str, object]) -> None:
     policy = warm()
-    state = policy._measured.at(record())
-    before = state.cost.seconds(4), state.achieved._shared
+    opened(policy)
+    before = [policy.threshold(USUAL, num_drafted) for num_drafted in range(6)]
     policy.observe(record(**changes))
-    assert (state.cost.seconds(4), state.achieved._shared) == before
+    assert [policy.threshold(USUAL, num_drafted) for num_drafted in range(6)] == before
 
 
 def test_a_duration_that_is_no_number_is_left_out() -> None:
@@ -356,21 +363,20 @@ def test_a_request_that_copies_leaves_the_draft_as_it_was_for_the_next() -> None
 
 
 def test_a_sure_and_useless_draft_is_let_go_within_a_few_steps() -> None:
-    machine = Machine(Throughput())
-    machine._rng = random.Random(1)
+    policy = Throughput()
     last: StepRecord | None = None
     drafted = []
     for number in range(60):
         context = StepContext(number, 99, last, "fp32", draft_lag=1)
-        most = machine.policy.choose(context)
+        most = policy.choose(context)
         signals = DraftSignals()
         while len(signals) < most:
             signals.append(0.05, 0.99)
-            if not machine.policy.keep_drafting(context, signals):
+            if not policy.keep_drafting(context, signals):
                 break
         gamma = len(signals)
         last = record(gamma=gamma, num_accepted=0, num_tokens=1, signals=signals, draft_s=gamma * PER_TOKEN_S)
-        machine.policy.observe(last)
+        policy.observe(last)
         drafted.append(gamma)
     assert sum(drafted) <= 8
     assert sum(drafted[7:]) <= 4
