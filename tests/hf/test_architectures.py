@@ -129,14 +129,14 @@ def test_no_mask_is_as_large_as_a_long_block_times_a_long_cache(
     name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_MAX_SCORES", 4 * 600 * 32)
-    sizes, build = [0], SlotPositions._build
+    sizes, made = [0], SlotPositions.mask
 
     def note(self: SlotPositions, *arguments: Any) -> torch.Tensor:
-        mask = build(self, *arguments)
+        mask = made(self, *arguments)
         sizes.append(mask.numel())
         return mask
 
-    monkeypatch.setattr(SlotPositions, "_build", note)
+    monkeypatch.setattr(SlotPositions, "mask", note)
     prompt = random_prompt(600)
     model = cached(name, prefill_chunk=200)
     model.prefill(prompt, range(600), window, 4)
@@ -245,7 +245,7 @@ def test_a_recurrent_state_does_not_see_the_gaps(name: str) -> None:
     for positions in (KEPT, range(len(KEPT))):
         model = cached(name)
         model.forward(kept, positions, 1)
-        states.append(model._cache.layers[0].recurrent_states[0])
+        states.append(model.contents()["cache.0.recurrent_states.0"])
     torch.testing.assert_close(*states, atol=0, rtol=0)
 
 

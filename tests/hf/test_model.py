@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, LlamaForCausalLM, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 
 from spec_stack.hf import attention
 from spec_stack.hf.attention import capture_attention, install
-from spec_stack.hf.cache import PreallocatedLayer, cache_argument, fill, keep_slots, new_cache
+from spec_stack.hf.cache import cache_argument, crop, fill, keep_slots, new_cache
 from spec_stack.hf.model import CachedModel, piece_ends
 from spec_stack.hf.slots import SlotPositions
 from tests.support import reference
@@ -83,7 +82,7 @@ def test_keeping_slots_leaves_a_cache_that_attends_to_them_only() -> None:
     config = make_model().config
     config.num_hidden_layers = 1
     torch.manual_seed(4)
-    one_layer = type(make_model())._from_config(config, attn_implementation="sdpa").eval()
+    one_layer = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     install(one_layer)
     prompt = random_prompt(60)
     model = CachedModel(one_layer, 4096)
@@ -248,7 +247,9 @@ def test_new_tokens_are_written_in_place_while_there_is_room() -> None:
     model.forward(random_prompt(40), range(40), 1)
 
     def places() -> list[int]:
-        return [tensor.data_ptr() for layer in model._cache.layers for tensor in (layer.keys, layer.values)]
+        cached = {name: tensor for name, tensor in model.contents().items() if name.startswith("cache.")}
+        assert len(cached) == 2 * model.num_layers
+        return [tensor.data_ptr() for tensor in cached.values()]
 
     before = places()
     for start in range(40, 60, 5):
@@ -282,21 +283,25 @@ def test_a_fork_and_its_origin_never_change_each_other(fork_writes: bool) -> Non
 def test_a_cache_with_room_gives_the_logits_of_a_growing_one(family: str) -> None:
     """Past the room set aside, over rollbacks and a selection of slots."""
     model = SHARED[family]
-    growing, roomy = CachedModel(model, 4096), CachedModel(model, 4096)
-    growing._cache = DynamicCache(config=model.config)
-    assert {type(layer) for layer in roomy._cache.layers} == {PreallocatedLayer}
-    assert {type(layer) for layer in growing._cache.layers} == {DynamicLayer}
-    for each in (growing, roomy):
-        each.forward(random_prompt(30), range(30), 1)
+    roomy, growing = CachedModel(model, 4096), DynamicCache(config=model.config)
+
+    def logits_of_both(tokens: list[int]) -> list[torch.Tensor]:
+        positions = range(roomy.next_position, roomy.next_position + len(tokens))
+        with torch.no_grad():
+            output = model(
+                torch.tensor([tokens]), position_ids=torch.tensor([positions]), **cache_argument(model, growing)
+            )
+        return [roomy.forward(tokens, positions, len(tokens)), output.logits[0]]
+
+    torch.testing.assert_close(*logits_of_both(random_prompt(30)), **TOLERANCE)
     for step in range(90):
-        start = growing.next_position
-        tokens = random_prompt(6, seed=step)
-        logits = [each.forward(tokens, range(start, start + 6), 6) for each in (growing, roomy)]
-        torch.testing.assert_close(*logits, **TOLERANCE)
-        for each in (growing, roomy):
-            each.rollback(step % 4)
-            if step % 30 == 29:
-                each.keep_slots(range(0, each.num_cached, 2))
+        torch.testing.assert_close(*logits_of_both(random_prompt(6, seed=step)), **TOLERANCE)
+        roomy.rollback(step % 4)
+        crop(growing, roomy.num_cached)
+        if step % 30 == 29:
+            slots = range(0, roomy.num_cached, 2)
+            roomy.keep_slots(slots)
+            keep_slots(growing, slots, model.device)
 
 
 def _pieces_by_the_loop(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) -> list[int]:
@@ -324,16 +329,21 @@ def test_pieces_end_where_walking_over_the_tokens_ends_them(
     assert num_tokens - starts[-1] >= num_logits
 
 
+class _Layer(torch.nn.Module):
+    layer_idx = 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_past_and_present_merge_to_attention_under_a_lower_right_mask(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, n, 16, dtype=dtype) for heads, n in ((6, 70), (2, 200), (2, 200)))
-    got = attention._attend_past_and_present(4 * query, key, value, 0.25)
+    with attention.attend_by_position(SlotPositions(range(200))):
+        got, _ = attention.attend(_Layer(), 4 * query, key, value, None, 0.25)
     mask = torch.ones(70, 200, dtype=torch.bool).tril(130)
     whole = [tensor.repeat_interleave(3, 1).double() for tensor in (key, value)]
     expected = F.scaled_dot_product_attention(4 * query.double(), *whole, attn_mask=mask, scale=0.25)
     error = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(got.double(), expected, atol=error, rtol=error)
+    torch.testing.assert_close(got.transpose(1, 2).double(), expected, atol=error, rtol=error)
 
 
 @pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta", "cpu")])
