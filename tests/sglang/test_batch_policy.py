@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.registry import make_batch_policy
+from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
 from spec_stack.sglang import batch_policy
 from spec_stack.sglang.batch_policy import BatchPolicy
 from spec_stack.sglang.request import (
@@ -147,18 +146,17 @@ def test_where_one_rank_cannot_read_its_requests_none_accepts_any_proposal() -> 
     assert gamma.caps == [0, 0]
 
 
-def test_a_choice_that_fails_is_agreed_on_all_the_same() -> None:
+def test_a_choice_that_fails_is_agreed_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the other ranks would wait for this one for ever."""
     asks = []
-    gamma = BatchPolicy(ServerConfig(), "fp32", agree=lambda chosen, knows: (asks.append(chosen) or chosen, knows))
 
     class Broken(Policy):
-        name = "throughput"
-
         def choose(self, context: StepContext) -> int:
             raise RuntimeError("broken")
 
-    gamma._policies["throughput"] = Broken()
+    monkeypatch.setitem(BATCH_POLICIES, "broken", Broken)
+    config = ServerConfig(policy="broken")
+    gamma = BatchPolicy(config, "fp32", agree=lambda chosen, knows: (asks.append(chosen) or chosen, knows))
     gamma.begin_step([request_of("a")])
     assert gamma.get_steps_for_batch(1) == 0
     assert asks == [0]
@@ -220,35 +218,32 @@ def test_the_seconds_of_a_step_are_not_those_of_a_request_that_it_was_cut_for() 
 
 
 @pytest.mark.parametrize("num_pending", [1, 2, 3])
-def test_a_step_says_how_old_its_newest_record_is(num_pending: int) -> None:
+def test_a_step_says_how_old_its_newest_record_is(num_pending: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[StepRecord] = []
+    lags: list[int] = []
 
-    @dataclass
     class Watcher(Policy):
-        lags: list[int] = field(default_factory=list)
-
         def choose(self, context: StepContext) -> int:
-            self.lags.append(context.lag)
+            lags.append(context.lag)
             assert [member.request_id for member in context.members] == ["a"]
             return 4
 
         def observe(self, record: StepRecord) -> None:
             seen.append(record)
 
-    watcher = Watcher()
-    gamma = BatchPolicy(ServerConfig(), "fp32")
-    gamma._policies["throughput"] = watcher
+    monkeypatch.setitem(BATCH_POLICIES, "watcher", Watcher)
+    gamma = BatchPolicy(ServerConfig(policy="watcher"), "fp32")
     request = request_of("a")
     gamma.begin_step([request])
     for step_number in range(8):
         gamma.get_steps_for_batch(1)
         if step_number >= num_pending - 1:
             gamma.on_verify_complete([1], 1)
-    assert watcher.lags[num_pending - 1 :] == [num_pending] * (9 - num_pending)
+    assert lags[num_pending - 1 :] == [num_pending] * (9 - num_pending)
     assert seen[-1].lag == num_pending
 
 
-def test_a_step_says_how_long_its_texts_are_in_the_mean() -> None:
+def test_a_step_says_how_long_its_texts_are_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     class Watcher(Policy):
@@ -256,8 +251,8 @@ def test_a_step_says_how_long_its_texts_are_in_the_mean() -> None:
             seen.append(context.num_target_slots)
             return 4
 
-    gamma = BatchPolicy(ServerConfig(), "fp32")
-    gamma._policies["throughput"] = Watcher()
+    monkeypatch.setitem(BATCH_POLICIES, "watcher", Watcher)
+    gamma = BatchPolicy(ServerConfig(policy="watcher"), "fp32")
     gamma.get_steps_for_batch(2)
     gamma.begin_step([request_of("a", num_prompt_tokens=999), request_of("b", num_prompt_tokens=4_999)])
     gamma.get_steps_for_batch(2)
