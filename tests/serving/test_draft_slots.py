@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.draft_kv_budget import RENEW_EVERY, choose_slots, num_row_slots
+from spec_stack.prefill.draft_kv_budget import RENEW_EVERY, DraftKVBudget, DraftKVRow, choose_slots
 from tests.support.reference import sparse_greedy
 
 from .conftest import ASSETS, CONTEXT, Reference, Server, generate_body
@@ -21,6 +22,9 @@ from .conftest import ASSETS, CONTEXT, Reference, Server, generate_body
 SLOTS = 128
 GAMMA = 4
 NUM_ROWS = 6
+# Of the drafts without a model.
+NUM_IDS = 60
+CONFIG = PrefillConfig(draft_kv_budget=96, chunk_size=16)
 FLAGS = (
     *("--max-total-tokens", "24000", "--chunked-prefill-size", "256", "--max-running-requests", str(NUM_ROWS)),
     *(
@@ -182,29 +186,52 @@ def test_a_failure_costs_proposals_and_no_token(
     assert _report(again)["num_accepted"] == _report(again)["num_proposed"]
 
 
-def slotted_without_a_model(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The slots' books alone: what is put through the draft goes nowhere."""
+class _Nothing(torch.nn.Module):
+    """Stands in for SGLang's model of the draft: no layers, and always the same logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = False
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
+        if self.fails:
+            fail()
+        return SimpleNamespace(next_token_logits=torch.zeros(len(batch.seq_lens), NUM_IDS))
+
+
+@dataclass
+class _PoolConfig:
+    max_total_num_tokens: int = 0
+
+
+def slotted_without_layers(num_rows: int) -> tuple[Any, _Nothing]:
+    """A draft over slots whose model computes nothing, and that model."""
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
     from spec_stack.sglang.slotted_draft import SlottedDraft
 
-    monkeypatch.setattr(SlottedDraft, "_begin", lambda *args: None)
-    config = PrefillConfig(draft_kv_budget=96, chunk_size=16)
-    draft = SlottedDraft.__new__(SlottedDraft)
-    draft._config, draft.num_per_request = config, num_row_slots(config, GAMMA)
-    draft._rows, draft._num_prefilled = {}, {}
-    draft._table = torch.zeros((num_rows, CONTEXT), dtype=torch.int32)
-    draft._shifts = torch.zeros(num_rows, dtype=torch.int64)
-    draft._shifts_cpu = torch.zeros(num_rows, dtype=torch.int64)
-    draft.num_most_held = draft.num_renewals = draft.num_restored = 0
-    return draft
+    model = _Nothing()
+    runner = SimpleNamespace(
+        model=model,
+        dtype=torch.float32,
+        device="cpu",
+        model_config=SimpleNamespace(vocab_size=NUM_IDS, context_len=CONTEXT),
+        attn_backend=SimpleNamespace(init_forward_metadata=lambda batch: None),
+        kv_index_translator=None,
+    )
+    draft = SlottedDraft(runner, CONFIG, GAMMA, num_rows)
+    target_rows = ReqToTokenPool(num_rows, CONTEXT, "cpu", enable_memory_saver=False)
+    draft.pools(_PoolConfig(), target_rows)
+    return draft, model
 
 
-def batch_of(lengths: dict[int, int], num_said: int = 1) -> Any:
+def batch_of(draft: Any, lengths: dict[int, int], num_said: int = 1) -> Any:
     """A batch of requests by row, each with so many tokens that the target has."""
     rows, num_held = torch.tensor(list(lengths)), torch.tensor(list(lengths.values()))
     requests = []
     for row, length in lengths.items():
         words = random.Random(row)
-        prompt = [words.randrange(60) for _ in range(length + 1 - num_said)]
+        prompt = [words.randrange(NUM_IDS) for _ in range(length + 1 - num_said)]
         requests.append(SimpleNamespace(origin_input_ids=prompt, output_ids=[1] * num_said, customized_info=None))
     return SimpleNamespace(
         reqs=requests,
@@ -212,31 +239,42 @@ def batch_of(lengths: dict[int, int], num_said: int = 1) -> Any:
         req_pool_indices_cpu=rows,
         seq_lens=num_held,
         seq_lens_cpu=num_held,
+        seq_lens_sum=int(num_held.sum()),
+        out_cache_loc=torch.zeros(0, dtype=torch.int64),
         prefix_lens=[0] * len(lengths),
         extend_lens=list(lengths.values()),
-        spec_info=None,
+        spec_info=draft.no_proposal(torch.ones(len(lengths), dtype=torch.int64)),
     )
+
+
+def lengths_in_the_draft(draft: Any, batch: Any) -> tuple[list[int], list[int]]:
+    """On the device and on the host, while the draft takes in a step's tokens, for each of which there is a slot."""
+    with draft.catching_up(batch, GAMMA + 1):
+        assert len(batch.out_cache_loc) == (GAMMA + 1) * len(batch.reqs)
+        return batch.seq_lens.tolist(), batch.seq_lens_cpu.tolist()
 
 
 def fail(*args: Any) -> None:
     raise RuntimeError("put out of action by a test")
 
 
-def test_a_request_whose_slots_could_not_be_read_anew_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, batch = slotted_without_a_model(1, monkeypatch), batch_of({0: 3000})
+def test_a_request_whose_slots_could_not_be_read_anew_begins_anew() -> None:
+    draft, model = slotted_without_layers(1)
+    batch = batch_of(draft, {0: 3000})
     draft.begin_step(batch)
     assert not draft.has_new(batch)
     words = random.Random(1)
-    batch.reqs[0].output_ids += [words.randrange(60) for _ in range(RENEW_EVERY)]
-    monkeypatch.setattr(draft, "_forward", fail)
+    batch.reqs[0].output_ids += [words.randrange(NUM_IDS) for _ in range(RENEW_EVERY)]
+    model.fails = True
     with pytest.raises(RuntimeError, match="by a test"):
         draft.begin_step(batch)
     assert draft.num_restored
     assert draft.has_new(batch)
 
 
-def test_after_a_prefill_that_cannot_be_noted_every_request_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, batch = slotted_without_a_model(1, monkeypatch), batch_of({0: 3000})
+def test_after_a_prefill_that_cannot_be_noted_every_request_begins_anew() -> None:
+    draft, _ = slotted_without_layers(1)
+    batch = batch_of(draft, {0: 3000})
     draft.begin_step(batch)
     draft.note_prefill(SimpleNamespace())
     assert draft.has_new(batch)
@@ -249,14 +287,15 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
     monkeypatch: pytest.MonkeyPatch, num_done: int
 ) -> None:
     """Whichever of a batch's requests it fails at, and whoever had the rows before."""
-    from spec_stack.prefill.draft_kv_budget import DraftKVRow
     from spec_stack.sglang import slotted_draft
+    from spec_stack.sglang.errors import num_failures
 
-    draft, before = slotted_without_a_model(3, monkeypatch), batch_of({0: 3000, 1: 2000, 2: 3500})
+    draft, _ = slotted_without_layers(3)
+    before, num_failed = batch_of(draft, {0: 3000, 1: 2000, 2: 3500}), num_failures()
     draft.note_prefill(before)
     draft.begin_step(before)
-    assert (draft._shifts > 1000).all()
-    new = batch_of({2: 500, 0: 100, 1: 90})
+    assert max(lengths_in_the_draft(draft, before)[0]) < 1000
+    new = batch_of(draft, {2: 500, 0: 100, 1: 90})
     draft.note_prefill(new)
     begun = [DraftKVRow.begin] * num_done
 
@@ -267,16 +306,17 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
     monkeypatch.setattr(slotted_draft, "DraftKVRow", Failing)
     with pytest.raises(RuntimeError, match="by a test"):
         draft.begin_step(new)
-    for lengths in draft._lengths(new)[:2]:
-        assert (lengths >= 1).all()
-        assert (lengths + GAMMA < CONTEXT).all()
+    for lengths in lengths_in_the_draft(draft, new):
+        assert min(lengths) >= 1
+        assert max(lengths) + GAMMA < CONTEXT
     monkeypatch.undo()
-    monkeypatch.setattr(draft, "_begin", lambda *args: None)
-    later = batch_of({2: 503, 0: 103, 1: 93}, num_said=4)
+    later = batch_of(draft, {2: 503, 0: 103, 1: 93}, num_said=4)
     draft.begin_step(later)
-    lengths, on_host, _ = draft._lengths(later)
-    assert draft._shifts.tolist() == draft._shifts_cpu.tolist() == [draft._rows[row].shift for row in range(3)]
-    assert lengths.tolist() == on_host.tolist() == [draft._rows[row].num_held for row in (2, 0, 1)]
+    texts = zip(later.reqs, later.seq_lens.tolist(), strict=True)
+    known = [[*request.origin_input_ids, *request.output_ids][:num_held] for request, num_held in texts]
+    expected = [len(DraftKVBudget.of(CONFIG).choose(text_ids)) + 1 for text_ids in known]
+    assert lengths_in_the_draft(draft, later) == (expected, expected)
+    assert num_failures() == num_failed
 
 
 @pytest.mark.nightly
