@@ -121,6 +121,17 @@ LIBRARIES = {
 }
 MAX_ROOM = 0.25
 MAX_LOOSE = 0.05
+# Private names of other libraries that tests read for want of public ones, and the methods of a named tuple.
+FOREIGN = {
+    "_actions",
+    "_SubParsersAction",
+    "_dynamo",
+    "_attn_implementation_internal",
+    "_prefill_decode_interval_remaining",
+    "_replace",
+    "_asdict",
+    "_fields",
+}
 _PLACE = re.compile(r"spec_stack(\.\w+)+")
 
 
@@ -223,6 +234,38 @@ def test_little_lies_loose_beside_the_rooms() -> None:
     num_lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files(PACKAGE)}
     loose = sum(lines for path, lines in num_lines.items() if path.parent == PACKAGE)
     assert loose <= MAX_LOOSE * sum(num_lines.values())
+
+
+def _private_reads(code: str) -> set[str]:
+    """Private attributes that are read of anything but the reading object, and private names from the package."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spec_stack"):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")} - FOREIGN
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("pair.draft._cache.layers", {"_cache"}),
+        ("from spec_stack.hf.attention import _attend_folded", {"_attend_folded"}),
+        ("self._last, pair.__class__, token._replace(), pair.draft", set()),
+    ],
+)
+def test_a_private_read_is_found(code: str, found: set[str]) -> None:
+    assert _private_reads(code) == found
+
+
+def test_tests_read_nothing_private() -> None:
+    for path in files(ROOT / "tests"):
+        name = path.relative_to(ROOT).as_posix()
+        if "support" not in path.parts:
+            private = _private_reads(path.read_text(encoding="utf-8"))
+            assert not private, f"{name} reads {sorted(private)}"
 
 
 def test_nothing_edits_the_import_path() -> None:
