@@ -85,9 +85,9 @@ class GenerationMixin(ABC):
             Continue the text of the last message instead of answering it.
         params : SamplingParams, optional
             The following options as one object, instead of them.
-        max_tokens, min_tokens, ignore_eos, stop, stop_token_ids, temperature, top_k, top_p, min_p, seed
+        max_tokens, min_tokens, ignore_eos, stop, stop_token_ids, temperature, top_k, top_p, min_p, seed : optional
             As in `SamplingParams`.
-        repetition_penalty, bad_words_ids, logit_bias
+        repetition_penalty, bad_words_ids, logit_bias : optional
             As in `SamplingParams`.
         sampling : "model", optional
             Use the checkpoint's generation config for options at their defaults.
@@ -101,9 +101,9 @@ class GenerationMixin(ABC):
             `{"type": "grammar", "grammar": ...}` (EBNF, rule root). Needs the extra `structured`.
         logprobs : int, optional
             Return every token's log-probability, and those of this many most likely tokens.
-        keep_rate, sparse_prefill
+        keep_rate, sparse_prefill : optional
             As in `PrefillConfig`; in a session of the new text. None is the configuration's.
-        policy, proposer
+        policy, proposer : optional
             As in `DecodeConfig`, or a Policy; None is the generator's. In a seeded call a named one starts untrained.
         gamma : int, optional
             Short for the policy "fixed" with this many tokens, 0 to 16; 0 is plain decoding.
