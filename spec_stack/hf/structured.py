@@ -62,7 +62,9 @@ class Grammars:
         except Exception as error:
             # The conversion from EBNF has no common error class.
             subject = "tool_choice: the tools' parameters" if forced else f"response_format: this {kind}"
-            raise ValueError(f"{subject} cannot be compiled: {error}") from error
+            # A panic comes with its stack.
+            reason = str(error).partition("\n<backtrace>")[0]
+            raise ValueError(f"{subject} cannot be compiled: {reason}") from error
         return Grammar(matcher, end_ids, self._unspoken, num_prompt_tokens)
 
     def warm_up(self) -> None:
