@@ -96,10 +96,8 @@ class Scorer:
 
 
 def evidence_of(encoded: Encoded, looks: Looks, config: PrefillConfig) -> ScoringInputs:
-    """What a rule scores by: the attention of the layers that run for it."""
+    """What a rule scores by."""
     attention = looks[config.scoring_queries] if needs_attention(config.scorer) else None
-    if attention is not None and (num_layers := config.resolved_scoring_layers) is not None:
-        attention = replace(attention, layers={at: own for at, own in attention.layers.items() if at < num_layers})
     return ScoringInputs(encoded.token_ids, attention, encoded.protected, encoded.pieces)
 
 

@@ -60,11 +60,13 @@ def voting_heads(layers: Collection[int], config: PrefillConfig) -> dict[int, li
 
 
 def question_layers(layers: Collection[int], config: PrefillConfig) -> list[int]:
-    """The captured layers of which all heads find the question: the voting ones; with chosen heads, which end the
-    draft's pass early, the last quarter."""
+    """The captured layers of which all heads find the question: the voting ones, or with chosen heads the last quarter
+    of the layers up to the last of these, however many have run."""
     if config.scoring_heads is None:
         return list(voting_heads(layers, config))
-    return sorted(layers)[-max(1, len(layers) // 4) :]
+    last = max(layer for layer, _ in config.scoring_heads)
+    needed = sorted(at for at in layers if at <= last)
+    return needed[-max(1, len(needed) // 4) :]
 
 
 @dataclass(frozen=True)

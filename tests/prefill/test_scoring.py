@@ -180,6 +180,21 @@ def test_several_questions_score_apart_and_are_scaled(heads: tuple[tuple[int, in
     np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-5)
 
 
+def test_layers_behind_the_chosen_heads_change_nothing() -> None:
+    """A session runs all layers, and a single call those that scoring needs."""
+    prompt = random_prompt(250)
+    config = PrefillConfig(**(BASE | {"head_reduction": "mean", "scoring_heads": ((0, 1), (1, 2))}))  # type: ignore[arg-type]
+    found = []
+    for num_layers in (None, 2):
+        inputs = ScoringInputs(prompt, protected=TURNS)
+        attention, _ = run_draft(
+            open_draft(), inputs, lambda *_: pytest.fail("none is needed"), config, None, num_layers
+        )
+        found.append(attention.importance(config))
+    assert len(attention.layers) == 2
+    torch.testing.assert_close(*found)
+
+
 def test_one_forward_has_the_prompt_and_what_is_read_again() -> None:
     prompt, draft = random_prompt(250), open_draft()
     begun: list[object] = []

@@ -90,8 +90,7 @@ def question_importance(
     with the repeated segments behind it.
 
     Every query's row is the softmax over the prompt alone. heads: which (layer, head) pairs count; all behind the
-    skipped layers by default. mean: the mean over them, in place of the largest pooled attention. layers: how many run;
-    with heads, the last quarter of them finds the question.
+    skipped layers by default. mean: the mean over them, in place of the largest pooled attention. layers: how many run.
     """
     size = len(prompt)
     ids = torch.tensor([[*prompt, *(token for start, stop in repeated for token in prompt[start:stop])]])
@@ -105,9 +104,11 @@ def question_importance(
         whole = attentions[layer][0, head, query].double().numpy()
         return np.asarray(whole[:size] / (whole[:size].sum() + 1 - whole.sum()))
 
-    depth = layers or len(attentions)
-    last = [(layer, head) for layer, head in every if layer >= depth - max(1, depth // 4)]
-    finding = behind if heads is None else last
+    finding = behind
+    if heads is not None:
+        # The last quarter of the layers up to the last chosen head.
+        depth = 1 + max(layer for layer, _ in heads)
+        finding = [(layer, head) for layer, head in every if depth - max(1, depth // 4) <= layer < depth]
     looks = np.mean([row(*each, query) for each in finding for query in range(size - opening, size)], axis=0)
     spans = [*repeated, *in_place]
     others = [[looks[at] for at in range(start, min(stop, size - opening))] for start, stop in spans]
