@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from spec_stack.controller.acceptance import OnlineLogistic, sigmoid
@@ -179,15 +180,9 @@ class NgramPolicy:
         return max(offers, key=lambda offer: offer.gain, default=NgramProposal())
 
     def _worth(self, continuation: Iterable[NgramToken], most: int, chance: float, beside: int) -> NgramProposal:
-        gain, left_s = 0.0, self._at.left_s
-        # Seconds far beyond the measured ones are unknown.
-        most = min(most, self._reach, 2 * self._at.most_verified or 2)
+        gain = 0.0
         worthwhile: list[NgramToken] = []
-        for place, found in enumerate(continuation):
-            # One token is tried as soon as anything is left: a stall may have made it look dear.
-            is_dear = self._extra_s(beside, place + 1) > left_s
-            if place == most or (is_dear and (place or left_s <= 0)):
-                break
+        for place, found in enumerate(islice(continuation, self._affordable(most, beside))):
             chance *= self.chance(found)
             price = self.price(beside + place)
             if chance <= price:
@@ -195,6 +190,19 @@ class NgramPolicy:
             gain += chance - price
             worthwhile.append(found)
         return NgramProposal(worthwhile, gain)
+
+    def _affordable(self, most: int, beside: int) -> int:
+        """The most n-gram tokens that the allowance covers if all are rejected; at most twice as many as ever verified,
+        since seconds far beyond the measured ones are unknown.
+
+        One is tried as soon as anything is left: a stall may have made it look dear.
+        """
+        left_s = self._at.left_s
+        most = min(most, self._reach, 2 * self._at.most_verified or 2)
+        least = 1 if left_s > 0 else 0
+        while most > least and self._extra_s(beside, most) > left_s:
+            most -= 1
+        return most
 
     def _extra_s(self, beside: int, num_tokens: int) -> float:
         """Seconds to verify n-gram tokens beside drafted ones."""
