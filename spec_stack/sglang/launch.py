@@ -18,7 +18,7 @@ from spec_stack.config import how_to_install
 from spec_stack.engine.prompt_scorer import FoundScorer
 from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.prefill.cost import NEVER
-from spec_stack.prefill.draft_kv_budget import num_row_slots, pool_slots
+from spec_stack.sglang.draft_kv_rows import num_row_slots, pool_slots
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig, with_calibration
 from spec_stack.tokenizers.chat_turns import ChatTurns
 from spec_stack.tokenizers.vocabulary import compare

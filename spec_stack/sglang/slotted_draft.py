@@ -18,7 +18,8 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
-from spec_stack.prefill.draft_kv_budget import DraftKVBudget, DraftKVRow, Ints, num_row_slots, pool_slots
+from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Ints
+from spec_stack.sglang.draft_kv_rows import DraftKVRow, num_row_slots, pool_slots
 from spec_stack.sglang.draft_pool import bytes_per_token, draft_forward, extend_batch
 from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.request import RunningRequest, was_wrong

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.draft_kv_budget import RENEW_EVERY, DraftKVBudget, DraftKVRow, choose_slots
+from spec_stack.prefill.draft_kv_budget import RENEW_EVERY, DraftKVBudget, choose_slots
+from spec_stack.sglang.draft_kv_rows import DraftKVRow
 from tests.support.reference import sparse_greedy
 
 from .conftest import ASSETS, CONTEXT, Reference, Server, generate_body

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.prefill.draft_kv_budget import num_row_slots
+from spec_stack.sglang.draft_kv_rows import num_row_slots
 from spec_stack.sglang.launch import Launch, as_text, check_launch, describe
 from spec_stack.sglang.server_args import ServerConfig
 

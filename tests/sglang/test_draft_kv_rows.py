@@ -11,10 +11,9 @@ from spec_stack.prefill.draft_kv_budget import (
     RENEW_EVERY,
     RENEW_WHERE_WRONG,
     DraftKVBudget,
-    DraftKVRow,
     choose_slots,
-    num_row_slots,
 )
+from spec_stack.sglang.draft_kv_rows import DraftKVRow, num_row_slots
 
 CONFIG = PrefillConfig(draft_kv_budget=96, chunk_size=16)
 MAX_GAMMA = 4
