@@ -12,9 +12,9 @@ measure() { # draft, name of its calibration, name of the result, tokens, option
     --out "experiments/results/evidence_$3.json" "${@:5}"
 }
 SHAPES=(--shapes --per-shape 1)
-measure "$QWEN" qwen2.5-coder-0.5b shapes_qwen_2k 2048 "${SHAPES[@]}" --documents 12 --seed 311
+measure "$QWEN" qwen2.5-coder-0.5b shapes_qwen_2k 2048 "${SHAPES[@]}" --documents 12 --seed 313
 measure "$QWEN" qwen2.5-coder-0.5b shapes_qwen_4k 4096 "${SHAPES[@]}" --documents 6 --seed 312
 for questions in musique hotpotqa 2wikimultihopqa; do
   measure "$QWEN" qwen2.5-coder-0.5b "$questions" 2048 --multi-hop "$DATA/multihop/$questions.jsonl" --limit 30
 done
-measure "$SMOLLM2" smollm2-135m shapes_smollm2_2k 2048 "${SHAPES[@]}" --documents 12 --seed 311
+measure "$SMOLLM2" smollm2-135m shapes_smollm2_2k 2048 "${SHAPES[@]}" --documents 12 --seed 313
