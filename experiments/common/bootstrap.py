@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import rankdata
 
 NUM_DRAWS = 2000
 
@@ -28,6 +29,18 @@ def ratio_interval(over: Sequence[float], under: Sequence[float], seed: int = 0)
     ratios = above[draws].sum(1) / np.maximum(below[draws].sum(1), 1e-9)
     middle = above.sum() / max(below.sum(), 1e-9)
     return [float(middle), *map(float, np.percentile(ratios, [2.5, 97.5]))]
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float], seed: int = 0) -> list[float]:
+    """Spearman's correlation of two lists in the same order, with the ends of its interval; 0 where one is constant."""
+    pairs = np.array([one, other], dtype=float)
+    drawn = [_spearman(pairs[:, draw]) for draw in _draws(len(one), seed)]
+    return [round(each, 3) for each in (_spearman(pairs), *map(float, np.percentile(drawn, [2.5, 97.5])))]
+
+
+def _spearman(pairs: np.ndarray) -> float:
+    ranks = rankdata(pairs, axis=1)
+    return float(np.corrcoef(ranks)[0, 1]) if ranks.std(1).all() else 0.0
 
 
 def _draws(count: int, seed: int) -> np.ndarray:

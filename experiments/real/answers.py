@@ -22,7 +22,7 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-from experiments.common.bootstrap import mean_interval
+from experiments.common.bootstrap import mean_interval, rank_correlation
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
@@ -174,6 +174,14 @@ def compare(rows: Rows, name: str, base: str, keep: Callable[[Row], bool]) -> di
     }
 
 
+def fidelity(rows: Rows, names: Sequence[str], keep: Callable[[Row], bool]) -> dict[str, Any]:
+    """How the loss of the dense answer's tokens goes with right answers that pruning loses."""
+    pairs = [pair for name in names for pair in rows.pairs(DENSE, name) if keep(pair[1])]
+    losses = [row["loss"] - dense["loss"] for dense, row in pairs]
+    drops = [float(dense["is_right"]) - float(row["is_right"]) for dense, row in pairs]
+    return {"n": len(pairs), "rank_correlation": rank_correlation(losses, drops)}
+
+
 def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
     """Every arm over dense, and contiguous positions over original ones, of all prompts and by shape."""
     shapes = dict.fromkeys(row["shape"] for row in rows.of_arm(names[0]).values())
@@ -188,6 +196,7 @@ def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
             if name.endswith(" contiguous")
         }
         report[part] = {"over_dense": over_dense, "contiguous_over_original": contiguous}
+        report[part]["fidelity"] = fidelity(rows, names[1:], keep)
         for title, found in (("over dense", over_dense), ("over original", contiguous)):
             for name, told in found.items():
                 print(f"{part:16s}{title:14s}{name:26s}{told}")

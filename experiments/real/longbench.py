@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from spec_stack.config import how_to_install
 
@@ -31,11 +32,15 @@ _MAX_TOKENS = {
     **dict.fromkeys(("narrativeqa", "qasper", "samsum"), 128),
     **dict.fromkeys(KINDS["summaries"], 512),
 }
+_ASK = "Answer the question based on the given passages. Only give me the answer and do not output any other words."
 
 
 @dataclass(frozen=True)
 class LongBenchTask:
-    """One prompt with its right answers; classes: what a classification chooses from."""
+    """One prompt with its right answers.
+
+    classes: what a classification chooses from. num_tokens: 0 where the file does not tell.
+    """
 
     task: str
     index: str
@@ -61,15 +66,31 @@ class LongBenchTask:
 
 
 def read_tasks(path: Path) -> list[LongBenchTask]:
-    """The prompts of a file of JSON lines with task, index, prompt, gold and tokens, as MiniLongBench's were kept."""
-    found = []
-    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-        gold = row["gold"]
-        answers, classes = (gold["answers"], gold["all_classes"]) if isinstance(gold, dict) else (gold, ())
-        found.append(
-            LongBenchTask(row["task"], row["index"], row["prompt"], tuple(answers), tuple(classes), row["tokens"])
-        )
-    return found
+    """The prompts of a file of JSON lines.
+
+    Records: MiniLongBench's (task, index, prompt, gold, tokens), or a multi-hop set's (id, question, answers,
+    paragraphs), whose file is named after the task.
+    """
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [_multi_hop(path.stem, row) if "paragraphs" in row else _longbench(row) for row in rows]
+
+
+def _longbench(row: dict[str, Any]) -> LongBenchTask:
+    gold = row["gold"]
+    answers, classes = (gold["answers"], gold["all_classes"]) if isinstance(gold, dict) else (gold, ())
+    return LongBenchTask(row["task"], row["index"], row["prompt"], tuple(answers), tuple(classes), row["tokens"])
+
+
+def _multi_hop(name: str, row: dict[str, Any]) -> LongBenchTask:
+    """A multi-hop question as LongBench asks it."""
+    passages = "\n".join(
+        f"Passage {number}:\n{each['title']}\n{' '.join(map(str.strip, each['sentences']))}"
+        for number, each in enumerate(row["paragraphs"], 1)
+    )
+    prompt = (
+        f"{_ASK}\n\nThe following are given passages.\n{passages}\n\n{_ASK}\n\nQuestion: {row['question']}\nAnswer:"
+    )
+    return LongBenchTask(name.replace("multihopqa", "mqa"), row["id"], prompt, tuple(row["answers"]), (), 0)
 
 
 def score(task: LongBenchTask, text: str) -> float:

@@ -1,4 +1,5 @@
-"""LongBench by its own metrics: what a target answers from what a rule kept, over what it answers from everything.
+"""LongBench and multi-hop sets by LongBench's metrics: what a target answers from what a rule kept, over what it
+answers from everything.
 
 Arms: dense; dense at positions a few further on, which rotary attention does not see but rounds otherwise, so that it
 says how much a score moves by nothing; random lines and BM25 at 0.2; the default and a calibration at several rates.
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.bootstrap import mean_interval, ratio_interval
+from experiments.common.bootstrap import mean_interval, rank_correlation, ratio_interval
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
@@ -45,7 +46,7 @@ def arms_of(calibration: Path | None) -> dict[str, Arm]:
     found |= {f"default {rate}": Arm(replace(default, keep_rate=rate)) for rate in (0.1, 0.2, 0.3)}
     if calibration:
         rule = calibrated(calibration)
-        found |= {f"calibrated {rate}": Arm(replace(rule, keep_rate=rate)) for rate in (0.1, 0.2)}
+        found |= {f"calibrated {rate}": Arm(replace(rule, keep_rate=rate)) for rate in (0.1, 0.2, 0.3)}
     return found
 
 
@@ -67,13 +68,18 @@ def run(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask], rows: Row
         if not left:
             continue
         began, encoded = process_time(), encode(tokenizer, task)
-        prefilled = bench.prefill(encoded, left)
+        prefilled = bench.prefill(encoded, {DENSE: Arm(), **left})
         most = min(task.max_tokens, arguments.max_tokens)
-        answers = bench.target.decode([cache for cache, _ in prefilled.values()], most)
-        for (name, (_, kept)), answer in zip(prefilled.items(), answers, strict=True):
+        caches = [cache for cache, _ in prefilled.values()]
+        answers = bench.target.decode(caches, most)
+        losses = bench.target.losses(caches, answers[0])
+        for (name, (_, kept)), answer, loss in zip(prefilled.items(), answers, losses, strict=True):
+            if name not in left:
+                continue
             text = tokenizer.decode(answer, skip_special_tokens=True)
             found = {"task": task.task, "num_tokens": len(encoded.token_ids), "num_kept": len(kept)}
-            rows.add(task.name, name, {**found, "score": round(score(task, text), 4), "text": text})
+            scored = {"score": round(score(task, text), 4), "loss": round(loss, 4), "text": text}
+            rows.add(task.name, name, {**found, **scored})
         told = "  ".join(f"{name} {rows.of_arm(name)[task.name]['score']:.2f}" for name in left)
         print(f"{task.name:24s}{told}  {process_time() - began:.0f} CPU s", flush=True)
 
@@ -95,6 +101,14 @@ def share(pairs: Sequence[tuple[Row, Row]]) -> list[float]:
     return [round(each, 3) for each in found]
 
 
+def fidelity(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
+    """How the loss of the dense answer's tokens goes with what the score loses, over all arms that prune by a rule."""
+    pairs = [pair for name in names if name not in (DENSE, NOISE, RANDOM) for pair in rows.pairs(DENSE, name)]
+    losses = [row["loss"] - dense["loss"] for dense, row in pairs]
+    drops = [dense["score"] - row["score"] for dense, row in pairs]
+    return {"n": len(pairs), "rank_correlation": rank_correlation(losses, drops)}
+
+
 def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
     """Mean scores by arm, kind and task, each arm over dense, paired."""
     report: dict[str, Any] = {}
@@ -111,6 +125,7 @@ def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
             **compare(pairs),
             "share_of_dense": share(pairs),
             "kept": round(sum(row["num_kept"] for _, row in pairs) / sum(row["num_tokens"] for _, row in pairs), 3),
+            "loss_over_dense": round(float(np.mean([row["loss"] - dense["loss"] for dense, row in pairs])), 3),
             "same_text": sum(dense["text"] == row["text"] for dense, row in pairs),
             "by_kind": {kind: only(own) for kind, own in KINDS.items() if tasks & own},
             "by_task": {task: only({task}) for task in sorted(tasks)},
@@ -147,7 +162,8 @@ def main() -> None:
     num_left = rows.num_left(keys, names)
     lengths = {"from_tokens": arguments.from_tokens, "to_tokens": arguments.to_tokens}
     report = {"experiment": "longbench", **describe(), **lengths, "max_tokens": arguments.max_tokens}
-    print_report({**report, "num_left": num_left, "arms": summary(rows, names)}, arguments.out)
+    report |= {"num_left": num_left, "arms": summary(rows, names), "fidelity": fidelity(rows, names)}
+    print_report(report, arguments.out)
 
 
 if __name__ == "__main__":

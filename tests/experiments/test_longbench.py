@@ -68,6 +68,18 @@ def test_a_file_is_read_with_its_classes(tmp_path: Path) -> None:
     assert (second.answers, second.classes) == (("Date",), ("Date",))
 
 
+def test_a_multi_hop_question_is_asked_as_longbench_asks_it(tmp_path: Path) -> None:
+    paragraphs = [{"title": "A", "sentences": ["One. ", "Two."], "gold": [1]}, {"title": "B", "sentences": ["Three."]}]
+    record = {"id": "q7", "question": "Which?", "answers": ["Two", "2"], "kind": "2hop", "paragraphs": paragraphs}
+    path = tmp_path / "2wikimultihopqa.jsonl"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    (task,) = read_tasks(path)
+    assert (task.name, task.max_tokens, task.answers) == ("2wikimqa-q7", 32, ("Two", "2"))
+    assert "\nPassage 1:\nA\nOne. Two.\nPassage 2:\nB\nThree.\n\nAnswer" in task.prompt
+    assert task.prompt.endswith("Question: Which?\nAnswer:")
+    assert score(task, "It is Two") == pytest.approx(2 * (1 / 3) / (1 / 3 + 1))
+
+
 def test_a_missing_metric_is_told_before_anything_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(longbench, "find_spec", lambda _: None)
     check_metrics([_TASK])
@@ -106,3 +118,7 @@ def test_a_run_answers_every_arm_once_and_goes_on_where_it_ended(
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["num_left"] == 0
     assert report["arms"][quality.DENSE]["over_dense"] == [0, 0, 0]
+    losses = [found.of_arm(arm)["lcc-0"]["loss"] for arm in (quality.DENSE, quality.NOISE, "default 0.1")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert losses[2] != pytest.approx(losses[0], abs=1e-3)
+    assert report["fidelity"]["n"] == 2 * len([arm for arm in arms if arm.startswith(("default", "BM25"))])
