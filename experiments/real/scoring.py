@@ -18,6 +18,7 @@ from experiments.real.evidence_prompts import EvidencePrompt
 from spec_stack import PrefillConfig
 from spec_stack.calibrate.judged import open_prompt
 from spec_stack.calibrate.prompts import Prompt, encode_evidence
+from spec_stack.cli.arguments import window
 from spec_stack.config import ScoringQueries
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
@@ -56,10 +57,11 @@ def encode(tokenizer: Any, prompt: EvidencePrompt) -> Encoded:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A draft beside its target's tokenizer, without the target's weights."""
+    """A draft beside its target's tokenizer, without the target's weights. window: as `PrefillConfig.draft_window`."""
 
     pair: ModelPair
     index: CachedModel
+    window: int | tuple[int, int] | None = None
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Scorer:
@@ -69,7 +71,7 @@ class Scorer:
         pair = ModelPair.load(
             arguments.target, arguments.draft, precision=precision, draft_precision=precision, target_weights=False
         )
-        return cls(pair, pair.new_draft_cache(PrefillConfig.prefill_chunk))
+        return cls(pair, pair.new_draft_cache(PrefillConfig.prefill_chunk), arguments.draft_window)
 
     def look(self, encoded: Encoded) -> Looks:
         """Pass the draft over what a prompt does not share with the one before it, by default and as the paper has
@@ -89,7 +91,7 @@ class Scorer:
                 draft,
                 ScoringInputs(encoded.token_ids, protected=encoded.protected, pieces=encoded.pieces),
                 look_ahead,
-                config,
+                replace(config, draft_window=self.window),
                 tokenization,
             )
         return looks
@@ -147,6 +149,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser, precision: str = "bf16")
     parser.add_argument("--draft", type=Path, required=True, help="folder of the draft")
     parser.add_argument("--calibration", type=Path, help="a calibration's file or folder")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default=precision)
+    parser.add_argument("--draft-window", type=window, metavar="[SHORTEST:]WINDOW", help="of the draft's passes")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
 
 

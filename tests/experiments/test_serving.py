@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from experiments.serving import bench, parts
+from experiments.serving import bench, parts, proxy
 from experiments.serving.client import Answer, Client, document
+from tests.support.upstream import FakeUpstream
 
 ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
 
@@ -88,3 +90,27 @@ def test_the_command_line_is_read_with_its_defaults_and_refuses_what_measures_no
     for wrong in (["--repeats", "0"], ["--turns", "1"]):
         with pytest.raises(ValueError, match="--repeats must be 1 or more"):
             bench.parse_args(wrong)
+
+
+def test_a_conversation_goes_through_every_arm_and_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upstream, rows = FakeUpstream(), tmp_path / "rows.jsonl"
+    arms = [f"--arm={name}={upstream.url}" for name in ("direct", "proxy")]
+    options = ["--model=m", f"--tokenizer={ASSETS / 'target'}", "--lengths", "300", "--turns", "2", f"--rows={rows}"]
+    try:
+        monkeypatch.setattr("sys.argv", ["proxy", *arms, *options, "--repeats", "1"])
+        proxy.main()
+        first = rows.read_text(encoding="utf-8")
+        monkeypatch.setattr("sys.argv", ["proxy", *arms, *options, "--repeats", "2"])
+        proxy.main()
+    finally:
+        upstream.stop()
+    assert len(first.splitlines()) == 4
+    assert rows.read_text(encoding="utf-8").startswith(first)
+    bodies = [seen.json for seen in upstream.seen]
+    assert [len(body["messages"]) for body in bodies] == [1, 1, 3, 3] * 2
+    assert len({body["cache_salt"] for body in bodies}) == 4
+    assert all(body["messages"][1]["content"] == "Vienna é" for body in bodies if len(body["messages"]) == 3)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])["turns"]
+    assert {(row["n"], row["num_prompt_tokens"], row["right"]) for row in told.values()} == {(2, 7, 0)}
