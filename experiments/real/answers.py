@@ -18,6 +18,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -175,11 +177,19 @@ def compare(rows: Rows, name: str, base: str, keep: Callable[[Row], bool]) -> di
 
 
 def fidelity(rows: Rows, names: Sequence[str], keep: Callable[[Row], bool]) -> dict[str, Any]:
-    """How the loss of the dense answer's tokens goes with right answers that pruning loses."""
+    """How the loss of the dense answer's tokens goes with right answers that pruning loses: over all prompts, where the
+    dense answer is right, and there by bands of the loss (lost, of)."""
     pairs = [pair for name in names for pair in rows.pairs(DENSE, name) if keep(pair[1])]
-    losses = [row["loss"] - dense["loss"] for dense, row in pairs]
-    drops = [float(dense["is_right"]) - float(row["is_right"]) for dense, row in pairs]
-    return {"n": len(pairs), "rank_correlation": rank_correlation(losses, drops)}
+    right = [pair for pair in pairs if pair[0]["is_right"]]
+    report: dict[str, Any] = {}
+    for title, own in (("all", pairs), ("dense_right", right)):
+        losses = [row["loss"] - dense["loss"] for dense, row in own]
+        lost = [float(dense["is_right"]) - float(row["is_right"]) for dense, row in own]
+        report[title] = {"n": len(own), "rank_correlation": rank_correlation(losses, lost)}
+    for low, high in pairwise((-inf, 0.05, 0.2, 0.5, inf)):
+        band = [row["is_right"] for dense, row in right if low <= row["loss"] - dense["loss"] < high]
+        report[f"loss {low} to {high}"] = [band.count(False), len(band)]
+    return report
 
 
 def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
