@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from spec_stack.settings.checks import (
+    MOST_SHAPING,
     check_fields,
     plain,
     require,
@@ -396,8 +397,9 @@ class SamplingParams:
     def _check_processors(self) -> None:
         require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}; 0 is off")
         require(
-            0 < self.repetition_penalty < math.inf,
-            f"repetition_penalty must be over 0, got {self.repetition_penalty}; 1.0 is off",
+            1 / MOST_SHAPING <= self.repetition_penalty <= MOST_SHAPING,
+            f"repetition_penalty must be over 0, {1 / MOST_SHAPING:g} to {MOST_SHAPING:g}, got "
+            f"{self.repetition_penalty}; 1.0 is off",
         )
         require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,

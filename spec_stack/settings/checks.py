@@ -9,6 +9,9 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Literal, get_args, get_origin, get_type_hints
 
+MOST_SHAPING = 1e15
+"""Largest logit_bias and repetition_penalty: divided by the lowest temperature their product is finite in fp32."""
+
 
 def require(condition: bool, message: str) -> None:
     """Raise ValueError unless the condition holds."""
@@ -102,7 +105,8 @@ def require_bias(logit_bias: object) -> None:
     for token_id, bias in logit_bias.items():  # type: ignore[attr-defined]
         require_int("a token id of logit_bias", plain(token_id), 0)
         require_number("a value of logit_bias", plain(bias))
-        require(bias == bias and bias < math.inf, f"a value of logit_bias must be finite or -inf, got {bias}")
+        is_in_range = bias == bias and bias <= MOST_SHAPING
+        require(is_in_range, f"a value of logit_bias must be {MOST_SHAPING:g} or less, or -inf, got {bias}")
 
 
 def require_keep_rate(keep_rate: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from typing import Any
 
@@ -113,3 +114,22 @@ def test_numbers_of_numpy_are_as_good_as_pythons(embedded: SpecStackGenerator) -
     assert type(PrefillConfig(keep_rate=np.float64(0.5)).keep_rate) is float
     assert type(DecodeConfig(gamma=np.int64(3)).gamma) is int
     assert type(SessionConfig(max_recalled_chunks=np.int64(3)).max_recalled_chunks) is int
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_bias": {5: 1e40}}, r"logit_bias must be 1e\+15 or less, or -inf, got 1e\+40"),
+        ({"repetition_penalty": 1e-44}, r"repetition_penalty must be over 0, 1e-15 to 1e\+15, got 1e-44"),
+        ({"repetition_penalty": 1e300}, r"repetition_penalty must be over 0, 1e-15 to 1e\+15, got 1e\+300"),
+    ],
+)
+def test_a_bias_or_penalty_that_fp32_cannot_hold_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options)
+
+
+def test_the_largest_bias_and_penalty_are_sampled_at_the_lowest_temperature(embedded: SpecStackGenerator) -> None:
+    shaping: dict[str, Any] = {"logit_bias": {5: 1e15, 6: 1e15, 7: -math.inf}, "repetition_penalty": 1e-15}
+    result = embedded.generate(input_ids=[5, 6, 7], max_tokens=4, temperature=0.001, seed=1, **shaping)
+    assert set(result.token_ids) <= {5, 6}
