@@ -220,7 +220,20 @@ def _checked_message(message: Any) -> dict[str, Any]:
     is_text = isinstance(content, str | list) or (content is None and role == "assistant")
     if not isinstance(role, str) or not is_text:
         raise ValueError(f"a message needs a 'role' and a text 'content', got {dict(message)!r}")
+    _check_call_list(message.get("tool_calls") or [])
     return {**message, "content": content}
+
+
+def _check_call_list(calls: Any) -> None:
+    """Raise ValueError for tool calls in another form than OpenAI's; some templates take a function alone."""
+    if isinstance(calls, Sequence) and not isinstance(calls, str | bytes):
+        functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in calls]
+        if all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions):
+            return
+    raise ValueError(
+        "a message's tool_calls must be a list of {'type': 'function', 'function': {'name': ..., 'arguments': ...}}, "
+        f"got {calls!r}"
+    )
 
 
 def _checked_part(part: Any) -> Mapping[str, Any]:

@@ -400,6 +400,25 @@ def test_prompts_of_another_form_are_refused(
         encode_prompt(embedded.tokenizer, 4096, PromptSource(**options))
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [7, True, "f()", {"name": "f"}, [5], [{"function": "f"}], [{"function": {"arguments": "{}"}}], [{"name": 3}]],
+    ids=str,
+)
+def test_tool_calls_of_another_form_are_refused_by_name(embedded: SpecStackGenerator, calls: Any) -> None:
+    chat: Chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    with pytest.raises(ValueError, match="tool_calls must be a list of"):
+        encode(embedded.tokenizer, chat)
+
+
+@pytest.mark.parametrize(
+    "calls", [None, [], ({"name": "f"},), [{"function": {"name": "f", "arguments": None}}]], ids=str
+)
+def test_no_calls_and_a_function_alone_are_taken(embedded: SpecStackGenerator, calls: Any) -> None:
+    chat: Chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    assert encode(embedded.tokenizer, chat).token_ids
+
+
 IMAGE_CHAT = [{"role": "user", "content": "See <image>."}]
 
 
