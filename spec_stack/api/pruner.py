@@ -143,14 +143,11 @@ class Pruner:
     """
 
     def __init__(self, draft: PreTrainedModel, tokenizer: Any, config: PrefillConfig | None = None) -> None:
-        if config is not None and not isinstance(config, PrefillConfig):
-            raise ValueError(f"config must be a PrefillConfig, got {type(config).__name__}")
+        config = _checked(config)
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("a Pruner needs the draft's tokenizer, a fast one: it gives character offsets")
         self._pair = ModelPair.assemble(draft, draft, tokenizer)
-        self.config = replace(
-            config or PrefillConfig(), granularity="lines", scoring_queries="prompt", positions="contiguous"
-        )
+        self.config = replace(config, granularity="lines", scoring_queries="prompt", positions="contiguous")
 
     @classmethod
     def from_pretrained(
@@ -185,12 +182,13 @@ class Pruner:
         ValueError
             For a missing draft, a draft that cannot score, and a draft without a tokenizer.
         """
+        config = _checked(config)
         if draft is None:
             draft, tokenizer = ASSETS / "draft", tokenizer or ASSETS / "target"
         model = open_alone(draft, precision, device).load()
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(str(draft if tokenizer is None else tokenizer))
-        return cls(model, tokenizer, calibrated(config or PrefillConfig(), draft, calibration, None, model))
+        return cls(model, tokenizer, calibrated(config, draft, calibration, None, model))
 
     @property
     def tokenizer(self) -> Any:
@@ -384,6 +382,12 @@ class PrunerConversation:
                 begins.append((each, len(written)))
             written += each if isinstance(each, str) else joined[each]
         return written, begins
+
+
+def _checked(config: PrefillConfig | None) -> PrefillConfig:
+    if config is not None and not isinstance(config, PrefillConfig):
+        raise ValueError(f"config must be a PrefillConfig, got {type(config).__name__}")
+    return config or PrefillConfig()
 
 
 def _config_of(config: PrefillConfig, keep_rate: float | None, max_tokens: int | None) -> PrefillConfig:

@@ -85,10 +85,12 @@ class ModelPair:
     ) -> ModelPair:
         """Pair loaded models; their attention is replaced in place.
 
-        vocabulary: of a pair that has been checked. Raises ValueError for an unsupported architecture, two devices, or
-        vocabularies that cannot be matched.
+        vocabulary: of a pair that has been checked. Raises ValueError for what is no loaded model or tokenizer, an
+        unsupported architecture, two devices, or vocabularies that cannot be matched.
         """
         if vocabulary is None:
+            _check_loaded(draft=draft, target=target)
+            _check_tokenizers(tokenizer=tokenizer, draft_tokenizer=draft_tokenizer)
             check_pair(target.config, draft.config, positions)
             if target.device != draft.device:
                 raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
@@ -202,3 +204,17 @@ class ModelPair:
         if tokenization is None:
             return CachedModel(self.draft, index.prefill_chunk, self.vocabulary.num_target)
         return TranslatedDraft(index, self.translation, tokenization)
+
+
+def _check_loaded(**models: object) -> None:
+    for role, model in models.items():
+        if not hasattr(model, "config"):
+            raise ValueError(
+                f"{role} must be a loaded transformers model, got {model!r}; from_pretrained() loads names"
+            )
+
+
+def _check_tokenizers(**tokenizers: object) -> None:
+    for role, tokenizer in tokenizers.items():
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise ValueError(f"{role} must be a loaded tokenizer of transformers or None, got {tokenizer!r}")

@@ -407,6 +407,16 @@ def test_a_configuration_of_the_wrong_kind_is_refused(target: PreTrainedModel, d
         SpecStackGenerator.from_pretrained(config=SpecStackConfig(decode=DecodeConfig("clever")))
 
 
+def test_names_in_place_of_loaded_models_are_refused(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    wrong: Any = "owner/name"
+    for models in ((wrong, wrong), (target, wrong), (wrong, draft), (target, None)):
+        with pytest.raises(ValueError, match=r"must be a loaded transformers model, got .*from_pretrained\(\) loads"):
+            SpecStackGenerator(*models)
+    for tokenizers in ({"tokenizer": wrong}, {"tokenizer": 5}, {"draft_tokenizer": wrong}):
+        with pytest.raises(ValueError, match="tokenizer must be a loaded tokenizer of transformers or None, got"):
+            SpecStackGenerator(target, draft, **tokenizers)
+
+
 def test_without_a_tokenizer_text_is_refused(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     generator = SpecStackGenerator(target, draft)
     with pytest.raises(ValueError, match="input_ids"):

@@ -216,6 +216,10 @@ def test_a_draft_that_is_not_there_or_cannot_score_is_named(tmp_path: Path) -> N
         Pruner(models.make_model(), None)
     with pytest.raises(ValueError, match="config must be a PrefillConfig"):
         Pruner(models.make_model(), object(), SpecStackConfig())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="config must be a PrefillConfig, got SpecStackConfig"):
+        Pruner.from_pretrained(config=SpecStackConfig())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="draft must be a loaded transformers model, got 'owner/name'"):
+        Pruner("owner/name", models.make_tokenizer("a b"))  # type: ignore[arg-type]
 
 
 def test_without_a_template_roles_stand_in_its_place_and_a_text_is_read_as_it_is() -> None:
