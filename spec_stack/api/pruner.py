@@ -147,6 +147,7 @@ class Pruner:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("a Pruner needs the draft's tokenizer, a fast one: it gives character offsets")
         self._pair = ModelPair.assemble(draft, draft, tokenizer)
+        self._pair.check_heads(config)
         self.config = replace(config, granularity="lines", scoring_queries="prompt", positions="contiguous")
 
     @classmethod

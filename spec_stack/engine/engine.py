@@ -39,6 +39,7 @@ class Engine:
     """Plans requests and runs them over their caches; several threads may run requests at once."""
 
     def __init__(self, pair: ModelPair, config: SpecStackConfig, policy: str | Policy | None = None) -> None:
+        pair.check_heads(config.prefill)
         self.pair, self.config = pair, _for_device(pair, config)
         options: dict[str, Mapping[str, Any]] = {"fixed": {"gamma": config.decode.gamma}}
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}

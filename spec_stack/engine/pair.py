@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_stack.config import DraftStep, HubConfig, LoadConfig, Positions
+from spec_stack.config import DraftStep, HubConfig, LoadConfig, Positions, PrefillConfig
 from spec_stack.hf.answer_parser import AnswerFormat
 from spec_stack.hf.architectures import end_token_ids, is_supported, max_positions, scoring_limit, text_config
 from spec_stack.hf.attention import install
@@ -171,6 +171,20 @@ class ModelPair:
     def scoring_limit(self) -> int | None:
         """The longest context that a layer of the draft sees whole; None is any length."""
         return scoring_limit(self.draft.config)
+
+    def check_heads(self, prefill: PrefillConfig) -> None:
+        """Raise ValueError for scoring heads that the draft does not have, or that its scoring layers leave out."""
+        config = text_config(self.draft.config)
+        num_layers, num_heads = int(config.num_hidden_layers), int(config.num_attention_heads)
+        num_run = min(num_layers, prefill.num_scoring_layers or num_layers)
+        unknown = [
+            (layer, head) for layer, head in prefill.scoring_heads or () if layer >= num_run or head >= num_heads
+        ]
+        if unknown:
+            raise ValueError(
+                f"scoring_heads names {unknown}; the draft has {num_layers} layers of {num_heads} heads, and "
+                f"num_scoring_layers={prefill.num_scoring_layers}; (layer, head) pairs count from 0"
+            )
 
     def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:
         """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be scored, if so.

@@ -94,8 +94,12 @@ class Calibration:
         return replace(config or PrefillConfig(), **self.settings)
 
     def complete(self, config: PrefillConfig) -> PrefillConfig:
-        """The configuration with the calibrated settings for every field that was not given."""
+        """The configuration with the calibrated settings for every field that was not given. A given num_scoring_layers
+        leaves out the calibrated heads of later layers."""
         chosen = {name: value for name, value in self.settings.items() if name not in config.given}
+        if config.num_scoring_layers is not None and chosen.get("scoring_heads"):
+            within = tuple(head for head in chosen["scoring_heads"] if head[0] < config.num_scoring_layers)
+            chosen["scoring_heads"] = within or None
         return replace(config, **chosen, calibrated_by=self.origin)
 
     def check(self, target: Any, draft: Any) -> str:

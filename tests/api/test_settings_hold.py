@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack import PrefillConfig, Pruner, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.arguments import build_parser, prefill_of
 from spec_stack.hf.architectures import text_config
 from spec_stack.prefill.calibration import CHOSEN, Calibration, fingerprint
@@ -103,3 +103,36 @@ def test_a_keep_rate_of_the_configuration_and_of_a_call_hold_beside_a_calibratio
         assert called.metrics.num_kept_tokens == pytest.approx(200, abs=32)
     assert kept[None] < 150
     assert kept[DEFAULT.keep_rate] == pytest.approx(200, abs=32)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "heads"), [(1, ((0, 0),)), (2, ((0, 0), (1, 0))), (3, ((0, 0), (1, 0), (2, 1)))]
+)
+def test_a_number_of_layers_leaves_out_the_calibrated_heads_behind_them(num_layers: int, heads: object) -> None:
+    calibration = Calibration({"scoring_heads": ((0, 0), (1, 0), (2, 1))}, {}, {}, margin=0.1)
+    assert calibration.complete(PrefillConfig(num_scoring_layers=num_layers)).scoring_heads == heads
+    behind = Calibration({"scoring_heads": ((2, 1),)}, {}, {}, margin=0.1)
+    assert behind.complete(PrefillConfig(num_scoring_layers=1)).scoring_heads is None
+
+
+def test_the_embedded_pair_prunes_by_its_first_layer_alone() -> None:
+    config = SpecStackConfig(PrefillConfig(num_scoring_layers=1, on_scoring_failure="raise"))
+    generator = SpecStackGenerator.from_pretrained(config=config)
+    result = generator.generate(input_ids=list(range(100, 1100)), max_tokens=1, sparse_prefill="on")
+    assert result.metrics.sparse_prefill
+
+
+@pytest.mark.parametrize(
+    "prefill",
+    [
+        {"scoring_heads": ((99, 0),)},
+        {"scoring_heads": ((0, 0), (0, 99))},
+        {"scoring_heads": ((1, 0),), "num_scoring_layers": 1},
+    ],
+    ids=str,
+)
+def test_heads_that_the_draft_does_not_have_or_run_are_refused(prefill: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"scoring_heads names \[\(\d+, \d+\)\]; the draft has \d layers of \d heads"):
+        SpecStackGenerator.from_pretrained(config=SpecStackConfig(PrefillConfig(**prefill)))
+    with pytest.raises(ValueError, match=r"scoring_heads names"):
+        Pruner.from_pretrained(config=PrefillConfig(**prefill))
