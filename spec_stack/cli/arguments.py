@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import select
@@ -363,8 +364,13 @@ def read_prompt(arguments: argparse.Namespace) -> str:
 
 
 def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:
-    """The text or messages for `prune`, and the request body around the messages, if any."""
-    text = read_document(file) if file is not None and str(file) != "-" else _standard_input("nothing to prune")
+    """The text or messages for `prune`, and the request body around the messages, if any. Line ends stay."""
+    if file is not None and str(file) != "-":
+        text = read_document(file, newline="")
+    else:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(newline="")
+        text = _standard_input("nothing to prune")
     try:
         value = json.loads(text)
     except ValueError:
@@ -383,7 +389,7 @@ def _standard_input(problem: str) -> str:
         raise ValueError(f"{problem}: give an argument, a file, or standard input")
     if stat.S_ISFIFO(_stdin_mode()) and not select.select([sys.stdin], [], [], _SILENT_S)[0]:
         sys.stderr.write("spec-stack: waiting for standard input to end (</dev/null where there is none)\n")
-    return sys.stdin.read()
+    return sys.stdin.read().removeprefix("\ufeff")
 
 
 def _is_piped() -> bool:
@@ -470,4 +476,4 @@ def read_documents(folder: Path | None) -> list[str]:
     files = sorted(file for file in folder.rglob("*") if file.suffix in (".txt", ".md", ".py") and file.is_file())
     if not files:
         raise ValueError(f"{folder} holds no .txt, .md or .py file")
-    return [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    return [file.read_text(encoding="utf-8-sig", errors="replace") for file in files]

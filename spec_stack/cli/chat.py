@@ -37,10 +37,11 @@ def read_block(prompt: str, source: TextIO | None = None) -> str:
     return "\n".join(lines)
 
 
-def read_document(path: Path) -> str:
-    """The text of a file. Raises ValueError if it cannot be read."""
+def read_document(path: Path, newline: str | None = None) -> str:
+    """The text of a file, without a byte order mark; newline as for `open`. Raises ValueError if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8-sig", newline=newline) as file:
+            return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
 

@@ -100,3 +100,22 @@ def test_positions_are_an_option_of_the_command_line() -> None:
     for command in ("generate", "chat", "serve"):
         arguments = build_parser().parse_args([command, "--positions", "contiguous"])
         assert prefill_of(arguments) == PrefillConfig(positions="contiguous")
+
+
+@pytest.mark.parametrize("is_piped", [False, True], ids=["a file", "standard input"])
+def test_a_byte_order_mark_is_no_text_and_line_ends_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_piped: bool
+) -> None:
+    chat = json.dumps([{"role": "user", "content": CODE}])
+    out = {}
+    for name, text in {"chat": chat, "text": CODE.replace("\n", "\r\n")}.items():
+        data = b"\xef\xbb\xbf" + text.encode()
+        (tmp_path / name).write_bytes(data)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        assert main(["prune", "-" if is_piped else str(tmp_path / name), "--keep-rate", "0.3", "--device", "cpu"]) == 0
+        out[name] = capsys.readouterr().out
+    (message,) = json.loads(out["chat"])
+    assert message["role"] == "user"
+    assert len(message["content"]) < len(CODE) / 2
+    assert out["text"].startswith(CODE[:10])
+    assert out["text"].count("\r\n") == out["text"].count("\n") > 5
