@@ -172,8 +172,10 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
     started = monotonic()
     named = arguments.out or arguments.draft
-    if named is None or not ((out := Path(named)).is_dir() or out.parent.is_dir()):
+    if named is None:
         raise ValueError("name a file or folder for the result with --out")
+    if not ((out := Path(named)).is_dir() or out.parent.is_dir()):
+        raise ValueError(f"name a file or folder for the result with --out; {out.parent} is no folder")
     # Errors must show before minutes of work.
     check_writable(out / FILE_NAME if out.is_dir() else out)
     arguments.budget_s = 60 * arguments.budget
@@ -198,6 +200,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     from spec_stack.explain.page import render
 
     check_writable(arguments.out)
+    if arguments.demo and (arguments.prompt is not None or arguments.file is not None):
+        raise ValueError("--demo explains a prompt of its own; leave it out, or the prompt and --file")
     text, options = None if arguments.demo else read_prompt(arguments), answer_options(arguments)
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
     if text is None:

@@ -134,7 +134,9 @@ class Calibration:
             values["points"] = [Point(**point) for point in values["points"]]
             calibration = cls(**values, origin=file.name)
             calibration.apply()
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except KeyError as error:
+            raise ValueError(f"cannot take {file} for a calibration: it has no {error}") from error
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"cannot take {file} for a calibration: {error}") from error
         return calibration
 

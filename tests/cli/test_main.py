@@ -259,6 +259,8 @@ def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> No
         (["generate", "x", "--draft-precision", "int3"], "unknown draft_precision"),
         (["generate", "x", "--keep-rate", "2048:0.3,512:0.9"], "must increase"),
         (["explain", "x", "--out", "."], "cannot write .: it is a folder"),
+        (["explain", "x", "--demo"], "--demo explains a prompt of its own"),
+        (["calibrate", "--out", "nowhere/mine.json"], "; nowhere is no folder"),
         (["demo", "--repeats", "0"], "--repeats"),
         (["demo", "--tokens", "99999"], "fewer than"),
         (["demo", "--tokens", "16384"], "positions; ask for less"),

@@ -127,3 +127,9 @@ def test_every_calibration_that_ships_can_be_taken_and_names_no_target() -> None
         assert "min_prompt_tokens" not in each.settings
         assert len(each.weights) == 256
         assert each.apply().scoring_heads or each.apply().scorer == "bm25"
+
+
+def test_a_file_of_something_else_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="for a calibration: it has no 'version'"):
+        Calibration.load(tmp_path / "other.json")
