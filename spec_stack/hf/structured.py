@@ -297,7 +297,9 @@ class Grammar:
             if self._is_over:
                 return False
             if not self._matcher.consume_token(token_id):
-                raise RuntimeError(f"the grammar does not allow token {token_id}: {self._matcher.get_error()}")
+                # A large grammar may reach llguidance's own limits here; the whole grammar follows the first line.
+                reason = self._matcher.get_error().partition("\n")[0]
+                raise ValueError(f"the grammar stopped at token {token_id}: {reason}")
             self._num_seen += 1
         if self._allowed_after != self._num_seen:
             self._allowed = self._find_allowed()

@@ -43,9 +43,6 @@ class ServeConfig:
     max_prompt_tokens: int | None = option(
         None, "longest prompt, in tokens (400); None is the models' number of positions", least=1
     )
-    max_grammar_size: int = option(
-        2000, "largest schema, pattern or tool parameters (400): parts, each times the repetitions around it", least=1
-    )
     prepare_s: float = option(
         0.8, "CPU seconds for rendering, tokenizing and compiling a request (400), and 5 more for each MB of it"
     )

@@ -15,7 +15,6 @@ from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, tool_names
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, special_tokens
 from spec_stack.hf.structured import Grammars, structured_problem
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.grammar_size import check_grammar_size
 from spec_stack.serve.protocol import (
     MAX_NAME_CHARS,
     REQUESTS,
@@ -64,7 +63,6 @@ class RequestProcessor:
     def _process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
         request, ignored = self._validated(path, body, config)
         options, source = request.options(config), request.source()
-        check_grammar_size(request.response_format, source.tools, config.max_grammar_size)
         self._check_template_kwargs(source.chat_template_kwargs)
         if config.strip_special_tokens and source.messages is not None:
             special = list(special_tokens(self._tokenizer))

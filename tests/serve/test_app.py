@@ -98,6 +98,14 @@ def test_an_answer_by_a_schema_is_the_generators(embedded: SpecStackGenerator, s
     assert set(json.loads(expected.text)) == {"age"}
 
 
+def test_a_schema_over_the_grammar_compilers_limits_is_a_400_that_names_the_limit(start: Start) -> None:
+    pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
+    wide = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(900)}}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "wide", "schema": wide}}
+    with pytest.raises(openai.BadRequestError, match=r"the grammar stopped at token .* max is"):
+        start().client().chat.completions.create(messages=CHAT, max_tokens=4, response_format=wanted, **GREEDY)
+
+
 def test_a_conversation_goes_on_in_its_session_and_in_nobody_elses(embedded: SpecStackGenerator, start: Start) -> None:
     server = start(max_sessions=2)
     one, other = server.client("one"), server.client("other")

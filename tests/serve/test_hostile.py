@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
-from tests.serve.hostile import CHAT, chat, hostile
+from tests.serve.hostile import CHAT, FORMATS, chat, hostile
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def chats(server: Process, until: threading.Event, num_least: int) -> list[float
     return taken
 
 
-def test_hostile_bodies_are_refused_while_others_chat(server: Process) -> None:
+def test_hostile_bodies_do_no_harm_while_others_chat(server: Process) -> None:
     over = threading.Event()
     over.set()
     usual = chats(server, over, 10)
@@ -112,6 +112,8 @@ def test_hostile_bodies_are_refused_while_others_chat(server: Process) -> None:
     for index, (path, body) in enumerate(hostile()):
         status, content, seconds = server.post(body, "hostile", path)
         taken.append(seconds)
+        if status == 200 and (path, body) in FORMATS:
+            continue
         assert status in (400, 413), (index, status, body[:200], content)
         assert content["error"]["type"] == "invalid_request_error"
         assert content["error"]["message"]

@@ -21,7 +21,7 @@ LONG = [{"role": "user", "content": "many words " * 100_000}]
 
 def process(pool: RequestPool, body: bytes, **options: object) -> list[int]:
     """The token ids of a request."""
-    config = ServeConfig(**{"prepare_s": 0.2, "max_grammar_size": 10**6} | options)  # type: ignore[arg-type]
+    config = ServeConfig(**{"prepare_s": 0.2} | options)  # type: ignore[arg-type]
     return asyncio.run(pool.process(CHAT, body, config)).encoded.token_ids
 
 
