@@ -143,11 +143,7 @@ class _Turn:
         return len(self.token_ids) + len(self.reply)
 
     def num_continued(self, tenant: Hashable, ids: Ints) -> int:
-        """Tokens of the prompt and its reply that a text begins with; 0 unless it has the whole prompt.
-
-        A selection depends on its whole prompt, question included, so only a continuation inherits it. The reply's
-        last token may have no KV.
-        """
+        """Tokens of the prompt and its reply that a text begins with; 0 unless it has the whole prompt."""
         num_asked = len(self.token_ids)
         if tenant != self.tenant or not np.array_equal(self.token_ids, ids[:num_asked]):
             return 0
@@ -155,6 +151,7 @@ class _Turn:
         reply = np.array(self.reply[: len(ids) - num_asked], dtype=np.int64)
         differs = np.flatnonzero(reply != ids[num_asked : num_asked + len(reply)])
         num_same = int(differs[0]) if len(differs) else len(reply)
+        # The reply's last token may have no KV.
         return num_asked + max(0, num_same - 1)
 
 
@@ -363,9 +360,7 @@ def _report(plan: Plan, config: ServerConfig, scoring_s: float) -> dict[str, Any
 
 
 def _shown_positions(plan: Plan) -> Sequence[int]:
-    """The kept positions that a reply may show: earlier turns' only under a shared salt, since any client can send a
-    prompt that begins as another's conversation.
-    """
+    """The kept positions that a reply may show: earlier turns' only under a salt, since any client can continue one."""
     num_inherited = bisect_left(plan.positions, plan.num_cached)
     if num_inherited == plan.num_cached or any(plan.prompt.tenant):
         return plan.positions

@@ -41,15 +41,11 @@ class DraftRadixCache:
     device = "cpu"
 
     def __init__(self, num_slots: int) -> None:
-        if num_slots < 1:
-            raise ValueError(f"a draft pool needs 1 slot or more, got {num_slots}")
-        self.num_slots, self.num_leases = num_slots, 0
+        self.num_slots = num_slots
         self.clear()
 
     def clear(self) -> None:
-        """Forget all texts. Raises RuntimeError while one is leased."""
-        if self.num_leases:
-            raise RuntimeError(f"the draft pool cannot be cleared while {self.num_leases} texts are worked on")
+        """Forget all texts; none may be leased."""
         self._is_free = np.ones(self.num_slots, dtype=bool)
         self.num_free = self.num_slots
         self.tree = RadixCache.create_simulated(mock_allocator=self)
@@ -137,7 +133,6 @@ class Lease:
         self._node, self.slots = cache.match(namespace, token_ids[:num_wanted])
         self.num_shared = self.num_agreed = len(self.slots)
         cache.tree.inc_lock_ref(self._node)
-        cache.num_leases += 1
 
     def extend(self, num_slots: int) -> None:
         """Take so many more slots. Raises PoolFullError, with nothing taken, where there is no room."""
@@ -156,7 +151,6 @@ class Lease:
         cache.give_back(self.slots[self.num_shared : max(num_known, self.num_shared)])
         cache.give_back(self.slots[num_kept:])
         cache.tree.dec_lock_ref(self._node)
-        cache.num_leases -= 1
         self.slots, self.num_shared = self.slots[:0], 0
 
 

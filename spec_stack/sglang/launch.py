@@ -146,11 +146,7 @@ def _by_sglang(source: str, args: Any, target: Any, tokenizer: Any) -> tuple[Any
 
 
 def _rows_differ(target: Any, draft: Any, tokenizer: Any, source: str, args: Any) -> bool:
-    """Return whether a draft's embedding rows are to be fitted to the target's. tokenizer: the target's, or None.
-
-    Raises ValueError for another tokenizer; not looked for where the target has none and the rows are as many. Pairs
-    such as Qwen2.5's 0.5B and 72B have one tokenizer, and embeddings that are padded to different numbers of rows.
-    """
+    """Return whether a pair of one tokenizer pads its embeddings differently. Raises ValueError for two tokenizers."""
     options = {"trust_remote_code": args.trust_remote_code}
     own = None if tokenizer is None else load_draft_tokenizer(source, tokenizer, options)
     if compare(tokenizer, own, target.vocab_size, draft.vocab_size).relation == "other":
@@ -416,10 +412,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def _resolve(arguments: list[str]) -> tuple[Launch, str, list[int] | None]:
-    """By SGLang itself: the launch, what its chat template leaves unprotected, and the sizes of its CUDA graphs.
-
-    Raises whatever ends such a launch.
-    """
+    """By SGLang itself: the launch, what its chat template leaves unprotected, and the sizes of its CUDA graphs."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins import load_plugins

@@ -391,10 +391,7 @@ class SparsePrefillManager:
         tree_cache.reset = reset_all
 
     def _test_itself(self) -> None:
-        """Prune a prompt of a few chunks by this server's own models and caches, in all parts of a scoring.
-
-        A model, cache or device that scoring cannot work with fails here, not at the first long prompt, hours later.
-        """
+        """Prune a prompt of a few chunks: what cannot score fails here, not at the first long prompt, hours later."""
         begun, config = perf_counter(), self.config.prefill
         try:
             prompt, importance = Prompt(self._any_text(), NAME, None, config, "recall"), None

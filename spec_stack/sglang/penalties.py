@@ -67,10 +67,7 @@ class Penalties:
 
 
 class _OutputCounts:
-    """Output tokens of a batch's penalised requests, counted on their device; each step adds the newest.
-
-    num_tokens: of the vocabulary. num_prompt_tokens: (num_requests,).
-    """
+    """Output tokens of a batch's penalised requests, counted on their device; num_prompt_tokens: (num_requests,)."""
 
     def __init__(self, requests: Sequence[RunningRequest], num_tokens: int, device: torch.device) -> None:
         self._requests = requests
@@ -102,10 +99,7 @@ class _OutputCounts:
         return len(requests) == len(self._requests) and all(map(is_, requests, self._requests))
 
     def correct(self, sampling_info: Any, newest: torch.Tensor, num_output: torch.Tensor) -> None:
-        """Count each request's newest token, and write the penalties of its next one.
-
-        num_output: (num_requests,), output lengths. Where as many are counted already, `newest` is ignored.
-        """
+        """Count each newest token that the output lengths (num_requests,) include, and write the next penalties."""
         rows, num_output = self._rows, num_output[self._rows]
         is_new = (num_output - self._num_counted).clamp(0, 1)
         self._num_counted = self._num_counted + is_new

@@ -327,15 +327,11 @@ async def with_report(stream: AsyncIterator[Any], books: ReportStore) -> AsyncIt
             chunk = json.loads(data) if name == "data:" else {}
             report = books.report_of(chunk.get("id"))
             if report is not None:
-                reported = f"data: {json.dumps(chunk | _shown(report))}\n\n"
+                reported = f"data: {json.dumps(chunk | {KEY: dict(report)})}\n\n"
         yield reported
 
 
 def reported_completion(response: Any, books: ReportStore) -> Any:
     """A completion as plain values with the report beside its text; unchanged without one."""
     report = books.report_of(response.id)
-    return response if report is None else response.model_dump(mode="json") | _shown(report)
-
-
-def _shown(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {KEY: dict(report)}
+    return response if report is None else response.model_dump(mode="json") | {KEY: dict(report)}

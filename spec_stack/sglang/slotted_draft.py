@@ -31,10 +31,7 @@ _BUILT_FROM_LENGTHS = ("torch_native", "fa3", "trtllm_mha")
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens of a text that the draft takes in at once, behind the first num_before slots of its row.
-
-    at: the request's place in its batch.
-    """
+    """Tokens that the draft takes in at once behind num_before slots of a row. at: the request's place in its batch."""
 
     row: int
     positions: Ints
@@ -176,10 +173,7 @@ class SlottedDraft:
         self.num_most_held = max(self.num_most_held, held.num_held)
 
     def _forward(self, parts: Sequence[_Part], newest: torch.Tensor | None = None) -> torch.Tensor:
-        """Run parts of texts through the draft, all at once; the logits after each (n, vocab).
-
-        newest: (n,), the last token of each part where the host does not know it.
-        """
+        """The logits after each part (n, vocab). newest: (n,), the parts' last tokens if the host lacks them."""
         runner, device = self._runner, self._shifts.device
         rows, before = [part.row for part in parts], [part.num_before for part in parts]
         lengths = [len(part.positions) for part in parts]

@@ -178,16 +178,3 @@ def test_a_conversation_grows_in_place_beside_another() -> None:
             lease.extend(40 * turn - lease.num_shared + 8)
             assert all(b == a + 1 for a, b in pairwise(lease.slots.tolist())), (turn, start)
             lease.insert(40 * turn)
-
-
-def test_a_pool_that_is_worked_on_cannot_be_cleared() -> None:
-    pool = DraftRadixCache(10)
-    pool.lease("", range(3))
-    with pytest.raises(RuntimeError, match="while 1 texts are worked on"):
-        pool.clear()
-
-
-@pytest.mark.parametrize("num_slots", [0, -1])
-def test_a_pool_of_nothing_is_refused(num_slots: int) -> None:
-    with pytest.raises(ValueError, match="1 slot or more"):
-        DraftRadixCache(num_slots)

@@ -28,7 +28,7 @@ FAULTS = {
     "report": ("request", "ReportAssembler.add"),
     "books": ("request", "ReportStore.close"),
     "acceptance": ("hooks", "correct_acceptance"),
-    "stream": ("request", "_shown"),
+    "stream": ("request", "ReportStore.report_of"),
     "completion": ("hooks", "reported_completion"),
     "choosing": ("batch_policy", "BatchPolicy._policy"),
     "learning": ("batch_policy", "BatchPolicy._record"),
