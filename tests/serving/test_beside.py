@@ -148,17 +148,3 @@ def _check_what_is_not_ours_to_set(server: Server) -> None:
     assert not {"policy", "gamma_trace", "num_proposed"} & set(report)
     status, reply = server.post("/generate", generate_body([5, 6, 7], 4, gamma=2))
     assert (status, "gamma" in reply["error"]["message"]) == (400, True)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--speculative-algorithm", "NGRAM", "--spec-stack-gammas", "2"), "gammas set how SPEC_STACK drafts"),
-        (("--pp-size", "2"), "--pp-size is set; leave it out"),
-    ],
-)
-def test_a_launch_that_cannot_score_ends_by_name(launch: Any, arguments: Sequence[str], named: str) -> None:
-    server = launch(*arguments, beside=(), wait=False, environment=_TWO_RANKS)
-    assert server.exit_code() != 0
-    assert named in server.log.read_text(errors="replace")

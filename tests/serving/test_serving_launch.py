@@ -1,4 +1,4 @@
-"""Launches that are refused, with the reason, and settings from a file."""
+"""Launches that are refused, with the reason, and pairs with padded embeddings."""
 
 from __future__ import annotations
 
@@ -95,23 +95,6 @@ def test_a_pair_with_one_tokenizer_and_padded_embeddings_starts(
         assert server.post("/generate", generate_body([*prompt, num_ids + 20], 4, gamma=4))[0] == 200
     assert server.is_alive
     server.stop()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--spec-stack-keep-rate", "2"], "keep_rate must be in (0, 1]"),
-        (["--spec-stack-config", "/nowhere.json"], "/nowhere.json"),
-    ],
-)
-def test_settings_that_cannot_work_end_the_launch_before_anything_is_loaded(
-    launch: Any, arguments: list[str], named: str
-) -> None:
-    server = launch(*arguments, wait=False)
-    assert server.exit_code() != 0
-    assert named in server.tail()
-    assert "Load weight" not in server.log.read_text()
 
 
 def test_a_server_without_the_plugins_hooks_refuses_to_start(launch: Any) -> None:
