@@ -63,7 +63,7 @@ def converse(
         names.append(names.pop(0))
         for name in names:
             messages = conversation.ask(turn, histories[name])
-            text, row = ask(arms[name], options.model, messages, f"{key} {name}", options.max_tokens)
+            text, row = ask(arms[name], options.model, messages, f"{key} {name}".replace("/", " "), options.max_tokens)
             turns[name].append({**row, "is_right": conversation.facts[turn].answer in text, "text": text})
             histories[name] = [*messages, {"role": "assistant", "content": text}]
     return turns

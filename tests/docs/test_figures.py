@@ -16,7 +16,7 @@ def front_page() -> list[str]:
     kept = result("evidence_shapes_qwen_2k")["whole"]
     shares = [kept["calibrated"][rate] for rate in ("0.1", "0.2")]
     others = [f"{kept[name]['0.1'][0]:.2f} / {kept[name]['0.2'][0]:.2f}" for name in ("default", "BM25", "paper")]
-    ratios = [row["ttft_ratio"][0] for row in headlines.shipped(result("real_speed_fp32")).values()]
+    ratios = [row["ttft_ratio"][0] for row in headlines.shipped(result("real_speed")).values()]
     answers = result("answers_positions_2k")["shapes"]["all"]["over_dense"]
     names = ("dense", "calibrated 0.1", "calibrated 0.2", "BM25 0.2")
     scores = {name: arm["share_of_dense"] for name, arm in result("longbench")["arms"].items()}

@@ -48,6 +48,24 @@ def evidence_of_multi_hop_questions() -> list[str]:
     return rows
 
 
+def answers() -> list[str]:
+    found = {length: result(f"answers_positions_{length}")["shapes"] for length in ("2k", "4k")}
+    parts = [("2K", found["2k"]["all"])]
+    parts += [
+        ("question last", found["2k"]["bare"]),
+        ('"Answer briefly." behind it', found["2k"]["briefly"]),
+        ("a JSON format behind it", found["2k"]["json"]),
+        ("question first", found["2k"]["ahead"]),
+        ("4K", found["4k"]["all"]),
+    ]
+    rows = []
+    for name, part in parts:
+        right = {arm: str(round(own["right"][0] * own["n"])) for arm, own in part["over_dense"].items()}
+        both = [f"{right[arm]}, {right[f'{arm} contiguous']}" for arm in ("calibrated 0.1", "calibrated 0.2")]
+        rows.append(row([name, str(part["over_dense"]["dense"]["n"]), right["dense"], *both, right["BM25 0.2"]]))
+    return rows
+
+
 def decoding_by_task() -> list[str]:
     found = result("real_decode")
     arms = {
@@ -67,7 +85,7 @@ def decoding_by_task() -> list[str]:
 def draft_budget_on_a_server() -> list[str]:
     arms = result("draft_slots_server")["parts"]["lengths"]
     rows = []
-    for cell in arms["off"]:
+    for cell in ("8000 x 1", "8000 x 4"):
         length, _, at_once = cell.partition(" x ")
         each = [own[cell] for own in arms.values()]
         assert all(own["as_off"] for own in each)
@@ -79,11 +97,11 @@ def draft_budget_on_a_server() -> list[str]:
 
 def turns_on_a_server() -> list[str]:
     rows = []
-    for cell, own in result("real_pair")["turns"].items():
-        length, turn = cell.split(", turn ")
+    for turn in (1, 2, 3):
+        own = result("real_pair")["turns"][f"4096, turn {turn}"]
         waits = [f"{own[arm]['ttft_s']:.1f}" for arm in ("SPEC_STACK", "off", "STANDALONE")]
         right = ", ".join(str(own[arm]["right"]) for arm in ("SPEC_STACK", "off", "STANDALONE"))
-        rows.append(row([f"{int(length):,}, {turn}", *waits, right]))
+        rows.append(row([f"4,096, {turn}", *waits, right]))
     return rows
 
 
@@ -114,6 +132,7 @@ def published_tables() -> list[str]:
         evidence_by_shape,
         shapes_that_miss_the_aims,
         evidence_of_multi_hop_questions,
+        answers,
         decoding_by_task,
         draft_budget_on_a_server,
         turns_on_a_server,

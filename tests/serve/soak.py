@@ -17,7 +17,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from spec_stack import SpecStackGenerator
-from tests.serve.hostile import hostile
+from tests.serve.hostile import FORMATS, hostile
 from tests.serve.load import QUESTIONS, Client, Expected, Load, Outcome, becomes_idle
 from tests.serve.test_hostile import Process
 from tests.support.tools import TOOLS
@@ -39,7 +39,7 @@ class SoakClient(Client):
             urlopen(Request(self._url + path, body, headers), timeout=300).close()
         except HTTPError as error:
             return error.code in (400, 413)
-        return False
+        return (path, body) in FORMATS
 
 
 def main() -> None:
