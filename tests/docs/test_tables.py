@@ -61,7 +61,7 @@ def answers() -> list[str]:
     rows = []
     for name, part in parts:
         right = {arm: str(round(own["right"][0] * own["n"])) for arm, own in part["over_dense"].items()}
-        both = [f"{right[arm]}, {right[f'{arm} contiguous']}" for arm in ("calibrated 0.1", "calibrated 0.2")]
+        both = [f"{right[arm]}/{right[f'{arm} contiguous']}" for arm in ("calibrated 0.1", "calibrated 0.2")]
         rows.append(row([name, str(part["over_dense"]["dense"]["n"]), right["dense"], *both, right["BM25 0.2"]]))
     return rows
 
@@ -105,6 +105,18 @@ def turns_on_a_server() -> list[str]:
     return rows
 
 
+def turns_behind_the_proxy() -> list[str]:
+    found, rows = result("proxy_vllm")["turns"], []
+    for length in (2048, 4096, 8192):
+        for turn in (1, 2):
+            arms = [found[f"{length}, turn {turn}, {arm}"] for arm in ("direct", "qwen-0.5b", "smol-135m")]
+            seen = [f"{own['num_prompt_tokens']:.0f}/{own['num_cached']:.0f}" for own in arms]
+            cells = [f"{own['ttft_s'][0]:.1f} ({tokens})" for own, tokens in zip(arms, seen, strict=True)]
+            right = [str(own["right"]) for own in arms]
+            rows.append(row([f"{length:,}, {turn}", *cells, "/".join(right)]))
+    return rows
+
+
 def first_tokens_on_a_gpu() -> list[str]:
     cases = result("bench_gpu")["cases"]
     rows = []
@@ -136,6 +148,7 @@ def published_tables() -> list[str]:
         decoding_by_task,
         draft_budget_on_a_server,
         turns_on_a_server,
+        turns_behind_the_proxy,
         first_tokens_on_a_gpu,
         steps_on_a_gpu,
         published_tables,
