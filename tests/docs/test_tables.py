@@ -49,7 +49,7 @@ def evidence_of_multi_hop_questions() -> list[str]:
 
 
 def answers() -> list[str]:
-    found = {length: result(f"answers_positions_{length}")["shapes"] for length in ("2k", "4k")}
+    found = {length: result(f"answers_positions_{length}")["shapes"] for length in ("2k", "4k", "8k")}
     parts = [("2K", found["2k"]["all"])]
     parts += [
         ("question last", found["2k"]["bare"]),
@@ -57,6 +57,7 @@ def answers() -> list[str]:
         ("a JSON format behind it", found["2k"]["json"]),
         ("question first", found["2k"]["ahead"]),
         ("4K", found["4k"]["all"]),
+        ("8K", found["8k"]["all"]),
     ]
     rows = []
     for name, part in parts:
