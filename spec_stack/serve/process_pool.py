@@ -31,6 +31,8 @@ _MAX_WORKERS = 4
 _MAX_TASKS = 500
 # CPU seconds per byte of a body, and wall seconds per CPU second: other processes may keep the CPU busy.
 _S_PER_BYTE, _WALL_FACTOR = 5e-6, 6.0
+# Between two looks at whether the pool still runs.
+_CHECK_S = 1.0
 
 
 class RequestPool:
@@ -67,10 +69,11 @@ class RequestPool:
         try:
             for _ in range(2):
                 await asyncio.to_thread(self.start)
-                future: Future[ProcessedRequest] = self._pool.schedule(_process, work, timeout=_WALL_FACTOR * cpu_s)
+                pool = self._pool
+                future: Future[ProcessedRequest] = pool.schedule(_process, work, timeout=_WALL_FACTOR * cpu_s)
                 # An idle worker's death breaks the pool.
                 with suppress(BrokenProcessPool):
-                    return await asyncio.wrap_future(future)
+                    return await result_of(pool, future)
         except (ProcessExpired, TimeoutError) as error:
             raise BadRequestError(
                 f"the request takes more than {cpu_s:.1f} s of work or {config.max_prepare_bytes >> 20} MiB of memory "
@@ -83,6 +86,20 @@ class RequestPool:
         context.set_forkserver_preload(list(_PRELOADED))
         num_workers = min(_MAX_WORKERS, max(2, os.cpu_count() or 1))
         return ProcessPool(num_workers, _MAX_TASKS, _start_worker, (self._settings,), context)
+
+
+async def result_of(pool: ProcessPool, future: Future[ProcessedRequest]) -> ProcessedRequest:
+    """The result of a task. Raises BrokenProcessPool for one that the pool took as it broke, which it never ends."""
+    waiting = asyncio.wrap_future(future)
+    try:
+        while not waiting.done():
+            is_active = pool.active
+            await asyncio.wait([waiting], timeout=_CHECK_S)
+            if not is_active and not waiting.done():
+                raise BrokenProcessPool("the pool broke as it took the task")
+        return waiting.result()
+    finally:
+        waiting.cancel()
 
 
 _processor: RequestProcessor

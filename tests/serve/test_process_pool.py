@@ -6,13 +6,17 @@ import asyncio
 import multiprocessing
 import os
 import signal
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
 pytest.importorskip("fastapi")
 
+from pebble import ProcessPool
+
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.process_pool import RequestPool
+from spec_stack.serve.process_pool import RequestPool, result_of
 from spec_stack.serve.protocol import BadRequestError
 from tests.serve.hostile import CHAT, chat, schema
 
@@ -33,6 +37,15 @@ def test_workers_that_died_are_replaced(pool: RequestPool) -> None:
             os.kill(worker.pid, signal.SIGKILL)
             worker.join(60)
     assert process(pool, hello) == token_ids
+
+
+def test_a_task_that_a_breaking_pool_took_is_not_waited_for() -> None:
+    pool = ProcessPool(1, context=multiprocessing.get_context("forkserver"))
+    pool.schedule(int).result(60)
+    pool.stop()
+    pool.join()
+    with pytest.raises(BrokenProcessPool):
+        asyncio.run(result_of(pool, Future()))
 
 
 def test_a_request_that_takes_too_long_ends_its_worker_and_no_other_request(pool: RequestPool) -> None:
