@@ -76,9 +76,10 @@ def run(options: argparse.Namespace, rows: Rows, lengths: Sequence[int]) -> None
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     for length in lengths:
         for seed in range(options.repeats):
-            if not rows.left(f"{length}/{seed}/{options.turns}", clients):
+            left = rows.left(f"{length}/{seed}/{options.turns}", clients)
+            if not left:
                 continue
-            turns = converse(make_conversation(tokenizer, length, 8, 6000 + seed), clients, f"{length}/{seed}", options)
+            turns = converse(make_conversation(tokenizer, length, 8, 6000 + seed), left, f"{length}/{seed}", options)
             for turn in range(options.turns):
                 for name, own in turns.items():
                     rows.add(f"{length}/{seed}/{turn + 1}", name, own[turn])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common import headlines
 from tests.support.pages import PAGES, ROOT, result
 
 RULES = ("calibrated", "default", "BM25", "paper", "random lines")
@@ -64,6 +65,26 @@ def answers() -> list[str]:
         right = {arm: str(round(own["right"][0] * own["n"])) for arm, own in part["over_dense"].items()}
         both = [f"{right[arm]}/{right[f'{arm} contiguous']}" for arm in ("calibrated 0.1", "calibrated 0.2")]
         rows.append(row([name, str(part["over_dense"]["dense"]["n"]), right["dense"], *both, right["BM25 0.2"]]))
+    return rows
+
+
+def evidence_at_other_lengths() -> list[str]:
+    found = []
+    for name in ("qwen_4k", "qwen_8k"):
+        rules = result(f"evidence_shapes_{name}")["whole"]
+        whole = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in map(rules["calibrated"].get, RATES[:2])]
+        others = [f"{rule} {' / '.join(f'{rules[rule][rate][0]:.2f}' for rate in RATES[:2])}" for rule in RULES[1:3]]
+        found.append(", ".join([f"calibrated {' / '.join(whole)}", *others]))
+    return found
+
+
+def speed_without_loss() -> list[str]:
+    speeds, rows = headlines.shipped(result("real_speed")), []
+    for length, num_tokens in (("2k", "2048"), ("4k", "4096"), ("8k", "8192")):
+        own = result(f"answers_positions_{length}")["shapes"]["all"]["over_dense"]["calibrated 0.1"]
+        over = headlines.around(own["right_over"], "+.2f")
+        sooner = f"{speeds[num_tokens]['ttft_ratio'][0]:.2f}×"
+        rows.append(row([f"facts in documents, {length.upper()}", str(own["n"]), "0.1", over, sooner]))
     return rows
 
 
@@ -146,6 +167,8 @@ def published_tables() -> list[str]:
         shapes_that_miss_the_aims,
         evidence_of_multi_hop_questions,
         answers,
+        evidence_at_other_lengths,
+        speed_without_loss,
         decoding_by_task,
         draft_budget_on_a_server,
         turns_on_a_server,

@@ -102,6 +102,8 @@ def test_a_conversation_goes_through_every_arm_and_goes_on_where_it_ended(
         monkeypatch.setattr("sys.argv", ["proxy", *arms, *options, "--repeats", "1"])
         proxy.main()
         first = rows.read_text(encoding="utf-8")
+        monkeypatch.setattr("sys.argv", ["proxy", arms[0], *options, "--repeats", "2"])
+        proxy.main()
         monkeypatch.setattr("sys.argv", ["proxy", *arms, *options, "--repeats", "2"])
         proxy.main()
     finally:
@@ -109,7 +111,7 @@ def test_a_conversation_goes_through_every_arm_and_goes_on_where_it_ended(
     assert len(first.splitlines()) == 4
     assert rows.read_text(encoding="utf-8").startswith(first)
     bodies = [seen.json for seen in upstream.seen]
-    assert [len(body["messages"]) for body in bodies] == [1, 1, 3, 3] * 2
+    assert [len(body["messages"]) for body in bodies] == [1, 1, 3, 3, 1, 3, 1, 3]
     assert len({body["cache_salt"] for body in bodies}) == 4
     assert all(body["messages"][1]["content"] == "Vienna é" for body in bodies if len(body["messages"]) == 3)
     told = json.loads(capsys.readouterr().out.splitlines()[-1])["turns"]

@@ -45,7 +45,7 @@ def test_a_task_that_a_breaking_pool_took_is_not_waited_for() -> None:
     pool.stop()
     pool.join()
     with pytest.raises(BrokenProcessPool):
-        asyncio.run(result_of(pool, Future()))
+        asyncio.run(asyncio.wait_for(result_of(pool, Future()), 30))
 
 
 def test_a_request_that_takes_too_long_ends_its_worker_and_no_other_request(pool: RequestPool) -> None:
