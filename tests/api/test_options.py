@@ -133,3 +133,9 @@ def test_the_largest_bias_and_penalty_are_sampled_at_the_lowest_temperature(embe
     shaping: dict[str, Any] = {"logit_bias": {5: 1e15, 6: 1e15, 7: -math.inf}, "repetition_penalty": 1e-15}
     result = embedded.generate(input_ids=[5, 6, 7], max_tokens=4, temperature=0.001, seed=1, **shaping)
     assert set(result.token_ids) <= {5, 6}
+
+
+@pytest.mark.parametrize("min_p", [-0.1, 1.1])
+def test_a_min_p_that_is_no_probability_is_refused(min_p: float) -> None:
+    with pytest.raises(ValueError, match=r"min_p must be in \[0, 1\]"):
+        SamplingParams(min_p=min_p)

@@ -15,7 +15,7 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.attention import CapturedAttention, scored_layers
+from spec_stack.prefill.attention import CapturedAttention, question_layers, scored_layers
 from spec_stack.prefill.queries import WINDOW, find_candidates
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import num_layers_needed, run_draft
@@ -178,6 +178,13 @@ def test_several_questions_score_apart_and_are_scaled(heads: tuple[tuple[int, in
         pool_kernel=5,
     )
     np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-5)
+
+
+def test_the_last_quarter_of_the_layers_that_chosen_heads_need_finds_the_question() -> None:
+    chosen = PrefillConfig(scoring_heads=((11, 2), (15, 9)))
+    assert question_layers(range(24), chosen) == [12, 13, 14, 15]
+    assert question_layers(range(2), PrefillConfig(scoring_heads=((1, 0),))) == [1]
+    assert question_layers(range(24), PrefillConfig()) == [*range(2, 24)]
 
 
 def test_layers_behind_the_chosen_heads_change_nothing() -> None:

@@ -108,3 +108,8 @@ def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_was_wrong() -> No
     # What is held whole is not chosen from, however wrong the draft is.
     short = WrittenSlots(50, seed=1)
     assert not short.row.is_due(96 - 1, is_wrong=True)
+
+
+def test_a_request_has_the_slots_that_the_documentation_names() -> None:
+    """512 chosen ones, 64 until the next choice, and five steps of gamma 8."""
+    assert num_row_slots(PrefillConfig(), 8) == 621
