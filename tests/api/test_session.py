@@ -12,6 +12,7 @@ import torch
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.api.session import Session
 from spec_stack.config import DraftStep, Positions
+from spec_stack.hf.prompt import encode_messages
 from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
 from spec_stack.prefill.segments import ChunkSegments
@@ -570,6 +571,26 @@ def test_a_chat_goes_on_from_an_answer_whose_stream_was_left_at_its_finish_reaso
             break
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Why?"}]
     assert session.generate(messages=messages, max_tokens=2).metrics.num_cached_tokens == num_cached
+
+
+def test_a_stop_within_accepted_tokens_leaves_nothing_cached_that_is_not_of_the_conversation(
+    embedded: SpecStackGenerator,
+) -> None:
+    messages = [{"role": "user", "content": "Give three tips for cooking."}]
+    answer = embedded.generate(messages=messages, max_tokens=12, gamma=0)
+    for stop in set(answer.token_ids[1:]):
+        with embedded.session() as session:
+            session.generate(messages=messages, max_tokens=12, gamma=6, stop_token_ids=[stop])
+            assert session.num_dropped_tokens == 0
+
+
+def test_a_question_that_is_asked_again_continues_no_conversation(embedded: SpecStackGenerator) -> None:
+    question = [{"role": "user", "content": "Give three tips for cooking."}]
+    with embedded.session() as session:
+        answer = session.generate(messages=question, max_tokens=12).text
+        later = [*question, {"role": "assistant", "content": answer}, {"role": "user", "content": "Why?"}]
+        assert session.num_continued(encode_messages(embedded.tokenizer, later)) == len(session.conversation.token_ids)
+        assert session.num_continued(encode_messages(embedded.tokenizer, question)) == 0
 
 
 def test_a_dropped_fact_comes_back_when_it_is_asked_for(embedded: SpecStackGenerator) -> None:

@@ -51,12 +51,13 @@ def ids(found: Iterator[NgramToken], num_tokens: int) -> list[int]:
     return [each.token_id for each in islice(found, num_tokens)]
 
 
-def test_of_many_places_the_newest_are_compared() -> None:
+@pytest.mark.parametrize("num_places", [33, 40, 49])
+def test_of_many_places_the_newest_are_compared(num_places: int) -> None:
     index = NgramIndex()
-    index.extend([token_id for number in range(40) for token_id in (1, 2, 3, 100 + number)])
+    index.extend([token_id for number in range(num_places) for token_id in (1, 2, 3, 100 + number)])
     index.extend([1, 2, 3])
     newest = next(index.continuations()[0])
-    assert (newest.token_id, newest.length) == (139, 3)
+    assert (newest.token_id, newest.length) == (99 + num_places, 3)
     assert newest.num_seen + newest.num_others <= 16
 
 

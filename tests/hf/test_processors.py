@@ -385,6 +385,15 @@ def test_no_token_ends_the_text_before_min_tokens(temperature: float, embedded: 
     assert not set(longer.token_ids[: len(short.token_ids) + 4]) & embedded.pair.end_ids
 
 
+def test_a_text_of_at_least_one_token_does_not_begin_with_its_end(embedded: SpecStackGenerator) -> None:
+    end = min(embedded.pair.end_ids)
+    options: dict[str, Any] = {"prompt": "Give three tips.", "logit_bias": {end: 1e4}, "max_tokens": 4}
+    assert embedded.generate(**options).token_ids == [end]
+    first, *rest = embedded.generate(**options, min_tokens=1).token_ids
+    assert first != end
+    assert rest == [end]
+
+
 def test_special_tokens_and_token_ids_stop_the_text(embedded: SpecStackGenerator) -> None:
     end = embedded.tokenizer.convert_tokens_to_ids("<|end|>")
     messages = hide_fact(embedded.tokenizer, 300, 0).messages

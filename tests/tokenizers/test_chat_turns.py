@@ -37,6 +37,14 @@ SYSTEM_IN_USER = (
     "{% elif m.role == 'user' %}[INST]{{ ns.system }}{{ m.content }}[/INST]{% set ns.system = '' %}"
     "{% else %}{{ m.content }}<|eot|>{% endif %}{% endfor %}"
 )
+# A tool message is a user turn that opens with more.
+TOOL_IN_USER = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}"
+    "{% elif m.role == 'user' %}<|user_turn|>{{ m.content }}<|eot|>"
+    "{% elif m.role == 'tool' %}<|user_turn|><|header|>{{ m.content }}<|eot|>"
+    "{% else %}<|assistant_turn|>{{ m.content }}<|eot|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant_turn|>{% endif %}"
+)
 NO_SYSTEM = (
     "<|begin|>{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "<|start|>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content }}<|eot|>\n{% endfor %}"
@@ -102,6 +110,14 @@ def test_tool_messages_may_be_pruned_and_tool_definitions_may_not() -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids
     contents = [tokenizer.decode(ids[start:stop]) for start, stop in turns.contents(ids) or []]
     assert contents == ["where is it", "let me see", "long result"]
+
+
+def test_the_longest_opening_that_fits_is_the_turn_s() -> None:
+    tokenizer = tokenizer_with(TOOL_IN_USER)
+    messages = [{"role": role, "content": f"the {role}"} for role in ("user", "assistant", "tool")]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    contents = ChatTurns.learn(tokenizer).contents(ids) or []
+    assert [tokenizer.decode(ids[slice(*span)]) for span in contents] == ["the user", "the assistant", "the tool"]
 
 
 @pytest.mark.parametrize(
