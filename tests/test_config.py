@@ -120,6 +120,7 @@ def test_lists_are_taken_where_a_configuration_holds_tuples(field: str, given: A
         ("keep_rate", [0.3]),
         ("keep_rate", ["ab"]),
         ("keep_rate", [(8000, 0.1), (2000, 0.3)]),
+        ("keep_rate", [(2000, 0.3), (2000, 0.1)]),
         ("keep_rate", {2000: 0.3}),
         ("scoring_heads", [0, 1]),
         ("scoring_heads", "01"),

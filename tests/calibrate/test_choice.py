@@ -135,6 +135,14 @@ def test_bm25_is_chosen_where_the_heads_are_noise_and_said_so() -> None:
     assert choice.recalls["chosen"] == choice.recalls["BM25"]
 
 
+def test_heads_that_gain_little_over_bm25_do_not_earn_the_draft_s_pass() -> None:
+    """Three of eighty prompts are a significant gain, and too small a one."""
+    only_heads = plan((2048,), 80)[::30]
+    choice = choose(cases_of(lambda task: ([8, 9], task not in only_heads)), 0.1)
+    assert PrefillConfig(**choice.settings).scorer == "bm25"
+    assert "does not earn its pass" in choice.notes[0]
+
+
 def test_a_choice_that_keeps_less_than_the_default_on_prompts_that_chose_nothing_is_dropped() -> None:
     choice = choose(cases_of(lambda task: ([] if task.is_guard else [8, 9], False), default=True), 0.1)
     assert choice.settings == {}
