@@ -144,7 +144,7 @@ def files(*folders: Path) -> list[Path]:
 @cache
 def imports(path: Path) -> set[str]:
     """Modules that a file imports anywhere, with the names it takes from packages: for type checkers only, and as
-    strings ("spec_stack.decode.ngram:NgramProposer"), too."""
+    strings ("spec_stack.decode.proposer:Proposer"), too."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

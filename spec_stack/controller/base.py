@@ -235,21 +235,6 @@ class Policy(ABC):
         """
         return True
 
-    def chances(self, signals: DraftSignals) -> tuple[float, float]:
-        """P(all tokens drafted so far are accepted), and P(all these and the next one are).
-
-        Called after `keep_drafting` where a look-up may replace further drafting. By default the draft's confidence.
-
-        Parameters
-        ----------
-        signals : DraftSignals
-            Of the tokens drafted so far in this step, one or more.
-        """
-        so_far = 1.0
-        for confidence in signals.confidence:
-            so_far *= confidence
-        return so_far, so_far * signals.confidence[-1]
-
     def observe(self, record: StepRecord) -> None:  # noqa: B027
         """Learn from a step's record, the prefill step (`record.is_prefill`) included; optional."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.acceptance import OnlineLogistic, sigmoid
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.step_cost import TOLERANCE, USUAL_UNREAD, Allowance, PerContextLength, RequestRate, StepCost
@@ -135,36 +136,6 @@ class NgramPolicy:
         wins = offer.gain > max(self._gain.value, 0.0)
         return wins != (self._num_decided % TUNING.check_every == 0)
 
-    def switches_to_ngram(
-        self,
-        continuations: Sequence[Iterable[NgramToken]],
-        most: int,
-        chance: float,
-        with_next: float,
-        num_drafted: int,
-    ) -> bool:
-        """Return whether a continuation of drafted tokens is worth more than further drafting.
-
-        chance, with_next: P(all drafted tokens are right), and P(these and the draft's next one are).
-        """
-        offer = self._best(continuations, most, chance, num_drafted)
-        # The larger of two estimates is biased upwards, so it must be clearly larger.
-        to_come = self._to_come(most, chance, with_next, num_drafted)
-        return bool(offer.found) and offer.gain >= TUNING.take_over * to_come + TUNING.take_over_margin
-
-    def _to_come(self, most: int, chance: float, with_next: float, num_drafted: int) -> float:
-        """The draft's expected gain in tokens, its time paid, if all its next tokens were as sure as the next one."""
-        if not self._cost.ready:
-            return with_next
-        gain, share = 0.0, with_next / chance
-        for place in range(most):
-            chance *= share
-            worth = chance - self._tokens_per_s * self._cost.per_token_s(num_drafted + place)
-            if worth <= 0:
-                break
-            gain += worth
-        return gain
-
     def tail(
         self, continuations: Sequence[Iterable[NgramToken]], most: int, chance: float, num_drafted: int
     ) -> NgramProposal:
@@ -198,7 +169,7 @@ class NgramPolicy:
         One is tried as soon as anything is left: a stall may have made it look dear.
         """
         left_s = self._at.left_s
-        most = min(most, self._reach, 2 * self._at.most_verified or 2)
+        most = min(most, MAX_LOOKED_UP, self._reach, 2 * self._at.most_verified or 2)
         least = 1 if left_s > 0 else 0
         while most > least and self._extra_s(beside, most) > left_s:
             most -= 1

@@ -192,9 +192,6 @@ class Throughput(Policy):
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
         return self.acceptance.update(signals)[1] > self.threshold(context, len(signals))
 
-    def chances(self, signals: DraftSignals) -> tuple[float, float]:
-        return self.acceptance.update(signals)
-
     def observe(self, record: StepRecord) -> None:
         """Learn from a step; one with a prefill of either model updates acceptance, not times."""
         self.acceptance.learn(record)

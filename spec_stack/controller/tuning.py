@@ -64,10 +64,6 @@ class Tuning:
     # N-gram lookup.
     least_reach: int = 8
     """Tokens of a proposal that are verified whatever the last outcomes."""
-    take_over: float = 1.5
-    """A continuation ends drafting where it is worth so many times as much, in tokens."""
-    take_over_margin: float = 0.5
-    """And so many tokens more."""
 
     # The paper's policy.
     first_wait: int = 16

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 
 from spec_stack.controller.base import Policy, StepContext, StepRecord
 from spec_stack.decode.clock import Clock
 from spec_stack.decode.logprobs import step_logprobs
-from spec_stack.decode.proposer import Proposer, StepPolicy
+from spec_stack.decode.proposer import Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.decode.verify import verify
@@ -22,7 +22,7 @@ def decode(
     selection: Selection,
     proposal: Proposal,
     policy: Policy,
-    open_proposer: Callable[[], Proposer],
+    proposer: Proposer,
     sampler: Sampler,
     stopper: StopChecker,
     end_ids: Collection[int],
@@ -40,18 +40,17 @@ def decode(
     proposes.
 
     target: empty. draft: as scoring left it; both caches are advanced and rolled back. prompt_ids: the whole prompt.
-    proposal: the look-ahead, empty without scoring. open_proposer: called after the first step. end_ids: tokens that
-    end the text. clock: its phase "scoring" goes into the first record. num_logprobs: as in `Request`.
+    proposal: the look-ahead, empty without scoring. end_ids: tokens that end the text. clock: its phase "scoring" goes
+    into the first record. num_logprobs: as in `Request`.
     """
     clock = clock or Clock()
     committed = list(prompt_ids)
     unseen_ids, unseen_positions = list(selection.token_ids), list(selection.positions)
     last: StepRecord | None = None
-    proposer: Proposer | None = None
     for step in count():
         num_seen, draft_lag = draft.next_position, draft.draft_lag(len(committed))
         num_target_slots, num_draft_slots = target.num_cached + len(unseen_ids), draft.num_cached + draft_lag
-        if last is not None and proposer is not None:
+        if last is not None:
             context = StepContext(
                 step=step,
                 max_gamma=stopper.num_left - 1,
@@ -63,7 +62,7 @@ def decode(
                 num_draft_slots=num_draft_slots,
             )
             with clock.measure("draft"):
-                proposal = proposer.propose(committed, StepPolicy(policy, context, clock))
+                proposal = proposer.propose(committed, policy, context, clock)
         has_drafted = draft.next_position > num_seen
 
         gamma, num_recomputed = len(proposal.token_ids), target.num_to_recompute
@@ -111,7 +110,6 @@ def decode(
         # No token waits for it but the last one, after which the caller may not come back.
         if finish_reason is None:
             yield output
-        proposer = proposer or open_proposer()
         with clock.measure("controller"):
             policy.observe(last)
             proposer.observe(last)

@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.decode.proposer import ProposerInputs, RunAhead, StepPolicy
+from spec_stack.controller.base import DraftSignals
 from spec_stack.decode.sampler import Sampler
-from spec_stack.settings.warning import warn_caller
 from spec_stack.types import Proposal, SteppableModel
 
-KeepDrafting = Callable[[DraftSignals, Sequence[int]], bool]
+RunAhead = Callable[[Sequence[int], Sequence[int], int], list[list[float]] | None]
+"""Feeds tokens at positions and drafts the likeliest ones; their `draft_statistics`, or None where it cannot."""
 
 _BITS_PER_NAT = 1.4426950408889634
 
@@ -44,15 +43,15 @@ def propose(
     max_tokens: int,
     sampler: Sampler,
     end_ids: Collection[int],
-    keep_drafting: KeepDrafting = lambda signals, token_ids: True,
+    keep_drafting: Callable[[DraftSignals], bool] = lambda signals: True,
     run_ahead: RunAhead | None = None,
 ) -> Proposal:
     """Draft at most max_tokens tokens after the committed ones (prompt and output).
 
     The draft is first fed all unread committed tokens; the last drafted token is not fed. With max_tokens 0 the draft's
-    cache is not touched. keep_drafting gets the signals and tokens so far; False ends the proposal, as do end_ids. Each
-    token is read back before the next one is drafted; with run_ahead, which replaces keep_drafting, a greedy proposal
-    is read once.
+    cache is not touched. keep_drafting gets the signals so far; False ends the proposal, as do end_ids. Each token is
+    read back before the next one is drafted; with run_ahead, which replaces keep_drafting, a greedy proposal is read
+    once.
 
     The proposal's draft_probs are (gamma, vocab) where tokens were drawn. Tokens that the shaper forces are proposed
     without a forward of the draft. The proposal ends before a token whose logits are not finite: a draw from them
@@ -91,7 +90,7 @@ def propose(
         token_ids.append(token_id)
         prefix_ids.append(token_id)
         unseen.append(token_id)
-        if token_id in end_ids or len(token_ids) == max_tokens or not keep_drafting(signals, token_ids):
+        if token_id in end_ids or len(token_ids) == max_tokens or not keep_drafting(signals):
             break
     draft_probs = None if sampler.is_greedy else _stacked(rows, token_ids)
     return Proposal(token_ids, draft_probs, signals, is_finite=is_finite)
@@ -124,40 +123,3 @@ def _stacked(rows: Sequence[torch.Tensor | None], token_ids: Sequence[int]) -> t
             for row, token_id in zip(rows, token_ids, strict=True)
         ]
     )
-
-
-class ModelProposer:
-    """The draft model under the policy."""
-
-    def __init__(self, means: ProposerInputs) -> None:
-        self._means = means
-        self._is_broken = False
-
-    def propose(
-        self, committed_ids: Sequence[int], guide: StepPolicy, keep_drafting: KeepDrafting | None = None
-    ) -> Proposal:
-        """Draft up to the policy's gamma; keep_drafting, where given, replaces the policy's.
-
-        A draft whose logits become non-finite is dropped for the rest of the request, with a warning.
-        """
-        if self._is_broken:
-            return Proposal()
-
-        def ask(signals: DraftSignals, token_ids: Sequence[int]) -> bool:
-            return guide.keep_drafting(signals)
-
-        gamma = guide.choose()
-        means = self._means
-        asked = keep_drafting or ask
-        run_ahead = None if keep_drafting or guide.asks_per_token else means.run_ahead
-        proposal = propose(means.draft, committed_ids, gamma, means.sampler, means.end_ids, asked, run_ahead)
-        if not proposal.is_finite:
-            self._is_broken = True
-            warn_caller(
-                "the draft's logits are not finite; it proposes nothing for the rest of such requests (this is said "
-                "once; check the draft in a wider precision)"
-            )
-        return proposal
-
-    def observe(self, record: StepRecord) -> None:
-        """Nothing to learn: the policy does."""

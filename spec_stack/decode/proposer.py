@@ -1,87 +1,122 @@
-"""The protocol of proposers, their parts, and their view of the policy."""
+"""Proposals of a request: from the draft under the policy, by n-gram lookup, or from the better of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from math import prod
 from numbers import Integral
-from typing import Protocol
+
+import torch
+import torch.nn.functional as F
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.ngram import NgramPolicy
+from spec_stack.controller.ngram import NgramPolicy, NgramProposal
 from spec_stack.decode.clock import Clock
 from spec_stack.decode.ngram_index import NgramIndex
+from spec_stack.decode.propose import RunAhead, propose
 from spec_stack.decode.sampler import Sampler
+from spec_stack.settings.warning import warn_caller
 from spec_stack.types import Proposal, SteppableModel
 
-RunAhead = Callable[[Sequence[int], Sequence[int], int], list[list[float]] | None]
-"""Feeds tokens at positions and drafts the likeliest ones; their `draft_statistics`, or None where it cannot."""
 
+class Proposer:
+    """Proposes a request's tokens for verification, step by step.
 
-@dataclass(frozen=True)
-class ProposerInputs:
-    """The parts of proposers.
-
-    draft: its cache is advanced. sampler: draws the draft's tokens. end_ids: tokens after which nothing is proposed.
-    ngram_policy: decides when n-gram lookup pays. index: the text so far, for it. run_ahead: drafts without a read-back
-    for each token.
-    """
-
-    draft: SteppableModel
-    sampler: Sampler
-    end_ids: Collection[int]
-    ngram_policy: NgramPolicy
-    index: NgramIndex = field(default_factory=NgramIndex)
-    run_ahead: RunAhead | None = None
-
-
-@dataclass(frozen=True)
-class StepPolicy:
-    """A step's policy for proposers: timed as controller time, bounded by the request's remaining tokens."""
-
-    policy: Policy
-    context: StepContext
-    clock: Clock
-
-    def choose(self) -> int:
-        """The policy's gamma, cut to the request's and the library's bounds. Raises TypeError where it is no number."""
-        with self.clock.measure("controller"):
-            gamma = self.policy.choose(self.context)
-        if not isinstance(gamma, Integral):
-            kind = type(self.policy).__name__
-            raise TypeError(
-                f"choose() of the policy {self.policy.name!r} ({kind}) must give a whole number, got {gamma!r}"
-            )
-        return max(0, min(int(gamma), self.context.max_gamma, MAX_GAMMA))
-
-    @property
-    def asks_per_token(self) -> bool:
-        """Whether the policy decides after every drafted token, which has to be read back for it."""
-        return type(self.policy).keep_drafting is not Policy.keep_drafting
-
-    def keep_drafting(self, signals: DraftSignals) -> bool:
-        """Return whether the policy wants one token more."""
-        with self.clock.measure("controller"):
-            return self.policy.keep_drafting(self.context, signals)
-
-    def chances(self, signals: DraftSignals) -> tuple[float, float]:
-        """The policy's P(all drafted tokens are right), and P(these and the next one are)."""
-        with self.clock.measure("controller"):
-            return self.policy.chances(signals)
-
-
-class Proposer(Protocol):
-    """Proposes tokens for verification.
+    "model" drafts up to the policy's gamma. "ngram" looks up alone, and never uses the draft. "both" takes the n-gram
+    proposal where it is worth more than the draft's recent gain; else it drafts, and appends n-gram tokens. The draft
+    is fed them when it next drafts. It never drafts behind them: a whole forward costs far more than one more token to
+    verify.
 
     A proposed token, and whether there is one, may depend only on the tokens before it: a proposal that is cut by what
     was drawn after the cut biases the output.
+
+    source: "model", "ngram" or "both". draft: its cache is advanced. sampler: draws the draft's tokens. end_ids: tokens
+    after which nothing is proposed. ngram_policy: decides when n-gram lookup pays. index: the text so far, for it.
+    run_ahead: drafts without a read-back for each token.
     """
 
-    def propose(self, committed_ids: Sequence[int], guide: StepPolicy) -> Proposal:
+    def __init__(
+        self,
+        source: str,
+        draft: SteppableModel,
+        sampler: Sampler,
+        end_ids: Collection[int],
+        ngram_policy: NgramPolicy,
+        index: NgramIndex | None = None,
+        run_ahead: RunAhead | None = None,
+    ) -> None:
+        self._source, self._draft, self._sampler, self._end_ids = source, draft, sampler, end_ids
+        self._ngram_policy, self._run_ahead = ngram_policy, run_ahead
+        self._index = NgramIndex() if index is None else index
+        self._is_broken = False
+
+    def propose(self, committed_ids: Sequence[int], policy: Policy, context: StepContext, clock: Clock) -> Proposal:
         """The tokens to verify in a step. committed_ids: the whole prompt and the output so far."""
-        ...
+        if self._source == "model":
+            return self._drafted(committed_ids, policy, context, clock)
+        with clock.measure("controller"):
+            # A whole prompt takes a while: none of it is the draft's reading.
+            self._index.read(committed_ids)
+        found = self._ngram_policy.offer(self._index.continuations((), self._end_ids), context.max_gamma)
+        if self._source == "ngram" or self._ngram_policy.prefers_ngram(found):
+            return _as_proposal(found)
+        drafted = self._drafted(committed_ids, policy, context, clock)
+        return self._with_tail(drafted, context.max_gamma) if drafted.token_ids else _as_proposal(found)
 
     def observe(self, record: StepRecord) -> None:
         """Learn from the step's record."""
-        ...
+        if self._source != "model":
+            self._ngram_policy.observe(record)
+
+    def _drafted(self, committed_ids: Sequence[int], policy: Policy, context: StepContext, clock: Clock) -> Proposal:
+        """The draft's tokens. A draft whose logits become non-finite is dropped for the rest of the request, with a
+        warning.
+        """
+        if self._is_broken:
+            return Proposal()
+
+        def keep_drafting(signals: DraftSignals) -> bool:
+            with clock.measure("controller"):
+                return policy.keep_drafting(context, signals)
+
+        with clock.measure("controller"):
+            gamma = _checked_gamma(policy, context)
+        # A policy that decides after every drafted token has to have it read back.
+        asks_per_token = type(policy).keep_drafting is not Policy.keep_drafting
+        run_ahead = None if asks_per_token else self._run_ahead
+        proposal = propose(self._draft, committed_ids, gamma, self._sampler, self._end_ids, keep_drafting, run_ahead)
+        if not proposal.is_finite:
+            self._is_broken = True
+            warn_caller(
+                "the draft's logits are not finite; it proposes nothing for the rest of such requests (this is said "
+                "once; check the draft in a wider precision)"
+            )
+        return proposal
+
+    def _with_tail(self, drafted: Proposal, most: int) -> Proposal:
+        """The drafted tokens with n-gram tokens behind them, whose rows are one-hot."""
+        num_drafted, probs = len(drafted.token_ids), drafted.draft_probs
+        if drafted.token_ids[-1] in self._end_ids:
+            return drafted
+        # Of all drafted tokens to be right.
+        chance = prod(drafted.signals.confidence)
+        continuations = self._index.continuations(drafted.token_ids, self._end_ids)
+        token_ids = self._ngram_policy.tail(continuations, most - num_drafted, chance, num_drafted).token_ids
+        if probs is not None and token_ids:
+            rows = F.one_hot(torch.tensor(token_ids, device=probs.device), probs.shape[1]).to(probs.dtype)
+            probs = torch.cat([probs, rows])
+        return Proposal([*drafted.token_ids, *token_ids], probs, drafted.signals, len(token_ids))
+
+
+def _checked_gamma(policy: Policy, context: StepContext) -> int:
+    """The policy's gamma, cut to the request's and the library's bounds. Raises TypeError where it is no number."""
+    gamma = policy.choose(context)
+    if not isinstance(gamma, Integral):
+        kind = type(policy).__name__
+        raise TypeError(f"choose() of the policy {policy.name!r} ({kind}) must give a whole number, got {gamma!r}")
+    return max(0, min(int(gamma), context.max_gamma, MAX_GAMMA))
+
+
+def _as_proposal(found: NgramProposal) -> Proposal:
+    return Proposal(found.token_ids, num_ngram_tokens=len(found.found))

@@ -17,9 +17,8 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.controller.pool import ObjectPool, PolicyPool
 from spec_stack.decode.loop import decode
-from spec_stack.decode.ngram import PROPOSERS
 from spec_stack.decode.propose import propose
-from spec_stack.decode.proposer import ProposerInputs
+from spec_stack.decode.proposer import Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.conversation import Turn, single_turn
 from spec_stack.engine.pair import ModelPair
@@ -87,7 +86,9 @@ class Engine:
             if request.observer is not None:
                 request.observer.selected(selection, proposal)
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
-            means = ProposerInputs(draft, sampler, request.end_ids, ngram_policy, caches.lookups, draft.run_ahead)
+            proposer = Proposer(
+                request.proposer, draft, sampler, request.end_ids, ngram_policy, caches.lookups, draft.run_ahead
+            )
             steps = decode(
                 target=caches.target,
                 draft=draft,
@@ -95,7 +96,7 @@ class Engine:
                 selection=selection,
                 proposal=proposal,
                 policy=policy,
-                open_proposer=partial(PROPOSERS[request.proposer], means),
+                proposer=proposer,
                 sampler=sampler,
                 stopper=request.stopper,
                 end_ids=request.end_ids,

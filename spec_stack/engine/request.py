@@ -137,7 +137,7 @@ class Request:
     # Tokens that end the request.
     end_ids: frozenset[int]
     policy: ObjectPool[Policy]
-    # One of `decode.ngram.PROPOSERS`.
+    # As `decode.proposer.Proposer` takes it.
     proposer: str
     # Notes on the draft's part in decoding.
     decode_note: str

@@ -30,18 +30,6 @@ def found(num_tokens: int, length: int = 40) -> list[Iterator[NgramToken]]:
     return [iter([NgramToken(token_id, length + token_id, 8, 0) for token_id in range(num_tokens)])]
 
 
-@pytest.mark.parametrize("with_next", [0.2, 0.95])
-def test_a_long_sure_look_up_takes_over_from_a_draft(with_next: float) -> None:
-    assert taught_gate().switches_to_ngram(found(16), 12, 0.96, with_next, 1)
-
-
-def test_a_single_looked_up_token_does_not_end_a_draft_that_would_go_on_for_long() -> None:
-    gate = taught_gate()
-    assert not gate.switches_to_ngram(found(1), 12, 0.97, 0.96, 1)
-    assert gate.switches_to_ngram(found(1), 12, 0.97, 0.02, 1)
-    assert not gate.switches_to_ngram([], 12, 0.97, 0.02, 1)
-
-
 @pytest.mark.parametrize(("num_found", "is_better"), [(16, True), (1, False)])
 def test_a_step_goes_to_what_gains_more_and_now_and_then_to_the_other(num_found: int, is_better: bool) -> None:
     gate = taught_gate()

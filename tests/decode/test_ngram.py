@@ -16,9 +16,8 @@ from spec_stack.controller.ngram import NgramPolicy, NgramToken
 from spec_stack.controller.simple import Fixed
 from spec_stack.controller.tuning import TUNING
 from spec_stack.decode.loop import decode
-from spec_stack.decode.ngram import PROPOSERS
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
-from spec_stack.decode.proposer import ProposerInputs
+from spec_stack.decode.proposer import Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.hf.attention import install
@@ -184,10 +183,9 @@ def run(proposer: str, prompt: list[int], num_tokens: int, gamma: int, sampler: 
     for model in models:
         install(model)
     target, draft = (CachedModel(model, 64) for model in models)
-    means = ProposerInputs(draft, sampler, (), NgramPolicy())
     steps = decode(
         target, draft, prompt, Selection.everything(prompt), Proposal(), Fixed(gamma),
-        lambda: PROPOSERS[proposer](means), sampler,
+        Proposer(proposer, draft, sampler, (), NgramPolicy()), sampler,
         StopChecker(num_tokens, ()), (), "r", "fp32", "", StoppedClock(),
     )  # fmt: skip
     return [token for output in steps for token in output.token_ids]

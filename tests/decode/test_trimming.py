@@ -8,12 +8,11 @@ from itertools import islice
 
 import pytest
 
-from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext
 from spec_stack.controller.ngram import NgramPolicy
+from spec_stack.decode.clock import Clock
 from spec_stack.decode.loop import decode
-from spec_stack.decode.ngram import PROPOSERS
-from spec_stack.decode.propose import ModelProposer
-from spec_stack.decode.proposer import ProposerInputs, StepPolicy
+from spec_stack.decode.proposer import Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.hf.attention import install
@@ -38,23 +37,17 @@ class TwoAtMost(Policy):
         return signals.confidence[-1] >= 0.5
 
 
-class TrimsAfterLooking:
+class TrimsAfterLooking(Proposer):
     """Drafts two tokens, and keeps the first only where the second turned out sure: the mistake."""
 
-    def __init__(self, means: ProposerInputs) -> None:
-        self._model = ModelProposer(means)
-
-    def propose(self, committed_ids: Sequence[int], guide: StepPolicy) -> Proposal:
-        drafted = self._model.propose(committed_ids, guide)
+    def propose(self, committed_ids: Sequence[int], policy: Policy, context: StepContext, clock: Clock) -> Proposal:
+        drafted = super().propose(committed_ids, policy, context, clock)
         if len(drafted.token_ids) == 2 and drafted.signals.confidence[1] < SURE:
             return Proposal()
         return drafted
 
-    def observe(self, record: StepRecord) -> None:
-        self._model.observe(record)
 
-
-def law_after_two(proposer: str) -> dict[int, float]:
+def law_after_two(source: str, proposer: type[Proposer] = Proposer) -> dict[int, float]:
     """The law of the token that follows token 2."""
     models = [chain_model(TARGET), chain_model(DRAFT)]
     for model in models:
@@ -65,7 +58,7 @@ def law_after_two(proposer: str) -> dict[int, float]:
         prompt = [3, 3]
         steps = decode(
             target, draft, prompt, Selection.everything(prompt), Proposal(), TwoAtMost(),
-            lambda: PROPOSERS[proposer](ProposerInputs(draft, sampler, (), NgramPolicy())), sampler,
+            proposer(source, draft, sampler, (), NgramPolicy()), sampler,
             StopChecker(4, ()), (), "r", "fp32", "", StoppedClock(),
         )  # fmt: skip
         tokens = (token for output in steps for token in output.token_ids)
@@ -78,16 +71,15 @@ def law_after_two(proposer: str) -> dict[int, float]:
 # By day the law of the real loop is that of tests/decode/test_verify.py, by draws, and the mistake is caught here.
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("proposer", ["model", "both", "ngram"])
-def test_the_loop_keeps_the_targets_law_in_the_counter_example(proposer: str) -> None:
-    law = law_after_two(proposer)
+@pytest.mark.parametrize("source", ["model", "both", "ngram"])
+def test_the_loop_keeps_the_targets_law_in_the_counter_example(source: str) -> None:
+    law = law_after_two(source)
     assert law[0] == pytest.approx(0.7, abs=1e-3)
     assert law[1] == pytest.approx(0.3, abs=1e-3)
 
 
 @pytest.mark.slow
-def test_trimming_after_looking_past_a_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PROPOSERS, "trims", TrimsAfterLooking)
-    law = law_after_two("trims")
+def test_trimming_after_looking_past_a_token_is_caught() -> None:
+    law = law_after_two("model", TrimsAfterLooking)
     assert law[0] == pytest.approx(0.85, abs=1e-3)
     assert law[1] == pytest.approx(0.15, abs=1e-3)

@@ -20,8 +20,7 @@ from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.decode import propose
 from spec_stack.decode.clock import Clock
 from spec_stack.decode.loop import decode
-from spec_stack.decode.ngram import PROPOSERS
-from spec_stack.decode.proposer import ProposerInputs
+from spec_stack.decode.proposer import Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.types import Proposal, Selection
@@ -230,7 +229,7 @@ def run_text(text: Text, policy: Policy, proposer: str, gate: NgramPolicy, costs
             selection=Selection.everything(text.prompt_ids),
             proposal=Proposal(),
             policy=policy,
-            open_proposer=lambda: PROPOSERS[proposer](ProposerInputs(draft, sampler, {text.end_id}, gate)),
+            proposer=Proposer(proposer, draft, sampler, {text.end_id}, gate),
             sampler=sampler,
             stopper=StopChecker(len(text.text_ids), {text.end_id}),
             end_ids={text.end_id},
