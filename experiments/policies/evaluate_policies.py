@@ -67,7 +67,9 @@ def read(path: Path) -> list[StepRecord]:
         return read_records(path)
     from pyarrow import parquet
 
-    rows = parquet.read_table(path).to_pylist()
+    table = parquet.read_table(path)
+    # The shipped profile has a column of an earlier version.
+    rows = table.drop_columns([name for name in table.column_names if name == "lag"]).to_pylist()
     return [as_record(row, f"{path}, row {number}") for number, row in enumerate(rows)]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -246,25 +246,19 @@ class Score:
         return len(self.gammas)
 
 
-def replay(
-    text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1, lag: int = 1
-) -> Score:
+def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1) -> Score:
     """Run a policy over one text, with these costs for its clock. The policy is mutated: it learns as it would live.
 
     max_gamma: most tokens in a step. reserve: tokens of the request kept for the target's own; 0 lets the last step
-    overshoot the end, as the SpecKV authors' loop does. lag: steps between the policy's newest record and the step that
-    it chooses, 2 under a server's overlap.
+    overshoot the end, as the SpecKV authors' loop does.
     """
-    if lag < 1:
-        raise ValueError(f"lag must be 1 or more, got {lag}: the step before is the newest that can be known")
     position, step = text.start, 0
     last: StepRecord | None = None
-    late: deque[StepRecord] = deque()
     gammas: list[int] = []
     seconds = 0.0
     while position < text.end:
         room = min(max_gamma, text.end - position - reserve)
-        context = StepContext(step, room, last, text.precision, text.task, lag=lag)
+        context = StepContext(step, room, last, text.precision, text.task)
         run_length = text.run_length(position, room)
         signals = DraftSignals()
         limit = max(0, min(policy.choose(context), room))
@@ -289,16 +283,11 @@ def replay(
             draft_s=costs.draft_s(gamma),
             verify_s=costs.verify_s(gamma),
             policy_s=0.0,
-            lag=lag,
         )
-        late.append(record)
-        if len(late) == lag:
-            last = late.popleft()
-            policy.observe(last)
+        last = record
+        policy.observe(record)
         seconds += record.draft_s + record.verify_s
         gammas.append(gamma)
         position += accepted + 1
         step += 1
-    for record in late:
-        policy.observe(record)
     return Score(position - text.start, seconds, gammas)

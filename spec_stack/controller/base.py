@@ -90,8 +90,6 @@ class StepRecord:
         The source: "model", "ngram", or "model+ngram", the draft first. Meaningless where gamma is 0.
     num_ngram_tokens : int
         Proposed tokens that were looked up, the last ones of the proposal.
-    lag : int
-        How many steps before this one the newest record was of when its gamma was chosen; see `StepContext.lag`.
     num_target_slots, num_draft_slots, num_prefilled : int
         As in `StepContext`, and the tokens that the target took in in a prefill step; 0 where they are not counted.
     """
@@ -115,7 +113,6 @@ class StepRecord:
     draft_lag: int = 0
     proposer: str = "model"
     num_ngram_tokens: int = 0
-    lag: int = 1
     num_target_slots: int = 0
     num_draft_slots: int = 0
     num_prefilled: int = 0
@@ -167,9 +164,6 @@ class StepContext:
     num_target_slots, num_draft_slots : int
         Tokens that the target attends to in this step, and that the draft attends to after catching up; 0 where
         they are not counted. On a server the first is the mean of its requests'.
-    lag : int
-        How many steps before this one the newest record is of: 1, or more where a server begins a step before it knows
-        how the last one went.
     members : tuple of BatchRequest
         The requests of a server's step, at most batch_size of them; empty where they are not known.
     """
@@ -181,7 +175,6 @@ class StepContext:
     task: str = ""
     batch_size: int = 1
     draft_lag: int = 0
-    lag: int = 1
     members: tuple[BatchRequest, ...] = ()
     num_target_slots: int = 0
     num_draft_slots: int = 0

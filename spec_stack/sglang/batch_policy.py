@@ -41,7 +41,6 @@ class Pending:
     requests: list[RunningRequest]
     follows_a_step: bool
     caps: list[int]
-    lag: int
 
 
 class BatchPolicy:
@@ -61,7 +60,7 @@ class BatchPolicy:
 
     Step 3 may overlap the prefill, and step 4 follows it, so both update acceptance alone. A policy observes one record
     per request with an equal share of the seconds; a record whose cap cut it has no seconds. When step 3 is chosen, the
-    newest result is that of step 1: a lag of 2. Without overlap it is 1.
+    newest result is that of step 1.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class BatchPolicy:
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         padded = self._padded(batch_size)
-        gammas, lag = self._gammas_at(padded), len(self._pending) + 1
+        gammas = self._gammas_at(padded)
         policy, wanted, knows = self._cautious, 0, True
         # `log_and_continue` would cost as much as what it guards.
         try:
@@ -115,7 +114,7 @@ class BatchPolicy:
             caps = list(map(_cap, self._requests, options))
             name, asked = self._rule(caps, options)
             policy = self._policy(name)
-            wanted = policy.choose(self._context(padded, gammas[-1], caps, lag)) if asked is None else asked
+            wanted = policy.choose(self._context(padded, gammas[-1], caps)) if asked is None else asked
         except Exception:
             log_failure("choosing gamma", "the step drafts as little as it may, and nothing of it is accepted")
             policy, knows = self._cautious, False
@@ -127,14 +126,12 @@ class BatchPolicy:
             # Its kernels are compiled on the host while the results of the steps before it wait.
             self._known_shapes.add((padded, gamma))
             self.invalidate_step_timing()
-        self._pending.append(
-            Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps, lag)
-        )
+        self._pending.append(Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps))
         self._only_steps_ran = True
         self._number += 1
         return gamma
 
-    def _context(self, batch_size: int, max_gamma: int, caps: list[int], lag: int) -> StepContext:
+    def _context(self, batch_size: int, max_gamma: int, caps: list[int]) -> StepContext:
         members = [_member(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)]
         return StepContext(
             step=self._number,
@@ -142,7 +139,6 @@ class BatchPolicy:
             last=self._last,
             precision=self._precision,
             batch_size=batch_size,
-            lag=lag,
             members=tuple(members),
             num_target_slots=_mean_slots(self._requests),
         )
@@ -194,7 +190,6 @@ class BatchPolicy:
             # Not finite marks unknown seconds in a record.
             share_s if gamma == step.gamma else math.nan,
             0.0,  # policy_s
-            lag=step.lag,
         )
 
     def state(self) -> dict[str, Any]:
