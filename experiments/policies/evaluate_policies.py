@@ -33,7 +33,7 @@ from experiments.policies.replay import Costs, ReplayText, Score, fit_costs, mer
 from experiments.policies.training import as_network, make_estimator, step_examples
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import Policy, StepRecord
-from spec_stack.controller.predictor import Card, StepPredictor
+from spec_stack.controller.predictor import Network
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.controller.simple import Confidence, Fixed
 from spec_stack.controller.speckv import SpecKV
@@ -41,7 +41,6 @@ from spec_stack.records import as_record, read_records
 
 FIXED = (0, 1, 2, 4, 6, 8, 10, 12, 16)
 THRESHOLDS = tuple(number / 20 for number in range(2, 20))
-_CARD = Card("step", "fold", (), "", 0, 0)
 Maker = Callable[[], Policy]
 Scores = dict[str, dict[str, dict[str, Score]]]
 """By policy, precision and prompt."""
@@ -95,7 +94,7 @@ def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
     return folds
 
 
-def policies_for(train: list[ReplayText], precision: str, costs: Costs, trained: StepPredictor) -> dict[str, Maker]:
+def policies_for(train: list[ReplayText], precision: str, costs: Costs, trained: Network) -> dict[str, Maker]:
     """Every policy for a precision, with what it may know from these training prompts of the precision."""
 
     def tokens_per_s(threshold: float) -> float:
@@ -117,7 +116,7 @@ def evaluate(data: Data, num_folds: int, max_gamma: int) -> Scores:
     scores: Scores = defaultdict(lambda: defaultdict(dict))
     for fold in range(num_folds):
         inputs, rates, _ = step_examples([record for record in data.records if folds[record.request_id] != fold])
-        trained = StepPredictor(as_network(make_estimator("mlp-16").fit(inputs, rates)), _CARD)
+        trained = as_network(make_estimator("mlp-16").fit(inputs, rates))
         for precision in data.precisions:
             costs, own = data.costs[precision], [text for text in data.texts if text.precision == precision]
             tests = [text for text in own if folds[text.prompt] == fold]

@@ -24,7 +24,7 @@ from experiments.common.environment import describe
 from experiments.common.script import run_script
 from experiments.policies.evaluate_policies import read
 from experiments.policies.training import as_network, make_estimator, save_predictor, step_examples
-from spec_stack.controller.predictor import FILE_NAME, KIND, STEP_FEATURES, Card, load_step_predictor
+from spec_stack.controller.predictor import FILE_NAME, STEP_FEATURES, load_step_predictor
 
 MODELS = ("ridge", "mlp-16", "mlp-32")
 
@@ -54,7 +54,16 @@ def main() -> None:
     inputs, rates, groups = step_examples(records)
     scores = held_out_scores(options.model, inputs, rates, groups, options.folds)
     network = as_network(make_estimator(options.model).fit(inputs, rates))
-    card = Card(KIND, options.model, STEP_FEATURES, digest, len(rates), len(set(groups)), versions, scores)
+    card = {
+        "kind": "step",
+        "model": options.model,
+        "features": STEP_FEATURES,
+        "data_sha256": digest,
+        "num_examples": len(rates),
+        "num_prompts": len(set(groups)),
+        "versions": versions,
+        "scores": scores,
+    }
     for folder, name in ((options.out, f"step-{options.model}.json"), (options.ship, FILE_NAME)):
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.predictor import FORMAT, Card, Network, step_features
+from spec_stack.controller.predictor import FORMAT, Network, step_features
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 STEP_MODELS = ("ridge", "mlp-16", "mlp-32", "rf-10", "rf-100")
 
 
-def save_predictor(path: str | Path, network: Network, card: Card) -> None:
-    """Write a predictor as JSON, numbers in full precision."""
+def save_predictor(path: str | Path, network: Network, card: Mapping[str, Any]) -> None:
+    """Write a predictor as JSON, numbers in full precision. card: its features, in order, and its provenance."""
     layers = [
         {"weights": matrix.tolist(), "bias": bias.tolist()}
         for matrix, bias in zip(network.weights, network.biases, strict=True)
     ]
-    content = {"format": FORMAT, "card": asdict(card), "layers": layers}
+    content = {"format": FORMAT, "card": dict(card), "layers": layers}
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -8,11 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.controller.predictor import Network, read_predictor
+from spec_stack.controller.predictor import Network, read_network
 from spec_stack.controller.tuning import TUNING
 
 FILE = Path(__file__).parents[1] / "assets" / "survival.json"
-KIND = "survival"
 SURVIVAL_FEATURES = (
     "log_confidence",
     "log_rest",
@@ -76,14 +75,14 @@ def survival_features(signals: DraftSignals, index: int) -> tuple[list[float], l
 @lru_cache(maxsize=1)
 def shipped_network() -> Network:
     """The network that ships with the package. Raises ValueError where the file is damaged."""
-    return read_predictor(FILE, KIND, SURVIVAL_FEATURES)[0]
+    return read_network(FILE, SURVIVAL_FEATURES)
 
 
 class AcceptanceEstimator:
     """Predicts acceptance after each drafted token; recalibrated online.
 
     A proposal survives with the product of its tokens' chances. Each chance is the network's logit, scaled and shifted
-    by two regressions over all requests (other pairs, sampling, quantised weights), and shifted by this request's
+    by a regression over all requests (other pairs, sampling, quantised weights), and shifted by this request's
     outcomes.
 
     network: SURVIVAL_FEATURES to a logit.

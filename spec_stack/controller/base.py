@@ -27,22 +27,6 @@ class DraftSignals:
         self.entropy.append(entropy)
         self.confidence.append(confidence)
 
-    @property
-    def mean_entropy(self) -> float:
-        return sum(self.entropy) / len(self.entropy)
-
-    @property
-    def max_entropy(self) -> float:
-        return max(self.entropy)
-
-    @property
-    def mean_confidence(self) -> float:
-        return sum(self.confidence) / len(self.confidence)
-
-    @property
-    def min_confidence(self) -> float:
-        return min(self.confidence)
-
 
 # Not frozen: a server makes one per request and step, and frozen dataclasses cost four times as much.
 @dataclass(slots=True)

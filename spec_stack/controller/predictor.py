@@ -6,8 +6,8 @@ A step predictor is the SpecKV paper's (section 4.3): a step's acceptance rate f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-KIND = "step"
 FILE_NAME = "spec_stack_predictor.json"
 """The file that `speckv` looks for beside a draft, as a calibration is."""
 STEP_FEATURES = ("mean_entropy", "mean_confidence", "max_entropy", "min_confidence", "precision_code", "gamma")
@@ -32,29 +31,13 @@ FORMAT = "spec-stack-predictor/1"
 def step_features(signals: DraftSignals, precision: str, gamma: int) -> tuple[float, ...]:
     """STEP_FEATURES of one step's signals for a candidate gamma."""
     return (
-        signals.mean_entropy,
-        signals.mean_confidence,
-        signals.max_entropy,
-        signals.min_confidence,
+        sum(signals.entropy) / len(signals),
+        sum(signals.confidence) / len(signals),
+        max(signals.entropy),
+        min(signals.confidence),
         PRECISION_CODES.get(precision, 0.0),
         float(gamma),
     )
-
-
-@dataclass(frozen=True)
-class Card:
-    """Provenance of a predictor: kind (what it predicts), model (the exported estimator), features (in order),
-    data_sha256 (of the training records), versions (of the libraries), scores (on held-out prompts).
-    """
-
-    kind: str
-    model: str
-    features: tuple[str, ...]
-    data_sha256: str
-    num_examples: int
-    num_prompts: int
-    versions: Mapping[str, str] = field(default_factory=dict)
-    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,28 +56,20 @@ class Network:
             values = np.maximum(values @ matrix + bias, 0.0)
         return (values @ last + offset).reshape(len(features))
 
-
-@dataclass(frozen=True)
-class StepPredictor:
-    """The paper's predictor: acceptance rates in [0, 1] from STEP_FEATURES."""
-
-    network: Network
-    card: Card
-
     def acceptance_rates(self, features: Sequence[Sequence[float]]) -> list[float]:
-        """In [0, 1], of (n, 6) features as `step_features` makes them."""
-        rates: list[float] = self.network.outputs(features).clip(0.0, 1.0).tolist()
+        """The outputs as rates, in [0, 1]."""
+        rates: list[float] = self.outputs(features).clip(0.0, 1.0).tolist()
         return rates
 
 
-def load_step_predictor(path: str | Path) -> StepPredictor:
-    """A step predictor from a file or folder. Raises ValueError for a bad or missing file."""
+def load_step_predictor(path: str | Path) -> Network:
+    """A step predictor, on STEP_FEATURES, from a file or folder. Raises ValueError for a bad or missing file."""
     path = Path(path).expanduser()
-    return StepPredictor(*read_predictor(path / FILE_NAME if path.is_dir() else path, KIND, STEP_FEATURES))
+    return read_network(path / FILE_NAME if path.is_dir() else path, STEP_FEATURES)
 
 
-def read_predictor(path: Path, kind: str, features: Sequence[str]) -> tuple[Network, Card]:
-    """The network and card of a predictor of this kind. Raises ValueError for a missing, damaged or foreign file."""
+def read_network(path: Path, features: Sequence[str]) -> Network:
+    """The network of a predictor on these features. Raises ValueError for a missing, damaged or foreign file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -106,17 +81,16 @@ def read_predictor(path: Path, kind: str, features: Sequence[str]) -> tuple[Netw
             f"{path}: not a predictor file of format {FORMAT}; train one with experiments.policies.train_controller"
         )
     try:
-        raw = content["card"]
-        card = Card(**{**raw, "features": tuple(raw["features"])})
+        found = content["card"]["features"]
         weights = [np.array(layer["weights"], dtype=float) for layer in content["layers"]]
         biases = [np.array(layer["bias"], dtype=float) for layer in content["layers"]]
         network = Network(weights, biases)
-        is_finite = bool(np.isfinite(network.outputs([[0.0] * len(card.features)])).all())
+        is_finite = bool(np.isfinite(network.outputs([[0.0] * len(found)])).all())
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: damaged predictor file ({error})") from None
-    if card.kind != kind or card.features != tuple(features) or not is_finite:
+    if found != list(features) or not is_finite:
         raise ValueError(
-            f"{path}: a {card.kind} predictor on {list(card.features)}, or with values that are not finite; a {kind} "
-            f"predictor on {list(features)} is needed here, so train it again"
+            f"{path}: a predictor on {found}, or with values that are not finite; one on {list(features)} is needed "
+            "here, so train it again"
         )
-    return network, card
+    return network

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma, check_gammas
-from spec_stack.controller.predictor import STEP_FEATURES, load_step_predictor, step_features
+from spec_stack.controller.predictor import FILE_NAME, load_step_predictor, step_features
 from spec_stack.controller.step_cost import USUAL_UNREAD, PerContextLength, StepCost
 from spec_stack.controller.tuning import TUNING
 
+SHIPPED = Path(__file__).parents[1] / "assets" / "draft" / FILE_NAME
+"""The predictor of the embedded pair, for drafts without one of their own."""
 # After idle steps the draft first catches up, which says nothing of the cost of drafting, so the next step tries again,
 # so many times where look-ups come between.
 _MOST_TRIES = 4
@@ -31,35 +30,12 @@ class RatePredictor(Protocol):
         ...
 
 
-class OnlineRidge:
-    """Ridge regression of the acceptance rate, one observation at a time."""
-
-    def __init__(self) -> None:
-        size = len(STEP_FEATURES) + 1
-        self._gram = np.eye(size)
-        self._moment = np.zeros(size)
-        self._weights: NDArray[np.float64] = np.zeros(size)
-        self.num_seen = 0
-
-    def learn(self, features: Sequence[float], rate: float) -> None:
-        values = np.array([*features, 1.0])
-        self._gram += np.outer(values, values)
-        self._moment += values * rate
-        self._weights = np.asarray(np.linalg.solve(self._gram, self._moment), dtype=np.float64)
-        self.num_seen += 1
-
-    def acceptance_rates(self, features: Sequence[Sequence[float]]) -> list[float]:
-        rates: list[float] = (np.array(features) @ self._weights[:-1] + self._weights[-1]).clip(0.0, 1.0).tolist()
-        return rates
-
-
 @dataclass
 class SpecKV(Policy):
     """The candidate with most expected tokens, acceptance_rate * gamma + 1, per measured second.
 
     Where no candidate is expected to beat plain decoding, nothing is drafted, and the smallest is tried now and then.
-    The decision is made before the step, as in the paper, so an uncertain token cannot end a proposal; docs/results.md
-    compares it with `throughput`.
+    The decision is made before the step, as in the paper, so an uncertain token cannot end a proposal.
 
     Parameters
     ----------
@@ -67,12 +43,10 @@ class SpecKV(Policy):
         The candidates.
     objective : {"per_second", "per_step"}
         "per_step" is the paper's: it ignores a step's cost and so nearly always takes the largest.
-    predictor : str, Path or RatePredictor, optional
-        An exported step predictor, or an object that predicts; without one a ridge is learned online.
+    predictor : str, Path or RatePredictor
+        An exported step predictor, or an object that predicts; the embedded pair's by default.
     start : int
         Gamma before any step with signals.
-    explore : int
-        Steps that try the candidates in turn before the online ridge is used.
 
     Raises
     ------
@@ -82,10 +56,8 @@ class SpecKV(Policy):
 
     gammas: tuple[int, ...] = (2, 4, 6, 8)
     objective: Objective = "per_second"
-    predictor: str | Path | RatePredictor | None = None
+    predictor: str | Path | RatePredictor = SHIPPED
     start: int = 4
-    explore: int = 16
-    _online: OnlineRidge | None = field(init=False, repr=False, default=None)
     _rates: RatePredictor = field(init=False, repr=False)
     _signals: DraftSignals | None = field(init=False, repr=False, default=None)
     _costs: PerContextLength[StepCost] = field(
@@ -102,19 +74,12 @@ class SpecKV(Policy):
         check_gamma("start", self.start)
         if self.objective not in get_args(Objective):
             raise ValueError(f"objective must be one of {list(get_args(Objective))}, got {self.objective!r}")
-        if self.explore < 0:
-            raise ValueError(f"explore must be 0 or more, got {self.explore}")
-        if self.predictor is None:
-            self._rates = self._online = OnlineRidge()
-        else:
-            named = self.predictor
-            self._rates = load_step_predictor(named) if isinstance(named, str | Path) else named
+        named = self.predictor
+        self._rates = load_step_predictor(named) if isinstance(named, str | Path) else named
 
     def choose(self, context: StepContext) -> int:
         if self._signals is None or context.last is None:
             return self.start
-        if self._online is not None and self._online.num_seen < self.explore:
-            return self.gammas[self._online.num_seen % len(self.gammas)]
         expected = self._expected_tokens(self._signals, context.precision, self.gammas)
         cost = self._costs.at(context)
         if self.objective == "per_step":
@@ -146,7 +111,7 @@ class SpecKV(Policy):
         return [rate * gamma + 1 for rate, gamma in zip(rates, gammas, strict=True)]
 
     def observe(self, record: StepRecord) -> None:
-        """Keep the step's signals for the next step, and learn how the previous signals predicted this one."""
+        """Keep the step's signals for the next step, and how much of what they promised came true."""
         if not record.is_prefill:
             self._observe_times(record)
         if not record.signals:
@@ -155,9 +120,6 @@ class SpecKV(Policy):
             expected = self._expected_tokens(self._signals, record.precision, [record.num_drafted])[0] - 1
             share = record.num_drafted_accepted / max(expected, 0.5)
             self._recent = min(max(self._recent + 0.1 * (share - self._recent), 0.0), 1.0)
-            if self._online is not None:
-                rate = record.num_drafted_accepted / record.num_drafted
-                self._online.learn(step_features(self._signals, record.precision, record.num_drafted), rate)
         self._signals = record.signals
 
     def _observe_times(self, record: StepRecord) -> None:

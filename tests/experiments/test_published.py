@@ -7,12 +7,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from experiments.policies import published
 from experiments.policies.published import PUBLISHED_COLUMNS, read_steps
 from spec_stack.controller.base import StepRecord
+from spec_stack.controller.predictor import step_features
 from spec_stack.records import add_records
 from tests.support.controller_data import Greedy, runs
 
@@ -37,7 +39,6 @@ def reduce(records: list[StepRecord], folder: Path) -> None:
             }
         )
         for record in mine:
-            signals = record.signals
             values = (
                 record.precision,
                 gamma,
@@ -45,10 +46,7 @@ def reduce(records: list[StepRecord], folder: Path) -> None:
                 record.num_accepted,
                 record.num_accepted / record.gamma,
                 record.num_tokens,
-                round(signals.mean_entropy, 4),
-                round(signals.mean_confidence, 4),
-                round(signals.max_entropy, 4),
-                round(signals.min_confidence, 4),
+                *(round(value, 4) for value in step_features(record.signals, record.precision, gamma)[:4]),
             )
             steps.append(dict(zip(PUBLISHED_COLUMNS, values, strict=True)))
     for name, rows in ((published.STEPS_FILE, steps), (published.RUNS_FILE, experiments)):
@@ -88,7 +86,7 @@ def test_the_authors_steps_become_columns(tmp_path: Path) -> None:
     reduce(records, tmp_path)
     table = read_steps(tmp_path / published.STEPS_FILE)
     assert table.num_accepted.tolist() == [record.num_accepted for record in records]
-    assert table.mean_entropy == pytest.approx([record.signals.mean_entropy for record in records], abs=1e-4)
+    assert table.mean_entropy == pytest.approx([mean(record.signals.entropy) for record in records], abs=1e-4)
     assert set(table.precision) == {record.precision for record in records}
 
 

@@ -11,9 +11,7 @@ import pytest
 
 from experiments.policies.training import as_network, make_estimator, save_predictor, step_examples
 from spec_stack.controller.predictor import (
-    KIND,
     STEP_FEATURES,
-    Card,
     Network,
     load_step_predictor,
     step_features,
@@ -22,10 +20,7 @@ from spec_stack.controller.registry import make_policy
 from tests.support.controller_data import context, runs, step
 from tests.support.reference_controller import network_output
 
-
-def card(**changes: Any) -> Card:
-    values: dict[str, Any] = {"kind": KIND, "model": "mlp", "features": STEP_FEATURES, "data_sha256": "0" * 64}
-    return Card(**{**values, "num_examples": 10, "num_prompts": 2, **changes})
+CARD = {"model": "mlp", "features": STEP_FEATURES}
 
 
 def network(num_inputs: int = len(STEP_FEATURES), hidden: int = 3) -> Network:
@@ -62,13 +57,12 @@ def test_forests_and_unknown_names_are_not_exported() -> None:
         make_estimator("tree")
 
 
-def test_a_saved_predictor_is_loaded_equal_with_its_card(tmp_path: Path) -> None:
+def test_a_saved_predictor_is_loaded_equal(tmp_path: Path) -> None:
     path, saved = tmp_path / "step.json", network()
-    save_predictor(path, saved, card(scores={"auc": 0.9}, versions={"numpy": "2"}))
+    save_predictor(path, saved, CARD)
     loaded = load_step_predictor(path)
     row = [[0.5] * len(STEP_FEATURES)]
-    assert loaded.network.outputs(row).tolist() == saved.outputs(row).tolist()
-    assert loaded.card == card(scores={"auc": 0.9}, versions={"numpy": "2"})
+    assert loaded.outputs(row).tolist() == saved.outputs(row).tolist()
     assert 0 <= loaded.acceptance_rates(row)[0] <= 1
 
 
@@ -90,10 +84,6 @@ def damage(content: dict[str, Any], how: str) -> Any:
             content["layers"][0]["weights"][0] = [1.0]
         case "other features":
             content["card"]["features"][0] = "something"
-        case "unknown card entry":
-            content["card"]["colour"] = "red"
-        case "another kind":
-            content["card"]["kind"] = "token"
         case "a list":
             return [content]
     return content
@@ -110,14 +100,12 @@ def damage(content: dict[str, Any], how: str) -> Any:
         "text for numbers",
         "ragged",
         "other features",
-        "unknown card entry",
-        "another kind",
         "a list",
     ],
 )
 def test_damaged_and_foreign_files_are_refused_by_name(tmp_path: Path, how: str) -> None:
     path = tmp_path / "step.json"
-    save_predictor(path, network(), card())
+    save_predictor(path, network(), CARD)
     path.write_text(json.dumps(damage(json.loads(path.read_text()), how)))
     with pytest.raises(ValueError, match=r"step\.json"):
         load_step_predictor(path)
@@ -132,7 +120,7 @@ def test_files_that_are_no_json_are_refused(tmp_path: Path, content: bytes) -> N
 
 
 def test_a_policy_runs_on_an_exported_predictor(tmp_path: Path) -> None:
-    save_predictor(tmp_path / "step.json", network(), card())
+    save_predictor(tmp_path / "step.json", network(), CARD)
     predictor = load_step_predictor(tmp_path / "step.json")
     policy, last = make_policy("speckv", predictor=str(tmp_path / "step.json")), step(4, 2)
     policy.observe(step(0, 0))
@@ -145,7 +133,7 @@ def test_a_policy_runs_on_an_exported_predictor(tmp_path: Path) -> None:
 
 def test_a_predictor_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    save_predictor(path, network(), card())
-    assert load_step_predictor(path).network.weights[0].shape == (len(STEP_FEATURES), 3)
-    save_predictor(path, network(hidden=4), card())
-    assert load_step_predictor(path).network.weights[0].shape == (len(STEP_FEATURES), 4)
+    save_predictor(path, network(), CARD)
+    assert load_step_predictor(path).weights[0].shape == (len(STEP_FEATURES), 3)
+    save_predictor(path, network(hidden=4), CARD)
+    assert load_step_predictor(path).weights[0].shape == (len(STEP_FEATURES), 4)
