@@ -82,7 +82,7 @@ class AcceptanceEstimator:
     """Predicts acceptance after each drafted token; recalibrated online.
 
     A proposal survives with the product of its tokens' chances. Each chance is the network's logit, scaled and shifted
-    by a regression over all requests (other pairs, sampling, quantised weights), and shifted by this request's
+    by two regressions over all requests (other pairs, sampling, quantised weights), and shifted by this request's
     outcomes.
 
     network: SURVIVAL_FEATURES to a logit.

@@ -201,7 +201,7 @@ class NgramPolicy:
 
     def _observe_times(self, record: StepRecord) -> None:
         cost, draft_s = self._cost, record.draft_s
-        if record.draft_lag > USUAL_UNREAD and cost.ready:
+        if record.draft_lag > USUAL_UNREAD and cost.knows_plain and cost.most_drafted:
             # N-gram tokens are fed when the draft is next used, so those seconds say nothing of a drafted token.
             draft_s = min(draft_s, cost.draft_s(record.num_drafted))
         cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_ngram_tokens)

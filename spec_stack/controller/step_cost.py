@@ -109,10 +109,6 @@ class RequestRate:
             (tokens * self._keep + num_tokens, seen * self._keep + time) for tokens, seen in (self._shared, self._own)
         )
 
-    def fade(self, keep: float) -> None:
-        """Discount the past by `keep`."""
-        self._shared, self._own = ((tokens * keep, seen * keep) for tokens, seen in (self._shared, self._own))
-
     @property
     def value(self) -> float:
         tokens, time = self._shared
@@ -208,11 +204,6 @@ class StepCost:
         self._verify = DiscountedCurve()
         self._num_proposed = self._num_recomputed = 0.0
         self.most_drafted = 0
-
-    @property
-    def ready(self) -> bool:
-        """Return whether a plain step and one that drafted are known."""
-        return self.knows_plain and self.most_drafted > 0
 
     @property
     def knows_plain(self) -> bool:

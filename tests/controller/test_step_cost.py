@@ -57,14 +57,6 @@ def test_one_gamma_alone_and_a_plain_step_give_the_price_of_a_token() -> None:
     assert model.plain_s == pytest.approx(0.03)
 
 
-def test_nothing_is_said_before_something_was_drafted() -> None:
-    model = StepCost()
-    model.observe(0, 0.0, 0.03)
-    assert not model.ready
-    model.observe(3, 0.03, 0.03)
-    assert model.ready
-
-
 def test_estimates_follow_a_lasting_change() -> None:
     model = StepCost()
     for factor in (1.0, 10.0):
