@@ -12,8 +12,6 @@ from typing import Any
 
 from spec_stack.controller.base import DraftSignals, StepRecord
 
-_TAIL_BYTES = 1 << 20
-
 
 def add_records(records: Iterable[StepRecord], path: str | Path) -> None:
     """Append records to a .jsonl file, created if missing.
@@ -69,11 +67,9 @@ def read_records(*paths: str | Path) -> list[StepRecord]:
     return records
 
 
-def check_record_path(path: str | Path, request_id: str | None = None) -> None:
-    """Raise ValueError, before any long work, for a path that records cannot be appended to.
-
-    Rejected: another suffix than .jsonl, a missing folder, a folder, an invalid last line, and with request_id, a file
-    that contains its records.
+def check_record_path(path: str | Path) -> None:
+    """Raise ValueError, before any long work, for a path that records cannot be appended to: one with another suffix
+    than .jsonl, in a missing folder, of a folder, or of a file with an unfinished last line.
     """
     path = Path(path)
     _check_suffix(path)
@@ -81,12 +77,12 @@ def check_record_path(path: str | Path, request_id: str | None = None) -> None:
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
     if path.is_dir():
         raise ValueError(f"{path}: a folder; give a file")
-    if not path.exists():
+    if not path.exists() or path.stat().st_size == 0:
         return
-    _check_end(path)
-    # A byte search: parsing a long file would take seconds.
-    if request_id is not None and f'"request_id": {json.dumps(request_id)}'.encode() in path.read_bytes():
-        raise ValueError(f"{path}: request {request_id!r} is in the file already; give another request_id")
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read() != b"\n":
+            raise ValueError(f"{path}: the last line is not finished; remove it, or give another file")
 
 
 def _check_suffix(path: Path) -> None:
@@ -94,18 +90,6 @@ def _check_suffix(path: Path) -> None:
         raise ValueError(f"{path}: give a .jsonl file; pandas.read_json(path, lines=True).to_parquet converts one")
     if path.suffix != ".jsonl":
         raise ValueError(f"{path}: give a .jsonl file")
-
-
-def _check_end(path: Path) -> None:
-    """Raise ValueError for a file that cannot be appended to."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        end = file.read()
-    if end and not end.endswith(b"\n"):
-        raise ValueError(f"{path}: the last line is not finished; remove it, or give another file")
-    if end:
-        _parse(end.splitlines()[-1], f"{path}, last line")
 
 
 def _parse(line: bytes, place: str) -> StepRecord:

@@ -153,16 +153,12 @@ def test_a_path_that_cannot_be_appended_to_is_refused_before_any_work(tmp_path: 
     path = tmp_path / "steps.jsonl"
     check_record_path(path)
     add_records(Greedy(0).record("a", 4), path)
-    check_record_path(path, "b")
-    check_record_path(path, "chat")
-    with pytest.raises(ValueError, match="request 'a' is in the file already"):
-        check_record_path(path, "a")
+    check_record_path(path)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="last line is not finished"):
         check_record_path(path)
-    path.write_text("# notes\n")
-    with pytest.raises(ValueError, match=r"steps\.jsonl, last line: not JSON"):
-        check_record_path(path)
+    path.write_text("")
+    check_record_path(path)
     for wrong, message in (("steps.csv", "give a .jsonl file"), ("steps.parquet", "to_parquet converts one")):
         for refuse in (check_record_path, lambda path: add_records(some_records(), path)):
             with pytest.raises(ValueError, match=message):

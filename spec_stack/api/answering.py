@@ -310,7 +310,7 @@ def _whole_answer(options: AnswerOptions) -> tuple[bool, str | Path | None, Base
     if path is not None:
         if not isinstance(path, str | Path):
             raise ValueError(f"records must be the path of a .jsonl file, got {path!r}")
-        check_record_path(path, options.get("request_id"))
+        check_record_path(path)
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise ValueError(f"streamer must have put() and end(), as those of transformers do, got {streamer!r}")
     return keeps, path, streamer

@@ -492,9 +492,6 @@ def test_records_are_added_to_a_file(embedded: SpecStackGenerator, tmp_path: Pat
     assert read_records(path) == [record for result in results for record in result.records or []]
     with pytest.raises(ValueError, match=r"give a \.jsonl file"):
         embedded.generate(CODE, records=tmp_path / "steps.txt")
-    embedded.generate(CODE, max_tokens=2, records=path, request_id="again")
-    with pytest.raises(ValueError, match="'again' is in the file already"):
-        embedded.generate(CODE, max_tokens=2, records=path, request_id="again")
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="damaged"):
