@@ -155,23 +155,10 @@ class NgramIndex:
         self._own = SharedNgramCache(max_tokens)
         self._shared = shared
         self._text: list[int] = []
-        self._may_differ = False
 
     def __len__(self) -> int:
         """Tokens of the text so far."""
         return len(self._text)
-
-    def reopen(self) -> None:
-        """The next `read` may bring another text."""
-        self._may_differ = True
-
-    def read(self, text_ids: Sequence[int]) -> None:
-        """Add the new part of the text, given whole."""
-        if self._may_differ:
-            self._may_differ = False
-            self.begin(text_ids)
-        else:
-            self.extend(text_ids[len(self._text) :])
 
     def begin(self, text_ids: Sequence[int]) -> None:
         """Go on with a text that may differ from the last: the common prefix is not added again, the old rest stays

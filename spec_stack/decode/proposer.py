@@ -49,7 +49,7 @@ class Proposer:
         self._source, self._draft, self._sampler, self._end_ids = source, draft, sampler, end_ids
         self._ngram_policy, self._run_ahead = ngram_policy, run_ahead
         self._index = NgramIndex() if index is None else index
-        self._is_broken = False
+        self._has_begun = self._is_broken = False
 
     def propose(self, committed_ids: Sequence[int], policy: Policy, context: StepContext, clock: Clock) -> Proposal:
         """The tokens to verify in a step. committed_ids: the whole prompt and the output so far."""
@@ -57,7 +57,12 @@ class Proposer:
             return self._drafted(committed_ids, policy, context, clock)
         with clock.measure("controller"):
             # A whole prompt takes a while: none of it is the draft's reading.
-            self._index.read(committed_ids)
+            if self._has_begun:
+                self._index.extend(committed_ids[len(self._index) :])
+            else:
+                # A session's index holds the text of its last turn.
+                self._index.begin(committed_ids)
+                self._has_begun = True
         found = self._ngram_policy.offer(self._index.continuations((), self._end_ids), context.max_gamma)
         if self._source == "ngram" or self._ngram_policy.prefers_ngram(found):
             return _as_proposal(found)

@@ -73,7 +73,6 @@ class Conversation:
         # The last token is always new: its logits are needed.
         last = len(request.prompt_ids) - 1
         self._forget_from(request.num_cached, min(num_shared(self.index.token_ids, request.prompt_ids), last))
-        self.lookups.reopen()
         # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
         is_next = request.num_cached >= self.asked[1]
         start = request.num_cached + 1 if is_next else min(request.num_cached, self.asked[0])

@@ -324,8 +324,7 @@ def test_a_sessions_look_ups_know_earlier_turns_and_a_shared_memory_other_sessio
     def known(session: Session) -> list[list[int]]:
         """What is found after the bare prompt: in the session's own text, and in the shared one."""
         lookups = session.conversation.lookups
-        lookups.reopen()
-        lookups.read(ids)
+        lookups.begin(ids)
         return [[found.token_id for found in islice(each, 8)] for each in lookups.continuations()]
 
     with embedded.session(ngram_cache=memory) as first, embedded.session(ngram_cache=memory) as second:
