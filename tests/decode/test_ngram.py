@@ -315,6 +315,33 @@ def test_rejected_lookups_cost_no_more_than_their_allowance() -> None:
     assert 0 < lost <= 2 * 1.6 + TUNING.start_allowance + TUNING.try_share * 1020
 
 
+def knows_costs(verified_s: float) -> NgramPolicy:
+    """A policy that knows steps of up to 16 right tokens, each of which takes so long to verify; a plain step 0.1."""
+    gate = NgramPolicy()
+    for gamma in (0, 2, 4, 8, 16) * 4:
+        gate.observe(step(gamma, gamma, draft_s=0.0, verify_s=0.1 + verified_s * gamma))
+    return gate
+
+
+def test_a_look_up_ends_where_all_of_it_is_too_unlikely_to_be_right() -> None:
+    gate, token = knows_costs(0.004), found(1, length=3)[0]
+    offered = len(gate.offer([[token] * 64], 64).found)
+    chance = gate.chance(token)
+    # One more token would pay by itself.
+    assert chance > gate.price(offered)
+    assert chance**offered > gate.price(offered - 1)
+    assert chance ** (offered + 1) <= gate.price(offered)
+
+
+def test_a_look_up_that_seems_sure_costs_no_more_than_its_allowance() -> None:
+    gate = knows_costs(0.02)
+    sure = NgramToken(7, 64, 16, 0)
+    offered = len(gate.offer([[sure] * 64], 64).found)
+    assert gate.chance(sure) ** 16 > gate.price(15)
+    # In plain steps: a token takes a fifth of one.
+    assert 1 < offered <= (TUNING.start_allowance + TUNING.try_share * 20) / 0.2 + 1e-9
+
+
 def test_a_sessions_look_ups_know_earlier_turns_and_a_shared_memory_other_sessions(
     embedded: SpecStackGenerator,
 ) -> None:
