@@ -20,29 +20,20 @@ def verify_greedy(target_logits: torch.Tensor, token_ids: list[int]) -> Verifica
 
 
 def verify_sampled(target_logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> Verification:
-    """`accept`, from logits (gamma + 1, vocab); chosen, undrawn tokens have draft probability 1."""
-    target_probs = sampler.probs(target_logits)
-    if not proposal.token_ids:
-        return Verification(0, sampler.pick(target_probs[0]))
-    draft_probs = proposal.draft_probs
-    if draft_probs is None:
-        tokens = torch.tensor(proposal.token_ids, device=target_probs.device)[:, None]
-        draft_probs = torch.zeros_like(target_probs[:-1]).scatter_(1, tokens, 1.0)
-    return accept(target_probs, draft_probs, proposal.token_ids, sampler)
+    """Verify drafted tokens by rejection sampling, from target_logits (gamma + 1, vocab).
 
-
-def accept(
-    target_probs: torch.Tensor, draft_probs: torch.Tensor, token_ids: Sequence[int], sampler: Sampler
-) -> Verification:
-    """Verify one or more drafted tokens by rejection sampling.
-
-    target_probs (gamma + 1, vocab) and draft_probs (gamma, vocab) are warped. A token is accepted with probability
-    min(1, target / draft); the first rejected one is replaced by a draw from max(target - draft, 0). After full
-    acceptance the bonus token comes from the target. The result has exactly the target's distribution (Leviathan et
-    al., 2023, https://arxiv.org/abs/2211.17192).
+    A token is accepted with probability min(1, target / draft), both warped; chosen, undrawn tokens have draft
+    probability 1. The first rejected one is replaced by a draw from max(target - draft, 0). After full acceptance the
+    bonus token comes from the target. The result has exactly the target's distribution (Leviathan et al., 2023,
+    https://arxiv.org/abs/2211.17192).
     """
-    num_drafted = len(token_ids)
-    tokens = torch.tensor(token_ids, device=target_probs.device)[:, None]
+    target_probs, draft_probs = sampler.probs(target_logits), proposal.draft_probs
+    num_drafted = len(proposal.token_ids)
+    if num_drafted == 0:
+        return Verification(0, sampler.pick(target_probs[0]))
+    tokens = torch.tensor(proposal.token_ids, device=target_probs.device)[:, None]
+    if draft_probs is None:
+        draft_probs = torch.zeros_like(target_probs[:-1]).scatter_(1, tokens, 1.0)
     target_p = target_probs[:num_drafted].gather(1, tokens)[:, 0]
     draft_p = draft_probs.gather(1, tokens)[:, 0]
     accepted = (sampler.uniform(num_drafted, target_probs.device) * draft_p < target_p).tolist()
