@@ -50,10 +50,6 @@ class Sampler:
     def is_greedy(self) -> bool:
         return self._warp is None
 
-    @property
-    def device(self) -> torch.device:
-        return self._generator.device if self._generator is not None else torch.device("cpu")
-
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Warped distributions (n, vocab) in fp32. Only when sampling."""
         if self._warp is None:
