@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Protocol
@@ -15,17 +15,13 @@ from spec_stack.decode.ngram_index import NgramIndex
 from spec_stack.decode.sampler import Sampler
 from spec_stack.types import Proposal, SteppableModel
 
-RunAhead = Callable[[Sequence[int], Sequence[int], int], list[list[float]] | None]
-"""Feeds tokens at positions and drafts the likeliest ones; their `draft_statistics`, or None where it cannot."""
-
 
 @dataclass(frozen=True)
 class ProposerInputs:
     """The parts of proposers.
 
     draft: its cache is advanced. sampler: draws the draft's tokens. end_ids: tokens after which nothing is proposed.
-    ngram_policy: decides when n-gram lookup pays. index: the text so far, for it. run_ahead: drafts without a read-back
-    for each token.
+    ngram_policy: decides when n-gram lookup pays. index: the text so far, for it.
     """
 
     draft: SteppableModel
@@ -33,7 +29,6 @@ class ProposerInputs:
     end_ids: Collection[int]
     ngram_policy: NgramPolicy
     index: NgramIndex = field(default_factory=NgramIndex)
-    run_ahead: RunAhead | None = None
 
 
 @dataclass(frozen=True)
@@ -54,11 +49,6 @@ class StepPolicy:
                 f"choose() of the policy {self.policy.name!r} ({kind}) must give a whole number, got {gamma!r}"
             )
         return max(0, min(int(gamma), self.context.max_gamma, MAX_GAMMA))
-
-    @property
-    def asks_per_token(self) -> bool:
-        """Whether the policy decides after every drafted token, which has to be read back for it."""
-        return type(self.policy).keep_drafting is not Policy.keep_drafting
 
     def keep_drafting(self, signals: DraftSignals) -> bool:
         """Return whether the policy wants one token more."""

@@ -87,7 +87,7 @@ class Engine:
             if request.observer is not None:
                 request.observer.selected(selection, proposal)
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
-            means = ProposerInputs(draft, sampler, request.end_ids, ngram_policy, caches.lookups, draft.run_ahead)
+            means = ProposerInputs(draft, sampler, request.end_ids, ngram_policy, caches.lookups)
             steps = decode(
                 target=caches.target,
                 draft=draft,

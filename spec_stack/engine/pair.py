@@ -114,7 +114,7 @@ class ModelPair:
             draft_precision=precision_of(draft),
             grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
             target_step=FixedStep(target, step),
-            draft_step=FixedStep(draft, step, num_ids=vocabulary.num_target),
+            draft_step=FixedStep(draft, step, is_draft=True),
             answer_format=AnswerFormat.learn(tokenizer),
             predictors=predictors or {},
             positions=positions,
