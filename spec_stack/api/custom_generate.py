@@ -27,7 +27,7 @@ from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.hf.loading import has_tokenizer, load_draft, load_tokenizer
-from spec_stack.hf.processors import Processor, copy_processor, keeps_nothing, name_of
+from spec_stack.hf.processors import Processor, is_shareable, keeps_nothing, name_of
 from spec_stack.hf.prompt import unpadded
 from spec_stack.hf.versions import CACHE_NAMES, is_given
 from spec_stack.types import Metrics, StepOutput
@@ -203,15 +203,12 @@ class _AtRow:
     def __init__(self, processor: Processor, index: int, num_rows: int, padding: torch.Tensor) -> None:
         self._processor, self._place = processor, (index, num_rows, padding)
         self.__qualname__ = name_of(processor)
+        self.stateless = is_shareable(processor)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         index, num_rows, padding = self._place
         whole = torch.cat([padding.to(input_ids.device)[None], input_ids], dim=1)
         return self._processor(whole.repeat(num_rows, 1), scores.repeat(num_rows, 1))[index : index + 1]
-
-    def copy(self) -> _AtRow:
-        """A copy around a copied processor. Raises CannotCopyError as `copy_processor`."""
-        return _AtRow(copy_processor(self._processor), *self._place)
 
 
 def _answer(

@@ -36,7 +36,7 @@ from spec_stack.hf.processors import (
     complete_sampling,
     make_processors,
     make_warp,
-    uncopied_note,
+    skipped_note,
 )
 from spec_stack.hf.prompt import (
     EncodedPrompt,
@@ -203,7 +203,7 @@ def plan_request(
         obstacle,
         "new text" if num_cached else "prompt",
     )
-    notes = [pair.vocabulary.decode_reason, uncopied_note(processors) if processors else ""]
+    notes = [pair.vocabulary.decode_reason, skipped_note(processors) if processors else ""]
     if draft_room < 0:
         notes.append(f"the prompt is longer than the draft's {pair.max_positions[1]} positions, so it proposes nothing")
     can_propose = pair.vocabulary.can_propose and draft_room >= 0
