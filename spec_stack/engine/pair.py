@@ -187,7 +187,7 @@ class ModelPair:
             )
 
     def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:
-        """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be scored, if so.
+        """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be used, if so.
 
         None where the draft takes the target's tokens, or cannot be used for this prompt.
         """
@@ -196,8 +196,7 @@ class ModelPair:
         try:
             return self.translation.tokenize(prompt_ids), ""
         except ValueError as error:
-            by_token = self.translation.tokenize_by_token(prompt_ids) if self.vocabulary.can_propose else None
-            return by_token, f"the draft has another tokenizer, and {error}"
+            return None, f"the draft has another tokenizer, and {error}"
 
     def open_target(self, prefill_chunk: int) -> CachedModel:
         kind = CachedModel if self.positions == "original" else ContiguousModel
