@@ -129,7 +129,7 @@ class ModelPair:
         precision: str = LoadConfig.precision,
         draft_precision: str = LoadConfig.draft_precision,
         device: str | None = None,
-        prepack_linears: bool | None = None,
+        prepack_linears: bool = True,
         hub: HubConfig | None = None,
         device_map: DeviceMap | None = None,
         target_weights: bool = True,

@@ -312,8 +312,6 @@ def test_an_unknown_draft_step_is_refused_before_anything_is_loaded() -> None:
         LoadConfig(draft_step=unknown)
     with pytest.raises(ValueError, match="draft_step must be one of"):
         SpecStackGenerator.from_pretrained("/no/such/folder", "/no/such/folder", draft_step=unknown)
-    with pytest.raises(ValueError, match="excludes prepack_linears"):
-        SpecStackGenerator.from_pretrained(device="cpu", prepack_linears=True, draft_step="compiled")
 
 
 @pytest.mark.slow
