@@ -41,56 +41,34 @@ def propose(
     The draft is first fed all unread committed tokens; the last drafted token is not fed. With max_tokens 0 the draft's
     cache is not touched. keep_drafting gets the signals and tokens so far; False ends the proposal, as do end_ids.
 
-    The proposal's draft_probs are (gamma, vocab) where tokens were drawn. Tokens that the shaper forces are proposed
-    without a forward of the draft. The proposal ends before a token whose logits are not finite: a draw from them
-    fails.
+    The proposal's draft_probs are (gamma, vocab) where tokens were drawn. The proposal ends before a token whose logits
+    are not finite: a draw from them fails.
     """
     token_ids: list[int] = []
-    rows: list[torch.Tensor | None] = []
+    rows: list[torch.Tensor] = []
     signals, is_finite = DraftSignals(), True
     shaper = sampler.shaper.fork_for_draft() if sampler.shaper is not None and max_tokens else None
     prefix_ids = list(committed_ids) if shaper is not None else []
     unseen = list(committed_ids[draft.next_position :])
     while len(token_ids) < max_tokens:
-        token_id = shaper.forced_token(prefix_ids) if shaper is not None else None
-        if token_id is not None:
-            signals.append(0.0, 1.0)
-            rows.append(None)
-        else:
-            start = draft.next_position
-            raw = draft.forward(unseen, range(start, start + len(unseen)), num_logits=1)[0]
-            unseen = []
-            logits = raw if shaper is None else shaper(prefix_ids, raw)
-            entropy, confidence, token_id = entropy_and_confidence(logits)
-            if not math.isfinite(entropy + confidence):
-                # A shaper that forbids all of the draft's candidates is no fault of the draft.
-                is_finite = shaper is not None and math.isfinite(float(raw.max()))
-                break
-            signals.append(entropy, confidence)
-            if not sampler.is_greedy:
-                token_id, probs = sampler.draw(logits)
-                rows.append(probs)
+        start = draft.next_position
+        raw = draft.forward(unseen, range(start, start + len(unseen)), num_logits=1)[0]
+        logits = raw if shaper is None else shaper(prefix_ids, raw)
+        entropy, confidence, token_id = entropy_and_confidence(logits)
+        if not math.isfinite(entropy + confidence):
+            # A shaper that forbids all of the draft's candidates is no fault of the draft.
+            is_finite = shaper is not None and math.isfinite(float(raw.max()))
+            break
+        signals.append(entropy, confidence)
+        if not sampler.is_greedy:
+            token_id, probs = sampler.draw(logits)
+            rows.append(probs)
         token_ids.append(token_id)
         prefix_ids.append(token_id)
-        unseen.append(token_id)
+        unseen = [token_id]
         if token_id in end_ids or len(token_ids) == max_tokens or not keep_drafting(signals, token_ids):
             break
-    draft_probs = None if sampler.is_greedy else _stacked(rows, token_ids)
-    return Proposal(token_ids, draft_probs, signals, is_finite=is_finite)
-
-
-def _stacked(rows: Sequence[torch.Tensor | None], token_ids: Sequence[int]) -> torch.Tensor | None:
-    """Draft distributions (gamma, vocab), one-hot where there is no row; None without any row."""
-    known = next((row for row in rows if row is not None), None)
-    if known is None:
-        return None
-    certain = torch.zeros_like(known)
-    return torch.stack(
-        [
-            certain.scatter(0, torch.tensor([token_id], device=certain.device), 1.0) if row is None else row
-            for row, token_id in zip(rows, token_ids, strict=True)
-        ]
-    )
+    return Proposal(token_ids, torch.stack(rows) if rows else None, signals, is_finite=is_finite)
 
 
 class ModelProposer:

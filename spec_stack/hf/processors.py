@@ -212,9 +212,6 @@ class ProcessedRows:
         other._ids = self._ids
         return other
 
-    def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
-        return self._grammar.forced_token(prefix_ids) if self._grammar is not None else None
-
 
 def skipped_note(processors: Iterable[Processor]) -> str:
     """A note naming processors that the draft skips, and the fix; empty without any."""

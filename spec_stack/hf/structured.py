@@ -257,12 +257,6 @@ class Grammar:
             scores.masked_fill_(hidden.to(scores.device), -torch.inf)
         return scores
 
-    def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
-        """The only allowed next token, if there is exactly one."""
-        if not self._advance(prefix_ids) or np.count_nonzero(self._allowed) != 1:
-            return None
-        return int(self._allowed.argmax())
-
     def _advance(self, prefix_ids: Sequence[int]) -> bool:
         """Accept unseen tokens and update the allowed set; False after the end of the text."""
         for token_id in prefix_ids[self._num_seen :]:
