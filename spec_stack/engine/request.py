@@ -209,7 +209,7 @@ def plan_request(
         notes.append(f"{obstacle}, so it proposes nothing")
     if draft_room < 0:
         notes.append(f"the prompt is longer than the draft's {pair.max_positions[1]} positions, so it proposes nothing")
-    can_propose = pair.vocabulary.can_propose and is_readable and draft_room >= 0
+    can_propose = is_readable and draft_room >= 0
     if not can_propose:
         policy, proposer = pool.choose(gamma=0), "ngram" if proposer == "both" else proposer
 
