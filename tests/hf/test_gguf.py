@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
     odd = tmp_path / "odd.gguf"
     shutil.copy(files[0], odd)
     set_first_type(odd, 99)
-    with pytest.raises(ValueError, match="99 is not a valid GGMLQuantizationType"):
+    with pytest.raises(ValueError, match=r"99.* is not a valid GGMLQuantizationType"):
         ModelPair.load(odd, files[1], device="cpu")
     (tmp_path / "text.gguf").write_text("no model at all, but long enough to hold a header")
     with pytest.raises(ValueError, match="magic bytes"):
