@@ -21,7 +21,6 @@ from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.selection import select
 
 BLOCKS = range(1, 10)
-DRAFTED = 8
 GROWN = 64
 # Tokens by which the second of two prompts of nearly one length is longer.
 APART = 37
@@ -125,16 +124,13 @@ def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
     return {"chunk": chunk, "rows": rows}
 
 
-def _fixed_steps_ms(stepped: CachedModel, cached: int, device: torch.device, drafts: bool) -> dict[str, float]:
-    """A verification of five tokens and, of a draft, a token drafted eight at once, both warm."""
-    spent: dict[str, list[float]] = {"verify_5_ms": []} | ({"ahead_ms": []} if drafts else {})
+def _verification_ms(stepped: CachedModel, cached: int, device: torch.device) -> float:
+    """A verification of five tokens, warm."""
+    spent: list[float] = []
     for _ in range(8):
-        spent["verify_5_ms"].append(once(partial(stepped.forward, [5] * 5, range(cached, cached + 5), 5), device))
+        spent.append(once(partial(stepped.forward, [5] * 5, range(cached, cached + 5), 5), device))
         stepped.rollback(5)
-        if drafts:
-            spent["ahead_ms"].append(once(partial(stepped.run_ahead, [5], [cached], DRAFTED), device) / DRAFTED)
-            stepped.rollback(stepped.num_cached - cached)
-    return {name: median(values[4:]) for name, values in spent.items()}
+    return median(spent[4:])
 
 
 def bench_growing(models: Models, cached: int, draft_step: DraftStep = "eager") -> dict[str, Any]:
@@ -144,14 +140,14 @@ def bench_growing(models: Models, cached: int, draft_step: DraftStep = "eager") 
     prompt = random_prompt(cached, models.shape.target.vocab_size)
     for role, model in (("draft", models.draft), ("target", models.target)):
         install(model)
-        step = FixedStep(model, draft_step, models.shape.target.vocab_size if role == "draft" else None)
+        step = FixedStep(model, draft_step, is_draft=role == "draft")
         stepped = CachedModel(model, models.shape.prefill_chunk, step=step)
         stepped.forward(prompt, range(cached), 1)
         steps = [partial(stepped.forward, [5], [cached + step], 1) for step in range(GROWN)]
         spent = [once(step, models.device) for step in steps]
         told = {"median_ms": median(spent), "first_ms": spent[0], "longest_ms": max(spent[1:])}
         if draft_step != "eager":
-            told |= _fixed_steps_ms(stepped, cached + GROWN, models.device, drafts=role == "draft")
+            told["verify_5_ms"] = _verification_ms(stepped, cached + GROWN, models.device)
         report[role] = {name: rounded(value) for name, value in told.items()} | {"ran": str(step)}
     report["c"] = rounded(report["draft"]["median_ms"] / report["target"]["median_ms"])
     return report

@@ -18,7 +18,7 @@ from spec_stack.engine.engine import Engine
 from spec_stack.engine.progress import Stream
 from spec_stack.engine.request import Call, GenerateOptions, Request
 from spec_stack.hf.answer_parser import parse_answer
-from spec_stack.hf.processors import CannotCopyError, Processor, check_processors, copy_processor
+from spec_stack.hf.processors import check_processors, is_shareable, name_of
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.records import add_records, check_record_path
 from spec_stack.types import GenerationResult, StepOutput
@@ -270,13 +270,17 @@ def collect(
 
 
 def samples(call: Mapping[str, Any], n: int) -> list[Call]:
-    """n calls with consecutive seeds, separate request ids and independent processors. Raises ValueError for a
-    processor that cannot be copied."""
+    """n calls with consecutive seeds and separate request ids. Raises ValueError for a processor that several samples
+    cannot share."""
+    stateful = [name_of(each) for each in check_processors(call.get("logits_processor")) if not is_shareable(each)]
+    if n > 1 and stateful:
+        raise ValueError(
+            f"n samples cannot share {', '.join(stateful)}, which may keep state: call generate once for each sample, "
+            "or give it a true attribute `stateless` where it keeps nothing"
+        )
     calls = []
     for index in range(n):
         own = dict(call)
-        if index:
-            own["logits_processor"] = _fresh_processors(call.get("logits_processor"))
         if call.get("request_id") is not None:
             own["request_id"] = f"{call['request_id']}-{index}"
         if call.get("seed") is not None:
@@ -290,16 +294,6 @@ def samples(call: Mapping[str, Any], n: int) -> list[Call]:
 
 def _next_seed(seed: int, index: int) -> int:
     return (int(seed) + index) % (1 << 63)
-
-
-def _fresh_processors(given: Any) -> list[Processor]:
-    try:
-        return [copy_processor(processor) for processor in check_processors(given)]
-    except CannotCopyError as error:
-        raise ValueError(
-            f"n samples need a copy each of every logits processor, and one cannot be copied ({error}): give it a "
-            "method copy(), or a true attribute `stateless` where it keeps nothing"
-        ) from error
 
 
 def _whole_answer(options: AnswerOptions) -> tuple[bool, str | Path | None, BaseStreamer | None]:

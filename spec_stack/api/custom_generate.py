@@ -27,7 +27,7 @@ from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.hf.loading import has_tokenizer, load_draft, load_tokenizer
-from spec_stack.hf.processors import Processor, copy_processor, keeps_nothing, name_of
+from spec_stack.hf.processors import Processor, is_shareable, keeps_nothing, name_of
 from spec_stack.hf.prompt import unpadded
 from spec_stack.hf.versions import CACHE_NAMES, is_given
 from spec_stack.types import Metrics, StepOutput
@@ -179,14 +179,14 @@ class CustomGenerate:
         )
         prompts = [_prompt_of(*given) for given in zip(input_ids, masks, positions, strict=True)]
         answers = []
-        for index, (row, prompt_ids) in enumerate(zip(input_ids, prompts, strict=True)):
-            place = index, num_rows, row[: len(row) - len(prompt_ids)]
+        for row, prompt_ids in zip(input_ids, prompts, strict=True):
+            padding = row[: len(row) - len(prompt_ids)]
             outputs = generator.stream(
                 input_ids=prompt_ids,
                 max_tokens=generation_config.max_length - len(row),
                 # Other end tokens are checked by the criteria.
                 ignore_eos=_end_ids(generation_config) != generator.pair.end_ids,
-                **_drawing(generation_config, logits_processor, place),
+                **_drawing(generation_config, logits_processor, padding),
                 **self.options,
             )
             answers.append(_answer(outputs, row, stopping_criteria, spec_streamer))
@@ -197,21 +197,16 @@ class CustomGenerate:
         return SpecStackOutput(sequences=sequences, metrics=list(metrics))
 
 
-class _AtRow:
-    """A processor that gets one row, and sees it at its index of num_rows copies behind its left padding (n,)."""
+class _BehindPadding:
+    """A processor that sees a row behind its left padding (n,)."""
 
-    def __init__(self, processor: Processor, index: int, num_rows: int, padding: torch.Tensor) -> None:
-        self._processor, self._place = processor, (index, num_rows, padding)
+    def __init__(self, processor: Processor, padding: torch.Tensor) -> None:
+        self._processor, self._padding = processor, padding
         self.__qualname__ = name_of(processor)
+        self.stateless = is_shareable(processor)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        index, num_rows, padding = self._place
-        whole = torch.cat([padding.to(input_ids.device)[None], input_ids], dim=1)
-        return self._processor(whole.repeat(num_rows, 1), scores.repeat(num_rows, 1))[index : index + 1]
-
-    def copy(self) -> _AtRow:
-        """A copy around a copied processor. Raises CannotCopyError as `copy_processor`."""
-        return _AtRow(copy_processor(self._processor), *self._place)
+        return self._processor(torch.cat([self._padding.to(input_ids.device)[None], input_ids], dim=1), scores)
 
 
 def _answer(
@@ -299,10 +294,8 @@ def _end_ids(config: GenerationConfig) -> frozenset[int]:
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
-def _drawing(
-    config: GenerationConfig, processors: Sequence[Processor], place: tuple[int, int, torch.Tensor]
-) -> dict[str, Any]:
-    """The sampling options of `stream`. place: as `_AtRow` has it."""
+def _drawing(config: GenerationConfig, processors: Sequence[Processor], padding: torch.Tensor) -> dict[str, Any]:
+    """The sampling options of `stream`, for a row behind this padding (n,)."""
     if not config.do_sample and not processors:
         return {}
     seed = {"seed": int(torch.randint(2**63 - 1, ()))} if config.do_sample else {}
@@ -312,9 +305,7 @@ def _drawing(
         # The generator's own processors take a block of rows at once, in this order.
         values = {_PLAIN_WARPERS[type(warper)]: getattr(warper, _PLAIN_WARPERS[type(warper)]) for warper in processors}
         return {"temperature": 1.0} | values | seed
-    _, num_rows, padding = place
-    is_seen_whole = num_rows == 1 and not len(padding)
-    shaping = list(processors) if is_seen_whole else [_AtRow(each, *place) for each in processors]
+    shaping = [_BehindPadding(each, padding) for each in processors] if len(padding) else list(processors)
     return {"logits_processor": shaping, "temperature": 1.0 if config.do_sample else 0.0} | seed
 
 

@@ -108,7 +108,7 @@ class SpecStackGenerator(GenerationMixin):
         device: str | None = None,
         config: SpecStackConfig | None = None,
         policy: str | Policy | None = None,
-        prepack_linears: bool | None = None,
+        prepack_linears: bool = True,
         draft_step: DraftStep = LoadConfig.draft_step,
         calibration: str | Path | bool | None = None,
         device_map: DeviceMap | None = None,
@@ -133,8 +133,8 @@ class SpecStackGenerator(GenerationMixin):
             Default pruning and drafting of all calls.
         policy : str or Policy, optional
             Default policy, which chooses gamma; the configuration's by default.
-        prepack_linears : bool, optional
-            Prepack weights for the CPU; the model can then not be trained or copied. None prepacks where possible.
+        prepack_linears : bool
+            Prepack weights for the CPU where possible; the model can then not be trained or copied.
         draft_step : {"auto", "eager", "static", "compiled"}
             How the draft's steps and the verifications run (see `LoadConfig`): "static" in fixed shapes, on CUDA in
             graphs; "compiled" with the draft compiled too, whose first load takes minutes. "auto" is static

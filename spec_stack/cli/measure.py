@@ -199,8 +199,7 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
             block_s=_step(generator, pair.target, 5, timer),
             draft_s=_step(generator, pair.draft, 1, timer),
         )
-        if pair.vocabulary.can_propose:
-            answers = _answers(generator, budget, steps.target_s, timer)
+        answers = _answers(generator, budget, steps.target_s, timer)
     return Measured(
         dense=dense,
         sparse=sparse,

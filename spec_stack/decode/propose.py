@@ -11,30 +11,17 @@ from spec_stack.controller.base import DraftSignals
 from spec_stack.decode.sampler import Sampler
 from spec_stack.types import Proposal, SteppableModel
 
-RunAhead = Callable[[Sequence[int], Sequence[int], int], list[list[float]] | None]
-"""Feeds tokens at positions and drafts the likeliest ones; their `draft_statistics`, or None where it cannot."""
-
 _BITS_PER_NAT = 1.4426950408889634
-
-
-def draft_statistics(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats, largest probability and argmax (3,) of one unwarped row of logits (vocab,), on its device.
-
-    An id survives fp32 exactly: vocabularies are smaller than 2**24.
-    """
-    probs = logits.float().softmax(dim=-1)
-    confidence, token_id = probs.max(dim=-1)
-    return torch.stack([torch.special.entr(probs).sum(), confidence, token_id.to(probs.dtype)])
-
-
-def _in_bits(statistics: Sequence[float]) -> tuple[float, float, int]:
-    entropy, confidence, token_id = statistics
-    return entropy * _BITS_PER_NAT, confidence, int(token_id)
 
 
 def entropy_and_confidence(logits: torch.Tensor) -> tuple[float, float, int]:
     """Entropy in bits, largest probability and argmax of one unwarped row of logits (vocab,), in one read-back."""
-    return _in_bits(draft_statistics(logits).tolist())
+    probs = logits.float().softmax(dim=-1)
+    confidence, token_id = probs.max(dim=-1)
+    # An id survives fp32 exactly: vocabularies are smaller than 2**24.
+    statistics = torch.stack([torch.special.entr(probs).sum(), confidence, token_id.to(probs.dtype)])
+    entropy, best, best_id = statistics.tolist()
+    return entropy * _BITS_PER_NAT, best, int(best_id)
 
 
 def propose(
@@ -44,82 +31,37 @@ def propose(
     sampler: Sampler,
     end_ids: Collection[int],
     keep_drafting: Callable[[DraftSignals], bool] = lambda signals: True,
-    run_ahead: RunAhead | None = None,
 ) -> Proposal:
     """Draft at most max_tokens tokens after the committed ones (prompt and output).
 
     The draft is first fed all unread committed tokens; the last drafted token is not fed. With max_tokens 0 the draft's
-    cache is not touched. keep_drafting gets the signals so far; False ends the proposal, as do end_ids. Each token is
-    read back before the next one is drafted; with run_ahead, which replaces keep_drafting, a greedy proposal is read
-    once.
+    cache is not touched. keep_drafting gets the signals so far; False ends the proposal, as do end_ids.
 
-    The proposal's draft_probs are (gamma, vocab) where tokens were drawn. Tokens that the shaper forces are proposed
-    without a forward of the draft. The proposal ends before a token whose logits are not finite: a draw from them
-    fails.
+    The proposal's draft_probs are (gamma, vocab) where tokens were drawn. The proposal ends before a token whose logits
+    are not finite: a draw from them fails.
     """
     token_ids: list[int] = []
-    rows: list[torch.Tensor | None] = []
+    rows: list[torch.Tensor] = []
     signals, is_finite = DraftSignals(), True
     shaper = sampler.shaper.fork_for_draft() if sampler.shaper is not None and max_tokens else None
     prefix_ids = list(committed_ids) if shaper is not None else []
     unseen = list(committed_ids[draft.next_position :])
-    if run_ahead is not None and sampler.is_greedy and shaper is None and max_tokens:
-        start = draft.next_position
-        drafted = run_ahead(unseen, range(start, start + len(unseen)), max_tokens)
-        if drafted is not None:
-            return _ended(drafted, end_ids)
     while len(token_ids) < max_tokens:
-        token_id = shaper.forced_token(prefix_ids) if shaper is not None else None
-        if token_id is not None:
-            signals.append(0.0, 1.0)
-            rows.append(None)
-        else:
-            start = draft.next_position
-            raw = draft.forward(unseen, range(start, start + len(unseen)), num_logits=1)[0]
-            unseen = []
-            logits = raw if shaper is None else shaper(prefix_ids, raw)
-            entropy, confidence, token_id = entropy_and_confidence(logits)
-            if not math.isfinite(entropy + confidence):
-                # A shaper that forbids all of the draft's candidates is no fault of the draft.
-                is_finite = shaper is not None and math.isfinite(float(raw.max()))
-                break
-            signals.append(entropy, confidence)
-            if not sampler.is_greedy:
-                token_id, probs = sampler.draw(logits)
-                rows.append(probs)
+        start = draft.next_position
+        raw = draft.forward(unseen, range(start, start + len(unseen)), num_logits=1)[0]
+        logits = raw if shaper is None else shaper(prefix_ids, raw)
+        entropy, confidence, token_id = entropy_and_confidence(logits)
+        if not math.isfinite(entropy + confidence):
+            # A shaper that forbids all of the draft's candidates is no fault of the draft.
+            is_finite = shaper is not None and math.isfinite(float(raw.max()))
+            break
+        signals.append(entropy, confidence)
+        if not sampler.is_greedy:
+            token_id, probs = sampler.draw(logits)
+            rows.append(probs)
         token_ids.append(token_id)
         prefix_ids.append(token_id)
-        unseen.append(token_id)
+        unseen = [token_id]
         if token_id in end_ids or len(token_ids) == max_tokens or not keep_drafting(signals):
             break
-    draft_probs = None if sampler.is_greedy else _stacked(rows, token_ids)
-    return Proposal(token_ids, draft_probs, signals, is_finite=is_finite)
-
-
-def _ended(drafted: Sequence[Sequence[float]], end_ids: Collection[int]) -> Proposal:
-    """The proposal of tokens with these `draft_statistics`, up to an end token or logits that are not finite."""
-    token_ids: list[int] = []
-    signals = DraftSignals()
-    for statistics in drafted:
-        entropy, confidence, token_id = _in_bits(statistics)
-        if not math.isfinite(entropy + confidence):
-            return Proposal(token_ids, None, signals, is_finite=False)
-        signals.append(entropy, confidence)
-        token_ids.append(token_id)
-        if token_id in end_ids:
-            break
-    return Proposal(token_ids, None, signals)
-
-
-def _stacked(rows: Sequence[torch.Tensor | None], token_ids: Sequence[int]) -> torch.Tensor | None:
-    """Draft distributions (gamma, vocab), one-hot where there is no row; None without any row."""
-    known = next((row for row in rows if row is not None), None)
-    if known is None:
-        return None
-    certain = torch.zeros_like(known)
-    return torch.stack(
-        [
-            certain.scatter(0, torch.tensor([token_id], device=certain.device), 1.0) if row is None else row
-            for row, token_id in zip(rows, token_ids, strict=True)
-        ]
-    )
+    return Proposal(token_ids, torch.stack(rows) if rows else None, signals, is_finite=is_finite)

@@ -14,7 +14,7 @@ from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRe
 from spec_stack.controller.ngram import NgramPolicy, NgramProposal
 from spec_stack.decode.clock import Clock
 from spec_stack.decode.ngram_index import NgramIndex
-from spec_stack.decode.propose import RunAhead, propose
+from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.settings.warning import warn_caller
 from spec_stack.types import Proposal, SteppableModel
@@ -33,7 +33,6 @@ class Proposer:
 
     source: "model", "ngram" or "both". draft: its cache is advanced. sampler: draws the draft's tokens. end_ids: tokens
     after which nothing is proposed. ngram_policy: decides when n-gram lookup pays. index: the text so far, for it.
-    run_ahead: drafts without a read-back for each token.
     """
 
     def __init__(
@@ -44,10 +43,9 @@ class Proposer:
         end_ids: Collection[int],
         ngram_policy: NgramPolicy,
         index: NgramIndex | None = None,
-        run_ahead: RunAhead | None = None,
     ) -> None:
         self._source, self._draft, self._sampler, self._end_ids = source, draft, sampler, end_ids
-        self._ngram_policy, self._run_ahead = ngram_policy, run_ahead
+        self._ngram_policy = ngram_policy
         self._index = NgramIndex() if index is None else index
         self._has_begun = self._is_broken = False
 
@@ -87,10 +85,7 @@ class Proposer:
 
         with clock.measure("controller"):
             gamma = _checked_gamma(policy, context)
-        # A policy that decides after every drafted token has to have it read back.
-        asks_per_token = type(policy).keep_drafting is not Policy.keep_drafting
-        run_ahead = None if asks_per_token else self._run_ahead
-        proposal = propose(self._draft, committed_ids, gamma, self._sampler, self._end_ids, keep_drafting, run_ahead)
+        proposal = propose(self._draft, committed_ids, gamma, self._sampler, self._end_ids, keep_drafting)
         if not proposal.is_finite:
             self._is_broken = True
             warn_caller(

@@ -24,10 +24,6 @@ class LogitsProcessors(Protocol):
         """A fork for tokens that may be rejected; this shaper stays as it is."""
         ...
 
-    def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
-        """The single allowed next token; None where there are several."""
-        ...
-
 
 class Sampler:
     """The sampling of one request.

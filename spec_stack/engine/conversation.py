@@ -216,9 +216,6 @@ class SlottedDraft:
     Chunks that are no longer chosen are dropped; new ones are prefilled behind the older slots.
     """
 
-    # Each drafted token is seen before the next.
-    run_ahead = None
-
     def __init__(self, draft: CachedModel, budget: DraftKVBudget) -> None:
         self._draft, self._budget = draft, budget
         # All tokens before next_position.

@@ -86,9 +86,7 @@ class Engine:
             if request.observer is not None:
                 request.observer.selected(selection, proposal)
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
-            proposer = Proposer(
-                request.proposer, draft, sampler, request.end_ids, ngram_policy, caches.lookups, draft.run_ahead
-            )
+            proposer = Proposer(request.proposer, draft, sampler, request.end_ids, ngram_policy, caches.lookups)
             steps = decode(
                 target=caches.target,
                 draft=draft,

@@ -114,7 +114,7 @@ class ModelPair:
             draft_precision=precision_of(draft),
             grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
             target_step=FixedStep(target, step),
-            draft_step=FixedStep(draft, step, num_ids=vocabulary.num_target),
+            draft_step=FixedStep(draft, step, is_draft=True),
             answer_format=AnswerFormat.learn(tokenizer),
             predictors=predictors or {},
             positions=positions,
@@ -129,7 +129,7 @@ class ModelPair:
         precision: str = LoadConfig.precision,
         draft_precision: str = LoadConfig.draft_precision,
         device: str | None = None,
-        prepack_linears: bool | None = None,
+        prepack_linears: bool = True,
         hub: HubConfig | None = None,
         device_map: DeviceMap | None = None,
         target_weights: bool = True,
@@ -187,7 +187,7 @@ class ModelPair:
             )
 
     def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:
-        """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be scored, if so.
+        """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be used, if so.
 
         None where the draft takes the target's tokens, or cannot be used for this prompt.
         """
@@ -196,8 +196,7 @@ class ModelPair:
         try:
             return self.translation.tokenize(prompt_ids), ""
         except ValueError as error:
-            by_token = self.translation.tokenize_by_token(prompt_ids) if self.vocabulary.can_propose else None
-            return by_token, f"the draft has another tokenizer, and {error}"
+            return None, f"the draft has another tokenizer, and {error}"
 
     def open_target(self, prefill_chunk: int) -> CachedModel:
         kind = CachedModel if self.positions == "original" else ContiguousModel

@@ -112,7 +112,7 @@ class PromptScorer:
         limit = pair.max_positions[1]
         if obstacle := obstacle or scoring_obstacle(config, num_draft_tokens, limit, pair.scoring_limit):
             raise ValueError(obstacle)
-        most_look_ahead = min(most_look_ahead, limit - num_draft_tokens) if pair.vocabulary.can_propose else 0
+        most_look_ahead = min(most_look_ahead, limit - num_draft_tokens)
         config = replace(config, look_ahead=max(0, min(config.look_ahead, most_look_ahead)))
         if self._index is None:
             self._index = pair.new_draft_cache(config.prefill_chunk)

@@ -36,7 +36,7 @@ from spec_stack.hf.processors import (
     complete_sampling,
     make_processors,
     make_warp,
-    uncopied_note,
+    skipped_note,
 )
 from spec_stack.hf.prompt import (
     EncodedPrompt,
@@ -193,6 +193,7 @@ def plan_request(
     given: dict[str, Any] = {name: call.get(name) for name in _OF_PREFILL if call.get(name) is not None}
     prefill = replace(config.prefill, **given) if given else config.prefill
     tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
+    is_readable = not obstacle
     num_draft_tokens = len(prompt_ids if tokenization is None else tokenization.token_ids)
     draft_room = pair.max_positions[1] - num_draft_tokens
     obstacle = obstacle or scoring_obstacle(prefill, num_draft_tokens, pair.max_positions[1], pair.scoring_limit)
@@ -203,10 +204,12 @@ def plan_request(
         obstacle,
         "new text" if num_cached else "prompt",
     )
-    notes = [pair.vocabulary.decode_reason, uncopied_note(processors) if processors else ""]
+    notes = [pair.vocabulary.decode_reason, skipped_note(processors) if processors else ""]
+    if not is_readable:
+        notes.append(f"{obstacle}, so it proposes nothing")
     if draft_room < 0:
         notes.append(f"the prompt is longer than the draft's {pair.max_positions[1]} positions, so it proposes nothing")
-    can_propose = pair.vocabulary.can_propose and draft_room >= 0
+    can_propose = is_readable and draft_room >= 0
     if not can_propose:
         policy, proposer = pool.choose(gamma=0), "ngram" if proposer == "both" else proposer
 

@@ -1,4 +1,4 @@
-"""The table of supported architectures: the features of each, and the reasons against others.
+"""The table of supported architectures and the features of each.
 `tests/hf/test_architectures.py` checks every entry."""
 
 from __future__ import annotations
@@ -35,22 +35,6 @@ SUPPORTED = {
     "nemotron_h": "Mamba-2",
     "falcon_h1": "Mamba-2",
     "bamba": "Mamba-2",
-}
-_ALIBI = "its ALiBi bias is by cache slot, so pruned prompts would lose their positions"
-_NO_ATTENTION = "it has no attention layers to score a prompt with, nor a KV cache to prune"
-_LEARNED = "its positions are a learned table added to the embeddings, which nobody has tried with gaps"
-_SOFT_CAP = "its attention scores are soft-capped, which SDPA cannot do"
-_REASONS = {
-    "bloom": _ALIBI,
-    "mpt": _ALIBI,
-    "mamba": _NO_ATTENTION,
-    "mamba2": _NO_ATTENTION,
-    "falcon_mamba": _NO_ATTENTION,
-    "rwkv": _NO_ATTENTION,
-    "xlstm": _NO_ATTENTION,
-    "gpt2": _LEARNED,
-    "opt": _LEARNED,
-    "gemma2": _SOFT_CAP,
 }
 # Their own cache class cannot roll back.
 _OWN_CACHE = ("rwkv", "xlstm", "reformer", "minimax", "xlnet")
@@ -161,7 +145,7 @@ def _refusal(config: Any, scores_only: bool = False) -> str:
     """The reason why a model cannot be used at all; empty if it can."""
     kind = config.model_type
     if kind not in SUPPORTED:
-        return _REASONS.get(kind, _UNTRIED)
+        return _UNTRIED
     # Any transformers continues a state of linear attention block by block, and an older one Mamba's token by token.
     has_state = SUPPORTED[kind] == "Mamba-2" if scores_only else SUPPORTED[kind] != ""
     if has_state and (refusal := state_refusal()):
@@ -172,8 +156,6 @@ def _refusal(config: Any, scores_only: bool = False) -> str:
                 f"it uses {parameters['rope_type']!r} RoPE, whose angles depend on the longest position seen so far: a "
                 "proposal, or another request, would change them"
             )
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return _SOFT_CAP
     if getattr(config, "use_bidirectional_attention", None):
         return "its attention is bidirectional"
     return ""

@@ -13,7 +13,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from spec_stack.config import DraftStep
-from spec_stack.decode.propose import draft_statistics
 from spec_stack.devices import CapturedCall, to_device
 from spec_stack.hf.architectures import has_windows, is_recurrent, is_supported, text_config
 from spec_stack.hf.cache import cache_argument, cache_parameter, new_cache, reserve
@@ -74,47 +73,24 @@ def fixed_forward(
     return output.logits[0]  # type: ignore[no-any-return]
 
 
-def drawing_forward(
-    model: PreTrainedModel, name: str, inputs: torch.Tensor, keys: Buffers, values: Buffers, num_ids: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fixed_forward` of one token, and `draft_statistics` of num_ids logits; inputs become the likeliest token's."""
-    logits = fixed_forward(model, name, inputs, keys, values)
-    statistics = draft_statistics(logits[0, :num_ids])
-    follow_on(inputs, statistics, inputs[1:])
-    return logits, statistics
-
-
-def follow_on(inputs: torch.Tensor, statistics: torch.Tensor, place: torch.Tensor) -> None:
-    """Set inputs (3, 1) to the token of the statistics, behind the place (2, 1): a position and a slot."""
-    inputs.copy_(torch.cat([statistics[2].to(inputs.dtype).view(1, 1), place + 1]))
-
-
 class FixedStep:
-    """The fixed-shape forward of a model, shared by its requests. num_ids: ids that a draft's one-token forward draws
-    from; None for a target. why_eager: the reason against fixed shapes, also after a failure; empty where used."""
+    """The fixed-shape forward of a model, shared by its requests. why_eager: the reason against fixed shapes, also
+    after a failure; empty where used."""
 
-    def __init__(self, model: PreTrainedModel, asked: DraftStep, num_ids: int | None = None) -> None:
-        self.model, self.draws, self._num_ids = model, num_ids is not None, num_ids
+    def __init__(self, model: PreTrainedModel, asked: DraftStep, is_draft: bool = False) -> None:
+        self.model = model
         self.is_captured = model.device.type == "cuda"
-        self.is_compiled = asked == "compiled" and self.draws
+        self.is_compiled = asked == "compiled" and is_draft
         is_quantized = bool(getattr(model, "is_quantized", False))
-        self.why_eager = why_eager(model.config, model.device, asked, self.draws, is_quantized)
+        self.why_eager = why_eager(model.config, model.device, asked, is_draft, is_quantized)
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.why_eager = self.why_eager or "it is split over devices"
-        self.forward = partial(fixed_forward, model, cache_parameter(model.__class__))
-        self._drawing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(drawing_forward, *self.forward.args)
+        self.forward = self.forward_one = partial(fixed_forward, model, cache_parameter(model.__class__))
         if self.is_compiled and not self.why_eager:
             self._compile()
 
     def __str__(self) -> str:
         return describe_step(self.why_eager, self.is_compiled, self.is_captured)
-
-    def draw(self, inputs: torch.Tensor, keys: Buffers, values: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._drawing(inputs, keys, values, self._num_ids)
-
-    def measure(self, logits: torch.Tensor) -> torch.Tensor:
-        """`draft_statistics` of a row of logits (vocab,)."""
-        return draft_statistics(logits[: self._num_ids])
 
     def give_up(self, why: RuntimeError | str) -> None:
         """Use eager forwards from now on."""
@@ -122,8 +98,8 @@ class FixedStep:
         logger.warning("forwards of %s are eager from now on: %s", type(self.model).__name__, self.why_eager)
 
     def _compile(self) -> None:
-        """Compile the drawing forward by running it once."""
-        self._drawing = partial(torch.compile(drawing_forward, fullgraph=True), *self.forward.args)
+        """Compile the forward of one token by running it once."""
+        self.forward_one = partial(torch.compile(fixed_forward, fullgraph=True), *self.forward.args)
         try:
             with torch.inference_mode():
                 cache = new_cache(self.model.config)
@@ -133,7 +109,7 @@ class FixedStep:
                     **cache_argument(self.model, cache),
                 )
                 fixed = FixedCache(self, *reserve(cache, 1))
-                self.draw(fixed.place([0], [1], 1), fixed.keys, fixed.values)
+                self.forward_one(fixed.place([0], [1], 1), fixed.keys, fixed.values)
         except RuntimeError as error:
             self.give_up(error)
 
@@ -145,15 +121,15 @@ def describe_step(why_eager: str, is_compiled: bool, is_captured: bool) -> str:
     return ("compiled" if is_compiled else "static") + (", in CUDA graphs" if is_captured else "")
 
 
-def why_eager(config: Any, device: torch.device, asked: DraftStep, draws: bool, is_quantized: bool) -> str:
-    """The reason against fixed shapes for a model; empty if there is none. draws: it is a draft."""
+def why_eager(config: Any, device: torch.device, asked: DraftStep, is_draft: bool, is_quantized: bool) -> str:
+    """The reason against fixed shapes for a model; empty if there is none."""
     if asked == "eager":
         return "as asked"
     if device.type not in ("cpu", "cuda"):
         return f"graphs are for CUDA, not for {device.type}"
     if device.type == "cpu" and asked == "auto":
         return 'on a CPU fixed shapes alone gain nothing; draft_step="compiled" compiles the draft'
-    if device.type == "cpu" and asked == "compiled" and not draws:
+    if device.type == "cpu" and asked == "compiled" and not is_draft:
         return "on a CPU a padded verification costs more"
     return _unfit(text_config(config), is_quantized)
 
@@ -191,77 +167,43 @@ class FixedCache:
         width = padded(len(token_ids))
         rows = [[*row, *[row[-1]] * (width - len(row))] for row in (token_ids, positions)]
         rows.append(list(range(first_slot, first_slot + width)))
-        inputs = self._inputs_of(width)
-        return inputs.copy_(to_device(torch.tensor(rows), inputs.device))
-
-    def _inputs_of(self, width: int) -> torch.Tensor:
-        """The one tensor (3, width) that forwards of this width read."""
         if width not in self._inputs:
+            # A graph reads the same tensor every time.
             self._inputs[width] = torch.zeros(3, width, dtype=torch.long, device=self.keys[0].device)
-        return self._inputs[width]
+        return self._inputs[width].copy_(to_device(torch.tensor(rows), self.keys[0].device))
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], first_slot: int) -> torch.Tensor | None:
         """Logits (num_tokens, vocab) of at most 16 tokens; None after a failure, which makes the step eager."""
         try:
-            logits = self._run(self.place(token_ids, positions, first_slot))[0]
+            logits = self._run(self.place(token_ids, positions, first_slot))
         except RuntimeError as error:
             self._step.give_up(error)
             return None
         # A graph's next replay overwrites its output.
         return logits[: len(token_ids)].clone() if self._step.is_captured else logits[: len(token_ids)]
 
-    def run_ahead(
-        self, token_ids: Sequence[int], positions: Sequence[int], first_slot: int, max_tokens: int
-    ) -> list[list[float]] | None:
-        """`draft_statistics` of max_tokens tokens, each fed to draft the next; None after a failure."""
-        try:
-            return self._run_ahead(self.place(token_ids, positions, first_slot), len(token_ids), max_tokens)
-        except RuntimeError as error:
-            self._step.give_up(error)
-            return None
-
-    def _run_ahead(self, inputs: torch.Tensor, num_tokens: int, max_tokens: int) -> list[list[float]]:
-        logits, drawn = self._run(inputs)
-        if drawn is None:
-            drawn = self._step.measure(logits[num_tokens - 1])
-            place, inputs = inputs[1:, num_tokens - 1 : num_tokens], self._inputs_of(1)
-            follow_on(inputs, drawn, place)
-        rows = [drawn.clone()]
-        while len(rows) < max_tokens:
-            _, drawn = self._run(inputs)
-            rows.append(drawn.clone())
-        statistics: list[list[float]] = torch.stack(rows).tolist()
-        return statistics
-
-    def _run(self, inputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Logits, and the statistics of a draft's single token."""
+    def _run(self, inputs: torch.Tensor) -> torch.Tensor:
         width = inputs.shape[1]
         captured = self._captured.get(width)
         if captured is not None:
             return captured.replay()  # type: ignore[no-any-return]
-        call = partial(self._call, inputs)
+        forward = self._step.forward_one if width == 1 else self._step.forward
+        call = partial(forward, inputs, self.keys, self.values)
         self._num_runs[width] += 1
         if not self._step.is_captured or self._num_runs[width] <= _EAGER_BEFORE_CAPTURE:
             return call()
-        return self._capture(call, inputs)
+        return self._capture(call, width)
 
-    def _call(self, inputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        if self._step.draws and inputs.shape[1] == 1:
-            return self._step.draw(inputs, self.keys, self.values)
-        return self._step.forward(inputs, self.keys, self.values), None
-
-    def _capture(self, call: Callable[[], tuple[torch.Tensor, Any]], inputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def _capture(self, call: Callable[[], torch.Tensor], width: int) -> torch.Tensor:
         """Capture a forward. Raises RuntimeError where its first replay differs from the eager forward."""
-        before = inputs.clone()
-        expected = call()[0]
-        inputs.copy_(before)
+        expected = call()
         captured = CapturedCall(call, next(iter(self._captured.values()), None))
-        result = captured.replay()
-        error = (result[0] - expected).abs().max() / expected.abs().max()
+        logits: torch.Tensor = captured.replay()
+        error = (logits - expected).abs().max() / expected.abs().max()
         if not bool(error <= _TOLERANCE):
             raise RuntimeError(f"a replayed forward differs from the eager one by {float(error):.2g}")
-        self._captured[inputs.shape[1]] = captured
-        return result  # type: ignore[no-any-return]
+        self._captured[width] = captured
+        return logits
 
 
 def padded(num_tokens: int) -> int:

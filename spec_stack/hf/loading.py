@@ -3,11 +3,9 @@ owner/name/file.gguf) and LoRA adapters' folders."""
 
 from __future__ import annotations
 
-import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +27,7 @@ from spec_stack.hf.precision import (
     stored_precision,
 )
 from spec_stack.hf.prepack import can_prepack, prepack
-from spec_stack.hf.versions import gguf_header, gguf_options
+from spec_stack.hf.versions import gguf_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,8 +40,7 @@ _ADAPTER, _MODEL = "adapter_config.json", "config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILE = re.compile(r"[\w-][\w.-]*/[\w.-]+/[\w./-]+\.gguf", re.IGNORECASE)
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
-_MERGE = "model.merge_and_unload().save_pretrained(...)"
+_UNREADABLE = (OSError, ImportError, ValueError, LookupError)
 
 
 @dataclass(frozen=True)
@@ -88,29 +85,16 @@ class FoundModel:
             if self.device_map is not None:
                 options["device_map"] = self.device_map
             # Without attn_implementation: SDPA, or eager attention for models without it (GPT-OSS).
-            with _quiet_bars(self.source):
-                model, loaded = AutoModelForCausalLM.from_pretrained(
-                    folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
-                )
-        except (OSError, ImportError, SafetensorError, NotImplementedError) as error:
+            model, loaded = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
+        except (OSError, ImportError, SafetensorError, RuntimeError) as error:
             raise ValueError(f"cannot load the weights of {self.source!r}: {error}") from error
-        self._check_loaded(model, sorted(loaded["mismatched_keys"]), sorted(loaded["missing_keys"]))
-        return model, options
-
-    def _check_loaded(
-        self, model: PreTrainedModel, mismatched: Sequence[tuple[str, Any, Any]], missing: Sequence[str]
-    ) -> None:
-        """Raise ValueError for weights that transformers would initialize randomly."""
-        if mismatched:
-            name, stored, configured = mismatched[0]
-            raise ValueError(
-                f"{len(mismatched)} weights of {self.source!r} differ in shape from its configuration: {name} is "
-                f"{tuple(stored)} in the files and {tuple(configured)} by config.json"
-            )
+        missing = sorted(loaded["missing_keys"])
+        # transformers would initialize them randomly.
         if missing and self.precision.name not in QUANTIZED and stored_precision(model.config) is None:
             raise ValueError(
                 f"{self.source!r} lacks {len(missing)} weights of its configuration: {', '.join(missing[:3])}"
             )
+        return model, options
 
 
 def resolve_device(device: str | None) -> torch.device:
@@ -118,14 +102,10 @@ def resolve_device(device: str | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"unknown device {device!r}; use 'cpu', 'cuda' or 'cuda:N'") from error
-    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
-    if resolved.type not in ("cpu", "cuda", "mps", "xpu"):
-        raise ValueError(f"device {device!r} cannot run a model; use 'cpu', 'cuda' or 'cuda:N'")
-    return resolved
+        torch.empty(0, device=device)
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used here: {error}; use 'cpu', 'cuda' or 'cuda:N'") from error
+    return torch.device(device)
 
 
 def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str]:
@@ -154,63 +134,27 @@ def has_tokenizer(source: str) -> bool:
 
 
 def resolve_source(role: str, source: str | Path) -> str:
-    """A model's loadable name. Raises ValueError with a fix if it cannot be loaded."""
-    path = Path(source).expanduser()
-    if _is_gguf(source):
-        return _resolve_gguf(role, str(source), path)
-    if path.is_dir():
-        _check_folder(role, path)
+    """A model's loadable name: a folder, a GGUF file, or a place on the hub. Raises ValueError for anything else."""
+    path, is_gguf = Path(source).expanduser(), _is_gguf(source)
+    if is_gguf and (missing := missing_packages(("gguf", "accelerate"))):
+        raise ValueError(f"{role} {str(source)!r} needs {' and '.join(missing)}: {how_to_install('gguf')}")
+    if path.is_dir() or (is_gguf and path.is_file()):
         return str(path)
     if path.is_file():
         raise ValueError(f"{role} {path} is a file; name the folder that it is in")
-    if isinstance(source, str) and _HUB_ID.fullmatch(source):
-        return source
-    raise ValueError(f"{role} {str(source)!r} is neither a folder nor a hub id of the form owner/name")
-
-
-def _resolve_gguf(role: str, source: str, path: Path) -> str:
-    if not path.is_file() and not _HUB_FILE.fullmatch(source):
-        raise ValueError(f"{role} {source!r} is neither a file nor of the form owner/name/file.gguf")
-    if _PART.search(source):
-        raise ValueError(f"{role} {source!r} is one part of several; join them first: llama-gguf-split --merge")
-    if missing := missing_packages(("gguf", "accelerate")):
-        raise ValueError(
-            f"{role} {source!r} needs {' and '.join(missing)}, not installed here: {how_to_install('gguf')}"
-        )
-    return str(path) if path.is_file() else source
-
-
-def _check_folder(role: str, folder: Path) -> None:
-    if (folder / _MODEL).is_file():
-        return
-    if _is_adapter(folder):
-        if missing_packages(["peft"]):
-            raise ValueError(
-                f"{role} folder {folder} holds an adapter; pip install peft, and it is merged when the pair loads, or "
-                f"merge it yourself: {_MERGE}"
-            )
-        return
-    if files := sorted(folder.glob("*.gguf")):
-        raise ValueError(f"{role} folder {folder} holds GGUF files; name the one that is meant, {files[0]}")
-    raise ValueError(f"{role} folder {folder} holds no config.json; is it a transformers model?")
+    if (_HUB_FILE if is_gguf else _HUB_ID).fullmatch(str(source)):
+        return str(source)
+    form = "a file nor of the form owner/name/file.gguf" if is_gguf else "a folder nor a hub id of the form owner/name"
+    raise ValueError(f"{role} {str(source)!r} is neither {form}")
 
 
 def _base_of(source: str) -> str:
-    """An adapter's base model, or the source itself. Raises ValueError if the base is missing."""
+    """An adapter's base model, or the source itself."""
     if not _is_adapter(source):
         return source
-    try:
-        base = json.loads((Path(source) / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"cannot read the base model of the adapter {source}: {error!r}") from error
-    if not isinstance(base, str) or not base:
-        raise ValueError(f"the adapter {source} names no base_model_name_or_path; merge it by hand")
-    if Path(base).is_absolute() and not Path(base).is_dir():
-        raise ValueError(
-            f"the base {base} that the adapter {source} names is not here; correct base_model_name_or_path in its "
-            f"{_ADAPTER}, or merge it by hand: {_MERGE}"
-        )
-    return base
+    from peft import PeftConfig
+
+    return str(PeftConfig.from_pretrained(source).base_model_name_or_path)
 
 
 def _locate(source: str, hub: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -225,23 +169,6 @@ def _locate(source: str, hub: Mapping[str, Any] | None = None) -> tuple[str, dic
         owner, name, file = source.split("/", 2)
         path = Path(cached_file(f"{owner}/{name}", file, revision=options.get("revision"), token=options.get("token")))
     return str(path.parent), options | {"gguf_file": path.name}
-
-
-def _load_gguf_config(folder: str, options: Mapping[str, Any]) -> Any:
-    """A GGUF file's config. Raises ValueError for a file that transformers cannot read."""
-    from transformers import AutoConfig
-
-    reader = gguf_header()
-    # It visits all tensors and rejects unknown types.
-    try:
-        header = None if reader is None else reader.from_file(str(Path(folder) / options["gguf_file"]))
-        config = AutoConfig.from_pretrained(folder, **options)
-    except (struct.error, IndexError, OverflowError, MemoryError) as error:
-        raise ValueError(f"the file is cut off or damaged in its header: {error}") from error
-    if config.dtype is None:
-        # bf16 holds quantized blocks of at most 8 bits exactly.
-        config.dtype = getattr(header, "dtype", None) or torch.bfloat16
-    return config
 
 
 def _as_plain(model: PreTrainedModel) -> PreTrainedModel:
@@ -277,11 +204,13 @@ def load_config(source: str, hub: Mapping[str, Any] | None = None) -> Any:
 
     try:
         folder, options = _locate(_base_of(source), hub)
-        if _is_gguf(source):
-            return _load_gguf_config(folder, options)
-        return AutoConfig.from_pretrained(folder, **options)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        config = AutoConfig.from_pretrained(folder, **options)
+    except (*_UNREADABLE, struct.error, OverflowError, MemoryError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"cannot read the model configuration of {source!r}: {error}") from error
+    if _is_gguf(source) and config.dtype is None:
+        # bf16 holds quantized blocks of at most 8 bits exactly.
+        config.dtype = torch.bfloat16
+    return config
 
 
 def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
@@ -294,7 +223,7 @@ def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
             # A tokenizer file beside a GGUF file loads at once; the GGUF's own takes seconds.
             options.pop("gguf_file", None)
         return AutoTokenizer.from_pretrained(folder, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except _UNREADABLE as error:
         raise ValueError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
@@ -342,7 +271,7 @@ def open_pair(
     draft: str | Path | None,
     load: LoadConfig,
     device: str | None,
-    prepack_linears: bool | None,
+    prepack_linears: bool,
     hub: HubConfig | None,
     device_map: DeviceMap | None,
     positions: Positions,
@@ -357,56 +286,13 @@ def open_pair(
     check_pair(*configs, positions)
     precisions = resolve_precisions(*configs, load, on)
     for role, source, precision in zip(_ROLES, sources, precisions, strict=True):
-        _check_quantizable_source(role, source, precision.name)
+        if _is_gguf(source) and precision.name in QUANTIZED:
+            raise ValueError(f"the {role} is a GGUF file, which loads in bf16 or fp32, not in {precision.name}")
     # A mapping uses the target's module names.
     maps = device_map, device_map if isinstance(device_map, str) else None
-    packs = _packs(precisions, on, prepack_linears, device_map, load.draft_step == "compiled")
+    # A layer that accelerate may move, or that is compiled, stays as it is.
+    can_pack = [prepack_linears and device_map is None and can_prepack(on, each.dtype) for each in precisions]
+    packs = can_pack[0], can_pack[1] and load.draft_step != "compiled"
     found = zip(sources, configs, precisions, map(hub.options, _ROLES), maps, packs, strict=True)
     models = (FoundModel(source, config, each, on, *others) for source, config, each, *others in found)
     return next(models), next(models)
-
-
-def _check_quantizable_source(role: str, source: str, name: str) -> None:
-    if name in QUANTIZED and _is_adapter(source):
-        raise ValueError(
-            f"the {role}'s adapter cannot be merged in {name}; merge it in bf16, save the model, and load that"
-        )
-    if name in QUANTIZED and _is_gguf(source):
-        raise ValueError(
-            f"the {role} is a GGUF file, whose weights are unpacked when it loads; {name} is for checkpoints of plain "
-            "weights, so leave its precision out, or have bf16 or fp32"
-        )
-
-
-def _packs(
-    precisions: tuple[Precision, Precision],
-    on: torch.device,
-    asked: bool | None,
-    device_map: DeviceMap | None,
-    is_draft_compiled: bool,
-) -> tuple[bool, bool]:
-    """Whether each model is prepacked: by default, where possible. Raises ValueError if requested but impossible."""
-    if asked and is_draft_compiled:
-        raise ValueError('draft_step="compiled" excludes prepack_linears=True; leave one of them out')
-    # A layer that accelerate may move must stay unchanged.
-    first, second = (asked is not False and device_map is None and can_prepack(on, each.dtype) for each in precisions)
-    if asked and not (first and second):
-        refused = precisions[1 if first else 0].name
-        place = f"on {on}" if device_map is None else "under a device_map"
-        raise ValueError(f"linear layers cannot be prepacked {place} in {refused}; leave prepack_linears out")
-    return first, second and not is_draft_compiled
-
-
-@contextmanager
-def _quiet_bars(source: str) -> Iterator[None]:
-    """Hide the progress bar of the embedded models, which load in milliseconds."""
-    from transformers.utils import logging as transformers_logging
-
-    is_hidden = Path(source).is_relative_to(ASSETS) and transformers_logging.is_progress_bar_enabled()
-    if is_hidden:
-        transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if is_hidden:
-            transformers_logging.enable_progress_bar()

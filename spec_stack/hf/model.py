@@ -203,34 +203,18 @@ class CachedModel:
             for first, last in pairwise([0, *ends]):
                 self._run(token_ids[first:last], positions[first:last], 1, window, num_sinks, last_layer)
 
-    def run_ahead(
-        self, token_ids: Sequence[int], positions: Sequence[int], max_tokens: int
-    ) -> list[list[float]] | None:
-        """Feed tokens, and draft max_tokens of the likeliest after them without reading one before the last, which is
-        not fed: `draft_statistics` of each, or None, with nothing fed, where fixed shapes are not possible."""
-        fixed = None if self.num_to_recompute else self._open_fixed(len(token_ids), max_tokens - 1)
-        if fixed is None:
-            return None
-        token_ids, positions = self._take(token_ids, positions, 1)
-        with torch.inference_mode():
-            drafted = fixed.run_ahead(token_ids, self._numbered(positions), len(self.positions), max_tokens)
-        if drafted is not None:
-            self.token_ids += [*token_ids, *(int(token_id) for _, _, token_id in drafted[:-1])]
-            self.positions += [*positions, *range(positions[-1] + 1, positions[-1] + max_tokens)]
-        return drafted
-
     def _numbered(self, positions: Sequence[int]) -> Sequence[int]:
         """The positions that the model gets for those of the next tokens."""
         return positions
 
-    def _open_fixed(self, num_tokens: int, num_more: int = 0) -> FixedCache | None:
-        """The bucket for a fixed forward of num_tokens and num_more of one token; None where they have to be eager."""
+    def _open_fixed(self, num_tokens: int) -> FixedCache | None:
+        """The bucket for a fixed forward of num_tokens; None where it has to be eager."""
         if self._step is None or self._step.why_eager or num_tokens > WIDTHS[-1] or not self.positions:
             return None
         # A fixed forward masks by slot, and recalled tokens by position.
         if self.on_piece is not None or is_capturing() or self._recalled_end > len(self.positions):
             return None
-        num_slots = len(self.positions) + padded(num_tokens) + num_more
+        num_slots = len(self.positions) + padded(num_tokens)
         if self._fixed is None or not self._is_ahead or num_slots > self._fixed.num_slots:
             with torch.inference_mode():
                 keys, values = model_cache.reserve(self._cache, num_slots)

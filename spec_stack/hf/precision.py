@@ -29,8 +29,6 @@ and a single token round differently. Twice the largest difference on the embedd
 because bitsandbytes' CPU kernel multiplies in it."""
 _QUANTIZED_ON = ("cpu", "cuda")
 _PACKAGES = ("bitsandbytes", "accelerate")
-# Row and column multiple of bitsandbytes' nf4 kernel for AVX512-BF16 CPUs.
-_CPU_TILE = (32, 64)
 # Number of weights above which a CPU keeps stored bf16; below it bf16 gains nothing and fp32 is more accurate.
 _LEAST_BF16_WEIGHTS = 50_000_000
 
@@ -92,7 +90,7 @@ def _default_precision(config: Any, device: torch.device) -> str:
     stored = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
     if stored != torch.bfloat16 or not has_bf16_instructions():
         return "fp32"
-    return "bf16" if _count_weights(config)[2] >= _LEAST_BF16_WEIGHTS else "fp32"
+    return "bf16" if num_weights(config) >= _LEAST_BF16_WEIGHTS else "fp32"
 
 
 def _resolve(role: str, asked: str, default: str | None, config: Any, device: torch.device) -> Precision:
@@ -105,13 +103,13 @@ def _resolve(role: str, asked: str, default: str | None, config: Any, device: to
                 f"an unquantized one to have {asked}"
             )
         if stored in QUANTIZED:
-            _check_bitsandbytes(role, stored, config, device)
+            _check_bitsandbytes(role, stored, device)
         dtype = getattr(config, "dtype", None)
         floats = dtype if isinstance(dtype, torch.dtype) else unquantized_dtype(stored, device)
         return Precision(stored, floats, is_stored=True)
     name = (default or _default_precision(config, device)) if asked == "auto" else asked
     if name in QUANTIZED:
-        _check_bitsandbytes(role, name, config, device)
+        _check_bitsandbytes(role, name, device)
         _check_quantizable(role, name, config)
     return Precision(name, unquantized_dtype(name, device))
 
@@ -120,7 +118,7 @@ def missing_packages(names: Sequence[str]) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
-def _check_bitsandbytes(role: str, name: str, config: Any, device: torch.device) -> None:
+def _check_bitsandbytes(role: str, name: str, device: torch.device) -> None:
     if device.type not in _QUANTIZED_ON:
         raise ValueError(
             f"{name} for the {role} works on {' and '.join(_QUANTIZED_ON)}, not on {device.type!r}; use bf16 there"
@@ -128,20 +126,6 @@ def _check_bitsandbytes(role: str, name: str, config: Any, device: torch.device)
     if missing := missing_packages(_PACKAGES):
         raise ValueError(
             f"{name} for the {role} needs {' and '.join(missing)}, not installed here: {how_to_install('quantized')}"
-        )
-    if name == "nf4" and device.type == "cpu":
-        _check_tiles(role, config)
-
-
-def _check_tiles(role: str, config: Any) -> None:
-    from bitsandbytes.functional import has_avx512bf16
-
-    shapes = [tuple(layer.weight.shape) for layer in _quantizable(skeleton(config))]
-    odd = [shape for shape in shapes if shape[0] % _CPU_TILE[0] or shape[1] % _CPU_TILE[1]]
-    if odd and has_avx512bf16():
-        raise ValueError(
-            f"the {role} cannot be had in nf4 on this CPU: bitsandbytes' kernel wants weights of multiples of "
-            f"{_CPU_TILE[0]} by {_CPU_TILE[1]}, and it has one of {odd[0][0]} by {odd[0][1]}; use int8 or bf16"
         )
 
 
@@ -180,22 +164,14 @@ def skeleton(config: Any) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(plain)
 
 
-def _embeddings(model: PreTrainedModel) -> set[nn.Parameter]:
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return {weight for end in ends if end is not None for weight in end.parameters()}
-
-
-def _quantizable(model: PreTrainedModel) -> list[nn.Linear]:
-    embedded = _embeddings(model)
-    return [module for module in model.modules() if type(module) is nn.Linear and module.weight not in embedded]
-
-
 def _count_weights(config: Any) -> tuple[int, int, int]:
     """Weights in quantizable linear layers, in embeddings and the last layer, and in total; tied weights count once."""
     model = skeleton(config)
-    groups = {layer.weight for layer in _quantizable(model)}, _embeddings(model), set(model.parameters())
-    linear, embedded, total = (sum(weight.numel() for weight in group) for group in groups)
-    return linear, embedded, total
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedded = {weight for end in ends if end is not None for weight in end.parameters()}
+    linear = {module.weight for module in model.modules() if type(module) is nn.Linear} - embedded
+    counts = [sum(weight.numel() for weight in group) for group in (linear, embedded, model.parameters())]
+    return counts[0], counts[1], counts[2]
 
 
 def precision_of(model: PreTrainedModel) -> str:

@@ -1,18 +1,14 @@
 """Logits processors under speculation: transformers' own for the sampling options, those of a checkpoint's generation
 config, and any callable over (input_ids, scores). The target's rows use a request's processors in plain generation's
-order, the draft's rows copies made in every step."""
+order, the draft's rows the stateless ones alone."""
 
 from __future__ import annotations
 
-import copy
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import fields, replace
-from functools import partial
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import (
@@ -32,10 +28,7 @@ from transformers.generation.logits_process import (
 from spec_stack.config import SamplingParams
 from spec_stack.hf.structured import Grammar
 
-logger = logging.getLogger(__name__)
-
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Called = TypeVar("Called", bound=Callable[..., Any])
 
 # Stateless processors and criteria of transformers.
 _STATELESS = re.compile(
@@ -148,36 +141,6 @@ def ignored_sampling(generation_config: Any, params: SamplingParams) -> str:
     return ", ".join(["do_sample=True", *found] if samples else found)
 
 
-class CannotCopyError(Exception):
-    """A processor with state that cannot be copied; the message gives the reason."""
-
-
-def copy_processor(processor: Called) -> Called:
-    """A copy of a processor or criterion in the same state: shared if stateless, by its `copy()`, or a deep copy.
-    Raises CannotCopyError for closures, objects that hold a model, and failed copies."""
-    if keeps_nothing(processor):
-        return processor
-    function = processor.func if isinstance(processor, partial) else processor
-    if isinstance(function, FunctionType) and function.__closure__ is not None:
-        raise CannotCopyError("a function that closes over variables")
-    if isinstance(processor, FunctionType):
-        return processor
-    own_copy = getattr(processor, "copy", None)
-    if not callable(own_copy) and _holds_model(processor):
-        raise CannotCopyError("it holds a model")
-    try:
-        copied: Called = own_copy() if callable(own_copy) else copy.deepcopy(processor)
-    except CannotCopyError:
-        raise
-    except Exception as error:
-        # A custom copy may raise anything, and the target's rows do not need it.
-        logger.debug("copying %s failed", name_of(processor), exc_info=True)
-        raise CannotCopyError(f"{type(error).__name__}: {error}") from error
-    if copied is processor or not callable(copied):
-        raise CannotCopyError("its copy is no other processor")
-    return copied
-
-
 def keeps_nothing(processor: object) -> bool:
     """Whether it is a stateless processor or criterion of transformers, or says that it is one."""
     kind = type(processor)
@@ -186,12 +149,9 @@ def keeps_nothing(processor: object) -> bool:
     return kind.__module__.startswith("transformers.generation.") and bool(_STATELESS.fullmatch(kind.__name__))
 
 
-def _holds_model(processor: object) -> bool:
-    """Whether a deep copy would copy a model's weights in every step."""
-    holders = [processor, getattr(processor, "__self__", None), getattr(processor, "func", None)]
-    values = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
-    values += [*getattr(processor, "args", ()), *(getattr(processor, "keywords", None) or {}).values()]
-    return any(isinstance(value, torch.nn.Module) for value in [*holders, *values])
+def is_shareable(processor: object) -> bool:
+    """Whether the draft and other samples can call it too: a stateless one, or a function without a closure."""
+    return keeps_nothing(processor) or (isinstance(processor, FunctionType) and processor.__closure__ is None)
 
 
 def name_of(processor: object) -> str:
@@ -246,30 +206,19 @@ class ProcessedRows:
         return self._ids
 
     def fork_for_draft(self) -> ProcessedRows:
-        copied = []
-        for processor in self._processors:
-            # The draft proposes without one that cannot be copied; verification applies it.
-            with suppress(CannotCopyError):
-                copied.append(copy_processor(processor))
-        other = ProcessedRows(copied, self._grammar.fork() if self._grammar is not None else None)
+        # Verification applies those that may keep state.
+        shared = [processor for processor in self._processors if is_shareable(processor)]
+        other = ProcessedRows(shared, self._grammar.fork() if self._grammar is not None else None)
         other._ids = self._ids
         return other
 
-    def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
-        return self._grammar.forced_token(prefix_ids) if self._grammar is not None else None
 
-
-def uncopied_note(processors: Iterable[Processor]) -> str:
+def skipped_note(processors: Iterable[Processor]) -> str:
     """A note naming processors that the draft skips, and the fix; empty without any."""
-    found = []
-    for processor in processors:
-        try:
-            copy_processor(processor)
-        except CannotCopyError as error:
-            found.append(f"{name_of(processor)} ({error})")
+    found = [name_of(processor) for processor in processors if not is_shareable(processor)]
     if not found:
         return ""
     return (
-        f"the draft guesses without the logits processors {', '.join(found)}, which cannot be copied: give them a "
-        "method copy(), or a true attribute `stateless` where they keep nothing"
+        f"the draft guesses without the logits processors {', '.join(found)}, which may keep state: give them a true "
+        "attribute `stateless` where they keep nothing"
     )

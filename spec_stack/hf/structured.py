@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from importlib.util import find_spec
@@ -18,10 +18,8 @@ from spec_stack.hf.answer_parser import ForcedCall
 from spec_stack.hf.prompt import special_ids
 
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
-# Keywords of JSON schemas that hold schemas: by name, in a list, or one.
-_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "not")
+# Keywords of JSON schemas that hold values.
+_OF_VALUES = ("const", "enum", "default", "examples")
 # Content hints, e.g. of pydantic's types; any text matches.
 _HINTS = ("binary", "directory-path", "file-path", "password", "path")
 # Only json.dumps' whitespace: with free whitespace a small model may never end. It also equals the text of earlier
@@ -195,10 +193,13 @@ def _json_grammar(schema: str) -> dict[str, Any]:
 
 def _rewritten(schema: Any, closes: bool) -> Any:
     """An equal schema in the keywords that llguidance takes; objects have no keys but those that are named."""
+    if isinstance(schema, list):
+        return [_rewritten(part, closes) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    schema = _with_parts(schema, lambda part: _rewritten(part, closes))
-    for number in (schema.get("const"), *_as_list(schema.get("enum"))):
+    schema = {name: part if name in _OF_VALUES else _rewritten(part, closes) for name, part in schema.items()}
+    values = schema.get("enum")
+    for number in (schema.get("const"), *(values if isinstance(values, list) else ())):
         if isinstance(number, int) and abs(number) >= 1 << 63:
             raise ValueError(f"{number} has more than 64 bits; write it as a string")
     if schema.get("uniqueItems") is False:
@@ -213,10 +214,6 @@ def _rewritten(schema: Any, closes: bool) -> Any:
     return schema
 
 
-def _as_list(values: Any) -> list[Any]:
-    return values if isinstance(values, list) else []
-
-
 def _composes(schema: Any) -> bool:
     """Whether an object takes its keys from several schemas, anywhere in a schema."""
     if isinstance(schema, list):
@@ -224,39 +221,15 @@ def _composes(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     is_composed = "properties" in schema and not {"$ref", "anyOf", "oneOf"}.isdisjoint(schema)
-    return is_composed or "allOf" in schema or any(map(_composes, _parts(schema)))
-
-
-def _parts(schema: dict[str, Any]) -> Iterator[Any]:
-    """The subschemas of a schema, and lists of some."""
-    for name in _OF_SCHEMAS:
-        if isinstance(schema.get(name), dict):
-            yield from schema[name].values()
-    for name in (*_LISTS, *_SINGLE):
-        yield schema.get(name)
-
-
-def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A copy of a schema with changed subschemas."""
-    schema = dict(schema)
-    for name in _OF_SCHEMAS:
-        if isinstance(schema.get(name), dict):
-            schema[name] = {key: change(part) for key, part in schema[name].items()}
-    for name in _LISTS:
-        if isinstance(schema.get(name), list):
-            schema[name] = [change(part) for part in schema[name]]
-    for name in _SINGLE:
-        if name in schema:
-            schema[name] = change(schema[name])
-    return schema
+    return is_composed or "allOf" in schema or any(map(_composes, schema.values()))
 
 
 def _names_all_keys(schema: dict[str, Any]) -> bool:
     """Whether an object that has only the named properties can match."""
-    named = schema.get("properties")
-    if not isinstance(named, dict) or not {"additionalProperties", "patternProperties"}.isdisjoint(schema):
+    named, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(named, dict) or not isinstance(required, list) or not set(required) <= set(named):
         return False
-    return set(schema.get("required", ())) <= set(named) and schema.get("minProperties", 0) <= len(named)
+    return {"additionalProperties", "patternProperties", "minProperties"}.isdisjoint(schema)
 
 
 class Grammar:
@@ -283,12 +256,6 @@ class Grammar:
             hidden = ~torch.from_numpy(self._allowed[: scores.shape[1]])
             scores.masked_fill_(hidden.to(scores.device), -torch.inf)
         return scores
-
-    def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
-        """The only allowed next token, if there is exactly one."""
-        if not self._advance(prefix_ids) or np.count_nonzero(self._allowed) != 1:
-            return None
-        return int(self._allowed.argmax())
 
     def _advance(self, prefix_ids: Sequence[int]) -> bool:
         """Accept unseen tokens and update the allowed set; False after the end of the text."""

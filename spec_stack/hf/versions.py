@@ -40,15 +40,6 @@ def state_refusal() -> str:
     return f"transformers {version('transformers')} keeps the state of its layers in an older way; install 5.24"
 
 
-def gguf_header() -> Any:
-    """The class that reads a GGUF file's header; None under an older transformers."""
-    try:
-        from transformers.integrations.gguf.reader import GgufHeader
-    except ImportError:
-        return None
-    return GgufHeader
-
-
 def gguf_options(config: Any) -> dict[str, Any]:
     """Options of `from_pretrained` that unpack a GGUF file with this config; an older transformers always unpacks."""
     try:

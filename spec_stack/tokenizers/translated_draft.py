@@ -20,9 +20,6 @@ class TranslatedDraft:
     its own pieces, so that rollbacks never split one. Prompt "hello", target `hell|o`, draft `he|llo`: `_ends` is
     [1, 2]; a generated `world`, draft `wor|ld`, makes it [1, 2, 4]."""
 
-    # Each drafted token is seen before the next.
-    run_ahead = None
-
     def __init__(self, draft: CachedModel, translation: Translation, tokenization: DraftTokenization) -> None:
         self._draft = draft
         self._translation = translation

@@ -19,8 +19,7 @@ class Translation:
 
     def __init__(self, target: Any, draft: Any, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._target, self._draft = target, draft
-        self._bytes_of = Pieces(target).bytes_of
+        self._target, self._bos_id, self._draft = Pieces(target), target.bos_token_id, draft
         self._draft_ids = {
             text: token_id for text, token_id in by_bytes(draft).items() if token_id < vocabulary.num_draft
         }
@@ -44,7 +43,7 @@ class Translation:
         """At least one draft token for a target token, longest match first. An id without text counts as a space."""
         pieces = self._pieces.get(target_id)
         if pieces is None:
-            pieces = self._pieces[target_id] = self._split(self._bytes_of(target_id)) or self._split(b" ") or [0]
+            pieces = self._pieces[target_id] = self._split(self._target.bytes_of(target_id)) or self._split(b" ") or [0]
         return pieces
 
     def _split(self, text: bytes) -> list[int]:
@@ -59,52 +58,20 @@ class Translation:
         return pieces
 
     def tokenize(self, prompt_ids: Sequence[int]) -> DraftTokenization:
-        """The prompt's text in the draft's tokenization. Ids that differ from the target's own (a generated answer) are
-        aligned by bytes. Raises ValueError if that fails too (e.g. an incomplete last character)."""
-        skipped = self._leading_bos(prompt_ids)
+        """The prompt's text in the draft's tokenization. Raises ValueError if the draft cannot take it."""
+        skipped = int(len(prompt_ids) > 1 and prompt_ids[0] == self._bos_id)
+        target_ids = prompt_ids[skipped:]
+        texts = self._target.of(target_ids)
+        spans: list[tuple[int, int]] = []
+        for token_id, stop, text in zip(target_ids, accumulate(map(len, texts)), texts, strict=True):
+            # A token that begins a character shares it with the one that ends it.
+            is_begun = not text and self._target.bytes_of(token_id)
+            spans.append((stop - len(text), stop + 1 if is_begun else stop))
         # At the start of the text the draft's tokenizer adds its own special tokens.
-        text = self._target.decode(prompt_ids[skipped:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        target = self._target(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        target_spans = list(target.offset_mapping)
-        if list(target.input_ids) != list(prompt_ids[skipped:]):
-            target_spans = self._spans_by_bytes(prompt_ids[skipped:], text)
-        draft = self._draft(text, return_offsets_mapping=True, verbose=False)
-        draft_ids, spans = list(draft.input_ids), [tuple(span) for span in draft.offset_mapping]
-        if draft_ids and draft_ids[-1] == self._draft.eos_token_id and spans[-1][0] == spans[-1][1]:
-            del draft_ids[-1], spans[-1]
+        draft = self._draft("".join(texts), return_offsets_mapping=True, verbose=False)
+        draft_ids, draft_spans = list(draft.input_ids), [tuple(span) for span in draft.offset_mapping]
+        if draft_ids and draft_ids[-1] == self._draft.eos_token_id and draft_spans[-1][0] == draft_spans[-1][1]:
+            del draft_ids[-1], draft_spans[-1]
         if not draft_ids or max(draft_ids) >= self.vocabulary.num_draft:
-            raise ValueError(
-                "the draft's tokenizer gives no tokens for the prompt, or some that the draft has no row for"
-            )
-        return DraftTokenization(draft_ids, overlaps([(0, 0)] * skipped + target_spans, spans))
-
-    def _spans_by_bytes(self, target_ids: Sequence[int], text: str) -> list[tuple[int, int]]:
-        """Half-open character spans that share a byte with each token. Raises ValueError for other bytes."""
-        pieces = [self._bytes_of(target_id) for target_id in target_ids]
-        if b"".join(pieces) != text.encode():
-            raise ValueError("the prompt's tokens are not those that the target's tokenizer gives for their text")
-        # The character index of each byte.
-        owner = [index for index, character in enumerate(text) for _ in character.encode()]
-        stops = list(accumulate(map(len, pieces)))
-        return [
-            (owner[stop - len(piece)], owner[stop - 1] + 1) if piece else (0, 0)
-            for piece, stop in zip(pieces, stops, strict=True)
-        ]
-
-    def tokenize_by_token(self, prompt_ids: Sequence[int]) -> DraftTokenization:
-        """The prompt translated token by token, split at target token borders."""
-        skipped = self._leading_bos(prompt_ids)
-        draft_ids = [
-            token_id
-            for token_id in self._draft("").input_ids
-            if token_id != self._draft.eos_token_id and token_id < self.vocabulary.num_draft
-        ]
-        ranges = [(len(draft_ids), len(draft_ids))] * skipped
-        for target_id in prompt_ids[skipped:]:
-            start = len(draft_ids)
-            draft_ids += self.pieces(target_id)
-            ranges.append((start, len(draft_ids)))
-        return DraftTokenization(draft_ids, ranges)
-
-    def _leading_bos(self, prompt_ids: Sequence[int]) -> int:
-        return int(len(prompt_ids) > 1 and prompt_ids[0] == self._target.bos_token_id)
+            raise ValueError("its tokenizer gives no tokens for the prompt, or some that the draft has no row for")
+        return DraftTokenization(draft_ids, overlaps([(0, 0)] * skipped + spans, draft_spans))

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -27,21 +26,15 @@ class Vocabulary:
     num_tokens: int = 0
     common: Mapping[int, int] = field(default_factory=dict)
 
-    @cached_property
-    def can_propose(self) -> bool:
-        """Whether the draft shares a token with the target."""
-        return self.relation != "other" or bool(self.common)
-
     @property
     def prefill_note(self) -> str:
         if self.relation != "other":
             return "the draft scores the target's tokens"
-        look_ahead = "" if self.can_propose else ", without look-ahead"
-        return f"the draft scores the prompt in its own tokens, mapped to the target's by characters{look_ahead}"
+        return "the draft scores the prompt in its own tokens, mapped to the target's by characters"
 
-    @cached_property
+    @property
     def decode_reason(self) -> str:
-        """The state of drafting and its reason; starts with on or off."""
+        """How the draft's tokens relate to the target's."""
         if self.relation == "same":
             return "on: target and draft share a tokenizer"
         if self.relation == "padded":
@@ -49,17 +42,15 @@ class Vocabulary:
                 "on: target and draft share a tokenizer; their logits differ in width "
                 f"({self.num_target} and {self.num_draft}), and ids that only one of them has are never proposed"
             )
-        if self.can_propose:
-            return (
-                f"on: other tokenizer; the draft proposes the {len(self.common)} tokens "
-                f"({len(self.common) / self.num_tokens:.0%} of the target's) that both have"
-            )
-        return "off: other tokenizer, with no token in common, so gamma is 0"
+        return (
+            f"on: other tokenizer; the draft proposes the {len(self.common)} tokens "
+            f"({len(self.common) / self.num_tokens:.0%} of the target's) that both have"
+        )
 
 
 def compare(target: Any, draft: Any, num_target: int, num_draft: int) -> Vocabulary:
     """Classify a pair by its tokenizers, which are equal up to added tokens, and logits widths. Raises ValueError for
-    different widths without tokenizers, and for different tokenizers without character offsets."""
+    different widths without tokenizers, and for different tokenizers without character offsets or common tokens."""
     if target is None or draft is None:
         if num_target != num_draft:
             raise ValueError(
@@ -81,6 +72,8 @@ def compare(target: Any, draft: Any, num_target: int, num_draft: int) -> Vocabul
         for target_id, draft_id in _common(target, draft).items()
         if target_id < num_target and draft_id < num_draft
     }
+    if not common:
+        raise ValueError("target and draft have different tokenizers without a common token; use another draft")
     return Vocabulary("other", num_target, num_draft, num_tokens, common)
 
 

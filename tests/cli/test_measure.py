@@ -190,7 +190,6 @@ def simulated(
         open_target=lambda chunk: view,
         tokenize_for_draft=lambda ids: (None, None),
         max_positions=(16384, 16384),
-        vocabulary=SimpleNamespace(can_propose=True),
     )
 
     def tokenize(text: str, **options: Any) -> Any:

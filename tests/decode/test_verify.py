@@ -49,9 +49,6 @@ class RecordedPrefixes:
     def fork_for_draft(self) -> RecordedPrefixes:
         return RecordedPrefixes()
 
-    def forced_token(self, prefix_ids: Sequence[int]) -> int | None:
-        return None
-
 
 def test_an_accepted_end_token_ends_the_verification_before_another_row_is_processed() -> None:
     shaper = RecordedPrefixes()

@@ -56,7 +56,6 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
     assert growing["draft"]["ran"].startswith("eager")
     static = cases["growing static"]
     assert (static["draft"]["ran"], static["target"]["ran"]) == ("static", "static")
-    assert static["draft"]["ahead_ms"] > 0
     assert static["target"]["verify_5_ms"] > 0
     for length in (256, 512):
         prefill = cases[f"prefill {length}"]

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 from spec_stack import SpecStackGenerator
 from spec_stack.cli.doctor import diagnose
 from spec_stack.config import LoadConfig
-from spec_stack.decode.propose import propose
-from spec_stack.decode.sampler import Sampler
 from spec_stack.hf import fixed_step
 from spec_stack.hf.attention import install
 from spec_stack.hf.cache import cache_parameter
@@ -38,7 +36,7 @@ for _model in SHARED.values():
 def pair_of_views(family: str = "llama") -> tuple[CachedModel, CachedModel]:
     """The same model, eager and in fixed shapes, after a sparse prefill."""
     model = SHARED[family]
-    step = FixedStep(model, "static", num_ids=VOCAB)
+    step = FixedStep(model, "static", is_draft=True)
     assert str(step) == "static"
     views = CachedModel(model, 4096), CachedModel(model, 4096, step=step)
     prompt, kept = random_prompt(460), range(0, 460, 2)
@@ -86,31 +84,10 @@ def test_a_fork_is_not_changed_by_what_its_origin_goes_on_with() -> None:
     torch.testing.assert_close(fork.forward([7], [461], 1), eager.forward([7], [461], 1), **TOLERANCE)
 
 
-@pytest.mark.parametrize("draft_lag", [1, 2, 3])
-def test_running_ahead_drafts_what_reading_every_token_drafts(draft_lag: int) -> None:
-    eager, fixed = pair_of_views()
-    text = [*[0] * 460, *random_prompt(draft_lag, seed=4)]
-    for num_drafted in (5, 1, 16):
-        single = propose(eager, text, num_drafted, Sampler(), ())
-        ahead = propose(fixed, text, num_drafted, Sampler(), (), run_ahead=fixed.run_ahead)
-        assert ahead.token_ids == single.token_ids
-        assert ahead.signals.confidence == pytest.approx(single.signals.confidence, abs=1e-4)
-        assert ahead.signals.entropy == pytest.approx(single.signals.entropy, abs=1e-3)
-        assert (fixed.token_ids, fixed.positions) == (eager.token_ids, eager.positions)
-        for view in (eager, fixed):
-            view.rollback(max(0, num_drafted - 2))
-        text += [*single.token_ids[: view.next_position - len(text)], 7]
-    end_id = single.token_ids[1]
-    assert (
-        propose(fixed, text, 6, Sampler(), {end_id}, run_ahead=fixed.run_ahead).token_ids[-1]
-        == (propose(eager, text, 6, Sampler(), {end_id}).token_ids[-1])
-    )
-
-
 def compiled_step(monkeypatch: pytest.MonkeyPatch, backend: Any) -> FixedStep:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
-    return FixedStep(SHARED["llama"], "compiled", num_ids=VOCAB)
+    return FixedStep(SHARED["llama"], "compiled", is_draft=True)
 
 
 def test_one_graph_without_a_break_serves_200_steps_over_the_borders_of_buckets(
@@ -193,23 +170,21 @@ def test_no_step_repeats_the_keys_of_heads_that_share_them(width: int) -> None:
     assert largest.num_numbers == keys[0].numel()
 
 
-def on_meta(num_ids: int | None) -> FixedCache:
+def on_meta() -> FixedCache:
     """A bucket on another device than the host's, without numbers."""
     model = make_model().to("meta")
     install(model)
     shape = 1, model.config.num_key_value_heads, 256, model.config.head_dim
     keys, values = ([torch.empty(shape, device="meta") for _ in model.model.layers] for _ in range(2))
-    return FixedCache(FixedStep(model, "static", num_ids), keys, values)
+    return FixedCache(FixedStep(model, "static"), keys, values)
 
 
 @pytest.mark.parametrize("num_tokens", others_nightly([1, 3, 16], usual=[3]))
-def test_nothing_waits_for_the_device_in_a_forward_or_between_drafted_tokens(num_tokens: int) -> None:
-    cache = on_meta(VOCAB)
+def test_nothing_waits_for_the_device_in_a_forward(num_tokens: int) -> None:
+    cache = on_meta()
     with blocking_copies() as copies, read_backs() as reads:
         cache.forward([5] * num_tokens, range(num_tokens), 100)
-        # The one read at the end has nothing to read on this device.
-        assert cache.run_ahead([5] * num_tokens, range(num_tokens), 100, 8) is None
-    assert (copies, reads) == ([], ["tolist"])
+    assert (copies, reads) == ([], [])
 
 
 class Replayed:
@@ -228,9 +203,7 @@ class Replayed:
         new = self._call()
         if self._result is None:
             self._result = new
-        for mine, theirs in zip(self._result, new, strict=True):
-            if mine is not None:
-                mine.copy_(theirs)
+        self._result.copy_(new)
         if self.operators is not None:
             self.operators.counts = True
         return self._result
@@ -241,7 +214,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> FixedStep:
     monkeypatch.setattr(fixed_step, "CapturedCall", Replayed)
     monkeypatch.setattr(Replayed, "num_made", 0)
     monkeypatch.setattr(Replayed, "operators", None)
-    step = FixedStep(SHARED["llama"], "static", num_ids=VOCAB)
+    step = FixedStep(SHARED["llama"], "static")
     step.is_captured = True
     return step
 
@@ -256,32 +229,26 @@ def test_captured_forwards_are_the_eager_ones_and_captured_once_a_width_and_buck
         positions = range(eager.next_position, eager.next_position + num_tokens)
         token_ids = random_prompt(num_tokens, seed=turn)
         kept.append((eager.forward(token_ids, positions, 1), replayed.forward(token_ids, positions, 1)))
-        drafted = replayed.run_ahead([7], [replayed.next_position], 4)
-        assert drafted is not None
-        replayed.rollback(4)
     # No later replay has changed them.
     for expected, got in kept:
         torch.testing.assert_close(got, expected, **TOLERANCE)
     assert Replayed.num_made == 2 * 2
 
 
-def test_a_captured_draft_token_is_one_launch_and_a_copy(captured: FixedStep) -> None:
+def test_a_captured_token_is_one_launch_and_the_copies_of_its_inputs_and_logits(captured: FixedStep) -> None:
     view = CachedModel(SHARED["llama"], 4096, step=captured)
     view.forward(random_prompt(20), range(20), 1)
-    for _ in range(3):
-        view.run_ahead([7], [20], 4)
-        view.rollback(4)
-    with Operators() as operators, read_backs() as reads:
+    for position in range(20, 23):
+        view.forward([7], [position], 1)
+    with Operators() as operators:
         Replayed.operators = operators
-        view.run_ahead([7], [20], 8)
-    # Beside the replays: the inputs and their copy, the statistics of each token, and all of them together.
-    assert len(operators.names) <= 2 * 8
-    assert reads == ["tolist"]
+        view.forward([7], [23], 1)
+    assert len(operators.names) <= 8
     eager = CachedModel(SHARED["llama"], 4096)
     eager.forward(random_prompt(20), range(20), 1)
     with Operators() as operators:
-        propose(eager, [*random_prompt(20), 7], 8, Sampler(), ())
-    assert len(operators.names) > 8 * 150
+        eager.forward([7], [20], 1)
+    assert len(operators.names) > 100
 
 
 def test_a_replay_that_differs_from_the_eager_forward_is_not_used(
@@ -289,8 +256,7 @@ def test_a_replay_that_differs_from_the_eager_forward_is_not_used(
 ) -> None:
     class Wrong(Replayed):
         def replay(self) -> Any:
-            logits, drawn = super().replay()
-            return logits + 1.0, drawn
+            return super().replay() + 1.0
 
     monkeypatch.setattr(fixed_step, "CapturedCall", Wrong)
     eager, wrong = CachedModel(SHARED["llama"], 4096), CachedModel(SHARED["llama"], 4096, step=captured)
@@ -302,21 +268,16 @@ def test_a_replay_that_differs_from_the_eager_forward_is_not_used(
     assert str(captured).startswith("eager (a replayed forward differs")
 
 
-@pytest.mark.parametrize(("policy", "reads_per_token"), [("fixed", 0), ("confidence", 1)])
-def test_a_step_reads_the_device_once_for_the_draft_and_once_for_the_verification(
-    policy: str, reads_per_token: int
-) -> None:
+def test_the_device_is_read_once_a_drafted_token_and_once_a_verification() -> None:
     models = make_model(seed=1), make_model(seed=2)
     generator = SpecStackGenerator(*models, draft_step="static")
-    options: dict[str, Any] = {"input_ids": random_prompt(40), "proposer": "model", "policy": policy, "max_tokens": 24}
+    options: dict[str, Any] = {"input_ids": random_prompt(40), "proposer": "model", "gamma": 4, "max_tokens": 24}
     expected = SpecStackGenerator(*models, draft_step="eager").generate(**options).token_ids
     with read_backs() as reads:
         result = generator.generate(**options)
     assert result.token_ids == expected
     assert result.metrics.num_proposed > 20
-    most = 2 * result.metrics.num_steps + reads_per_token * result.metrics.num_proposed
-    # The first step reads its tokens one by one: it feeds the prompt, too long for a fixed forward.
-    assert len(reads) <= most + 4
+    assert len(reads) <= result.metrics.num_steps + result.metrics.num_proposed + 4
 
 
 @pytest.mark.parametrize(
@@ -331,10 +292,10 @@ def test_a_step_reads_the_device_once_for_the_draft_and_once_for_the_verificatio
 )
 def test_what_has_no_fixed_shapes_stays_eager_and_says_why(kind: str, reason: str) -> None:
     on = torch.device("cuda")
-    told = why_eager(CONFIGS[kind], on, "auto", draws=True, is_quantized=False)
+    told = why_eager(CONFIGS[kind], on, "auto", is_draft=True, is_quantized=False)
     assert (reason in told) if reason else not told
-    assert "quantized" in why_eager(CONFIGS["Llama"], on, "auto", draws=True, is_quantized=True)
-    assert "as asked" in why_eager(CONFIGS["Llama"], on, "eager", draws=True, is_quantized=False)
+    assert "quantized" in why_eager(CONFIGS["Llama"], on, "auto", is_draft=True, is_quantized=True)
+    assert "as asked" in why_eager(CONFIGS["Llama"], on, "eager", is_draft=True, is_quantized=False)
 
 
 def test_a_cpu_is_eager_by_default_and_the_doctor_says_so() -> None:
@@ -351,8 +312,6 @@ def test_an_unknown_draft_step_is_refused_before_anything_is_loaded() -> None:
         LoadConfig(draft_step=unknown)
     with pytest.raises(ValueError, match="draft_step must be one of"):
         SpecStackGenerator.from_pretrained("/no/such/folder", "/no/such/folder", draft_step=unknown)
-    with pytest.raises(ValueError, match="excludes prepack_linears"):
-        SpecStackGenerator.from_pretrained(device="cpu", prepack_linears=True, draft_step="compiled")
 
 
 @pytest.mark.slow

@@ -91,20 +91,16 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
 ) -> None:
     odd = tmp_path / "odd.gguf"
     shutil.copy(files[0], odd)
-    set_first_type(odd, 39)
-    with pytest.raises(ValueError, match=r"holds tensors of ggml type 39, which is not supported yet.*Q8_0"):
+    set_first_type(odd, 99)
+    with pytest.raises(ValueError, match=r"99.* is not a valid GGMLQuantizationType"):
         ModelPair.load(odd, files[1], device="cpu")
     (tmp_path / "text.gguf").write_text("no model at all, but long enough to hold a header")
     with pytest.raises(ValueError, match="magic bytes"):
         ModelPair.load(tmp_path / "text.gguf", files[1], device="cpu")
-    part = tmp_path / "big-00001-of-00002.gguf"
-    part.touch()
-    with pytest.raises(ValueError, match="one part of several"):
-        ModelPair.load(part, files[1], device="cpu")
-    with pytest.raises(ValueError, match="is a GGUF file, whose weights are unpacked"):
+    with pytest.raises(ValueError, match="is a GGUF file, which loads in bf16 or fp32"):
         ModelPair.load(*files[:2], precision="int8", device="cpu")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"needs gguf, .*\[gguf\]"):
+    with pytest.raises(ValueError, match=r"needs gguf: .*\[gguf\]"):
         ModelPair.load(*files[:2], device="cpu")
 
 

@@ -196,7 +196,7 @@ def test_models_of_pydantic_are_taken() -> None:
         # A tool without arguments is called with none, and others have the named ones.
         ({"type": "object", "properties": {}}, '{"a": 1}'),
         ({"type": "object", "properties": {"a": {"properties": {"b": {}}}}}, '{"a": {"c": 1}}'),
-        ({"properties": {"allOf": {}}, "default": {"allOf": 1}}, '{"a": 1}'),
+        ({"properties": {"properties": {}, "required": {}, "format": {}}, "default": {"format": "path"}}, '{"a": 1}'),
         ({"type": "string", "maxLength": 9}, '"a\tb"'),
         ({"type": "string", "pattern": "^.*$"}, '"a"b"'),
         ({"type": "string", "format": "email"}, '"\\"\\z\\"@a"'),

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
-    Gemma2Config,
     Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
     LlamaConfig,
     Mamba2Config,
     NemotronHConfig,
@@ -73,10 +69,10 @@ def test_precision_sets_the_dtype_of_both_models(precision: str, dtype: torch.dt
         ({"target": "owner/not-cached", "draft": "owner/not-cached"}, "cannot read the model configuration"),
         ({"target": str(ASSETS / "target")}, "no draft given"),
         ({"draft": str(ASSETS / "draft")}, "no target given"),
-        ({"target": str(ASSETS), "draft": str(ASSETS)}, "no config.json"),
+        ({"target": str(ASSETS), "draft": str(ASSETS)}, "cannot read the model configuration"),
         ({"precision": "int3"}, "unknown precision 'int3'"),
         ({"policy": "clever"}, "unknown policy"),
-        ({"device": "abacus"}, "unknown device"),
+        ({"device": "abacus"}, "cannot be used here"),
     ],
 )
 def test_a_bad_argument_is_a_value_error_that_says_so(options: dict[str, str], message: str) -> None:
@@ -86,7 +82,7 @@ def test_a_bad_argument_is_a_value_error_that_says_so(options: dict[str, str], m
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
 def test_cuda_without_a_card_is_refused() -> None:
-    with pytest.raises(ValueError, match="sees 0 CUDA devices"):
+    with pytest.raises(ValueError, match="'cuda' cannot be used here"):
         ModelPair.load(device="cuda")
 
 
@@ -118,20 +114,12 @@ def edit(file: Path, **values: object) -> None:
 
 
 @pytest.mark.parametrize("role", [0, 1])
-@pytest.mark.parametrize(
-    ("values", "weight"),
-    [
-        ({"intermediate_size": 520}, "down_proj"),
-        ({"vocab_size": 4160}, "embed_tokens"),
-        ({"num_key_value_heads": 1}, "k_proj"),
-        ({"hidden_size": 64}, "embed_tokens"),
-    ],
-)
-def test_weights_of_another_shape_than_configured_are_named(
-    folders: tuple[Path, Path], values: dict[str, int], weight: str, role: int
+@pytest.mark.parametrize("values", [{"intermediate_size": 520}, {"vocab_size": 4160}, {"num_key_value_heads": 1}])
+def test_weights_of_another_shape_than_configured_are_refused(
+    folders: tuple[Path, Path], values: dict[str, int], role: int
 ) -> None:
     edit(folders[role] / "config.json", **values)
-    with pytest.raises(ValueError, match=f"differ in shape from its configuration: .*{weight}"):
+    with pytest.raises(ValueError, match="cannot load the weights"):
         ModelPair.load(*folders, device="cpu")
 
 
@@ -158,7 +146,7 @@ def test_ends_of_a_text_that_are_no_token_ids_are_refused(folders: tuple[Path, P
 def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF\3\0")
-    with pytest.raises(ValueError, match=r"cut off or damaged|cannot read the model configuration"):
+    with pytest.raises(ValueError, match="cannot read the model configuration"):
         ModelPair.load(file, file, device="cpu")
 
 
@@ -190,14 +178,10 @@ def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_to
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BloomConfig(), "ALiBi"),
-        (Mamba2Config(), "no attention layers"),
+        (BloomConfig(), "not among those"),
         (LlamaConfig(rope_parameters=DYNAMIC), "dynamic"),
         (Gemma3TextConfig(rope_parameters=dict.fromkeys(["full_attention", "sliding_attention"], DYNAMIC)), "dynamic"),
         (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
-        (Gemma2Config(), "soft-capped"),
-        (GPT2Config(), "learned table"),
-        (GPTNeoXConfig(), "not among those"),
         (
             NemotronHConfig(hybrid_override_pattern="M-"),
             OLD_STATES if HAS_OLD_STATES else "0 attention layers; scoring",
@@ -230,7 +214,7 @@ def test_the_doctor_reports_a_healthy_and_a_broken_pair(folders: tuple[Path, Pat
     assert healthy["vocabulary"]["tokenizer"] == "same"
     path = folders[1] / "config.json"
     path.write_text(Mamba2Config().to_json_string())
-    assert "no attention layers" in diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")["problem"]
+    assert "not among those" in diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")["problem"]
     assert "unknown precision" in diagnose(None, None, "int3", "cpu")["problem"]
 
 
@@ -271,11 +255,9 @@ def test_a_device_map_goes_to_transformers_and_nothing_is_prepacked(device_map: 
     )
 
 
-def test_a_device_map_beside_a_device_or_prepacking_is_refused() -> None:
+def test_a_device_map_beside_a_device_is_refused() -> None:
     with pytest.raises(ValueError, match="device or device_map"):
         SpecStackGenerator.from_pretrained(device="cpu", device_map="auto")
-    with pytest.raises(ValueError, match="under a device_map"):
-        SpecStackGenerator.from_pretrained(device_map="cpu", prepack_linears=True)
 
 
 def test_hub_options_reach_transformers_by_role() -> None:
@@ -329,33 +311,12 @@ def test_an_adapters_folder_is_its_base_with_the_adapter_merged(folders: tuple[P
     assert generator.generate("def main():", max_tokens=16, ignore_eos=True).token_ids[: len(adapted)] == adapted
 
 
-def test_an_adapter_that_cannot_be_merged_is_refused(
-    folders: tuple[Path, Path], adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if can_quantize():
-        with pytest.raises(ValueError, match="cannot be merged in int8"):
-            SpecStackGenerator.from_pretrained(adapter, folders[1], device="cpu", precision="int8")
+def test_an_adapter_that_cannot_be_read_is_refused(folders: tuple[Path, Path], adapter: Path) -> None:
     config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
-    with pytest.raises(ValueError, match="names no base_model_name_or_path"):
-        ModelPair.load(adapter, folders[1])
-    (adapter / "adapter_config.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot read the base model"):
-        ModelPair.load(adapter, folders[1])
-    monkeypatch.setattr("spec_stack.hf.precision.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="merge_and_unload"):
-        ModelPair.load(adapter, folders[1])
-
-
-def can_quantize() -> bool:
-    return all(find_spec(name) is not None for name in ("bitsandbytes", "accelerate"))
-
-
-def test_a_folder_of_gguf_files_is_refused_with_the_way_to_go(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "gguf").mkdir()
-    (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"name the one that is meant, .*model.gguf"):
-        ModelPair.load(tmp_path / "gguf", folders[1])
+    for text in (json.dumps(config | {"base_model_name_or_path": None}), "{"):
+        (adapter / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match="cannot read the model configuration"):
+            ModelPair.load(adapter, folders[1])
 
 
 def test_a_file_in_place_of_a_folder_is_refused_with_the_way_to_go(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -369,10 +330,9 @@ def test_a_file_in_place_of_a_folder_is_refused_with_the_way_to_go(folders: tupl
             ModelPair.load(tmp_path / name, folders[1])
 
 
-def test_an_adapter_whose_base_is_not_here_names_it_and_the_way_to_go(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_whose_base_is_not_here_names_it(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
     text = json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "gone")})
     (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"gone that the adapter .* names is not here"):
+    with pytest.raises(ValueError, match=r"cannot read the model configuration.*gone"):
         ModelPair.load(tmp_path, folders[1])

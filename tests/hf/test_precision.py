@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bitsandbytes.functional import has_avx512bf16
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -255,14 +254,6 @@ def test_windows_and_hybrids_run_in_int8(name: str, tmp_path: Path) -> None:
     assert (result.metrics.precision, result.metrics.draft_precision) == ("int8", "fp32")
     assert len(result.token_ids) == 12
     assert result.metrics.num_accepted > 0
-
-
-@pytest.mark.skipif(not has_avx512bf16(), reason="this CPU's nf4 kernel takes any shape")
-def test_a_model_whose_shapes_the_cpu_kernel_refuses_is_refused_first() -> None:
-    config = FAMILIES["llama"]
-    with pytest.raises(ValueError, match="multiples of 32 by 64, and it has one of 64 by 32; use int8"):
-        resolve_precisions(config, config, LoadConfig("nf4"), CPU)
-    resolve_precisions(config, config, LoadConfig("int8"), CPU)
 
 
 @pytest.mark.parametrize("options", [{"precision": "int3"}, {"draft_precision": "fp64"}])

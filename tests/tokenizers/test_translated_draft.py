@@ -162,13 +162,12 @@ def masked(logits: torch.Tensor, translation: Translation) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize("aligned", [False, True])
-def test_after_any_reading_and_rollback_the_logits_are_those_of_a_fresh_draft(aligned: bool, bos: bool) -> None:
+def test_after_any_reading_and_rollback_the_logits_are_those_of_a_fresh_draft(bos: bool) -> None:
     translation, model = make_translation(bos), make_model(seed=2, vocab=12)
     install(model)
     tokenizer = make_tokenizer(TARGET_TOKENS, "<t>", bos=bos)
     prompt = tokenizer(text_of(50)).input_ids
-    tokenization = translation.tokenize(prompt) if aligned else translation.tokenize_by_token(prompt)
+    tokenization = translation.tokenize(prompt)
     draft = TranslatedDraft(CachedModel(model, 4096), translation, tokenization)
     draft.forward(prompt[:-1], range(len(prompt) - 1), 1)
     rng, later = random.Random(0), [prompt[-1]]
@@ -305,13 +304,16 @@ def test_ids_that_are_not_what_the_tokenizer_gives_are_scored_by_their_character
     assert result.token_ids == plain.token_ids
 
 
-def test_half_a_character_is_prefilled_densely(retokenized: Path) -> None:
+def test_tokens_that_share_a_character_share_its_draft_tokens(retokenized: Path) -> None:
     generator = SpecStackGenerator.from_pretrained(ASSETS / "target", retokenized, device="cpu", precision="fp32")
     whole = generator.tokenizer("naïve café ☕ " * 40 + "☕").input_ids
-    assert generator.generate(input_ids=whole, max_tokens=2, sparse_prefill="on").metrics.sparse_prefill
-    half = generator.generate(input_ids=whole[:-1], max_tokens=2, sparse_prefill="on").metrics
-    assert not half.sparse_prefill
-    assert "another tokenizer" in half.sparse_prefill_reason
+    assert generator.pair.token_bytes(whole[-2]) + generator.pair.token_bytes(whole[-1]) in "☕".encode()
+    tokenization, _ = generator.pair.tokenize_for_draft(whole)
+    assert tokenization is not None
+    assert tokenization.ranges[-1][0] <= tokenization.ranges[-2][0] < tokenization.ranges[-2][1]
+    for prompt in (whole, whole[:-1]):
+        metrics = generator.generate(input_ids=prompt, max_tokens=2, sparse_prefill="on").metrics
+        assert metrics.sparse_prefill
 
 
 def test_the_drafts_positions_are_counted_in_its_own_tokens() -> None:

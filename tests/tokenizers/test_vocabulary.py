@@ -152,19 +152,9 @@ def test_a_padded_draft_proposes_as_the_unpadded_one() -> None:
     assert (result.token_ids, result.metrics.acceptance_rate) == (plain.token_ids, 1.0)
 
 
-def test_without_a_common_token_the_prompt_is_pruned_and_nothing_is_drafted() -> None:
-    target, draft = words("a b c d e f g h"), words("x a b c d e f g h")
-    config = SpecStackConfig(PrefillConfig(chunk_size=8))
-    models_of = make_model(seed=1, vocab=8), make_model(seed=2, vocab=9)
-    generator = SpecStackGenerator(*models_of, target, config=config, draft_tokenizer=draft)
-    prompt = random_prompt(100, vocab=8)
-    metrics = generator.generate(input_ids=prompt, max_tokens=20, sparse_prefill="on", gamma=4).metrics
-    assert metrics.sparse_prefill
-    assert metrics.num_proposed == 0
-    assert metrics.policy == "fixed-0"
-    assert metrics.decode_reason.startswith("off: other tokenizer, with no token in common")
-    result = generator.generate(input_ids=prompt, max_tokens=20, temperature=1.0, seed=1)
-    assert result.metrics.num_proposed == 0
+def test_tokenizers_without_a_common_token_are_refused() -> None:
+    with pytest.raises(ValueError, match="without a common token"):
+        compare(words("a b c d e f g h"), words("x a b c d e f g h"), 8, 9)
 
 
 @pytest.fixture
