@@ -199,7 +199,7 @@ class SpecStackGenerator(GenerationMixin):
         Parameters
         ----------
         config : SessionConfig, optional
-            Cache limits and recall; None is the generator's.
+            Recall of dropped text; None is the generator's.
         ngram_cache : SharedNgramCache, optional
             Other sessions' answers for look-ups (see `Session`).
         """
@@ -213,7 +213,7 @@ class SpecStackGenerator(GenerationMixin):
         path : str or Path
             The file.
         config : SessionConfig, optional
-            Cache limits and recall; None is the saved session's.
+            Recall of dropped text; None is the saved session's.
 
         Raises
         ------
