@@ -12,7 +12,7 @@ from spec_stack.api.answering import GenerationMixin, collect
 from spec_stack.config import SessionConfig
 from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.engine.conversation import Conversation
-from spec_stack.engine.conversation_file import load_conversation, save_conversation
+from spec_stack.engine.conversation_file import save_conversation
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.request import Call, Request
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, num_shared
@@ -83,18 +83,13 @@ class Session(GenerationMixin):
     @property
     def num_cached_tokens(self) -> int:
         """Tokens in the target's cache."""
-        return len(self.conversation.held)
-
-    @property
-    def num_dropped_tokens(self) -> int:
-        """Tokens of the conversation that are not in the target's cache."""
-        return len(self.conversation.token_ids) - self.num_cached_tokens
+        return len(self.conversation.target.positions)
 
     @property
     def dropped_positions(self) -> list[int]:
         """Positions of the dropped tokens in order; later turns may recall them."""
         held = self.conversation
-        return sorted({*range(len(held.token_ids))}.difference(held.held))
+        return sorted({*range(len(held.token_ids))}.difference(held.target.positions))
 
     def num_continued(self, encoded: EncodedPrompt) -> int:
         """Tokens of the conversation that a prompt continues; 0 for another conversation.
@@ -142,14 +137,6 @@ class Session(GenerationMixin):
         """
         with self._answers():
             save_conversation(self.conversation, path, self.config, self.engine.pair, self.engine.config.prefill)
-
-    @classmethod
-    def load(cls, engine: Engine, path: str | Path, config: SessionConfig | None = None) -> Session:
-        """A session from a file; see `SpecStackGenerator.load_session`."""
-        session = cls(engine, config)
-        saved = load_conversation(session.conversation, path, engine.pair, engine.config.prefill)
-        session.config = config or saved
-        return session
 
     def close(self) -> None:
         """Free the caches. The session cannot be used afterwards."""

@@ -43,14 +43,9 @@ class Conversation:
         self.asked = (0, 0)
 
     @property
-    def held(self) -> Sequence[int]:
-        """The positions in the target's cache, in write order."""
-        return self.target.positions
-
-    @property
     def num_dense(self) -> int:
         """Length of the prefix that the target holds in order, without a gap."""
-        held = self.held
+        held = self.target.positions
         return next((slot for slot, position in enumerate(held) if slot != position), len(held))
 
     def fork(self) -> Conversation:

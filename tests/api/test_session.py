@@ -40,7 +40,7 @@ def make_generator(prefill: PrefillConfig = SPARSE, session: SessionConfig = EAG
 
 def slots(session: Session) -> tuple[list[int], list[int]]:
     """Token ids and positions of the target's slots, in the order in which they were written."""
-    positions = list(session.conversation.held)
+    positions = list(session.conversation.target.positions)
     return [session.conversation.token_ids[position] for position in positions], positions
 
 
@@ -202,7 +202,7 @@ def test_rare_words_of_the_question_bring_their_chunk_back_whatever_attention_sa
     assert paraphrase.metrics.num_recalled_tokens == 0
     session.generate(input_ids=[*history, 60, 50, 51, 52, 61], max_tokens=2)
     assert set(slots(session)[1]) >= set(range(96, 104))
-    assert session.num_dropped_tokens >= 180
+    assert len(session.dropped_positions) >= 180
 
 
 @pytest.mark.parametrize(("prefill_chunk", "draft_step"), [(16, "auto"), (2048, "static")])
@@ -250,11 +250,11 @@ def test_a_restored_chunk_stays_when_text_behind_it_is_edited() -> None:
     held = set(slots(session)[1])
     longer = [*prompt, *first.token_ids, *random_prompt(5, seed=8)]
     restored = session.generate(input_ids=longer, max_tokens=3).metrics.num_recalled_tokens
-    assert session.num_dropped_tokens == 0
+    assert not session.dropped_positions
     assert restored == 200 - len([position for position in held if position < 200])
     # The same question again: what it restored was written before it.
     session.generate(input_ids=[*longer[:-1], 9], max_tokens=3)
-    assert session.num_dropped_tokens == 0
+    assert not session.dropped_positions
     # Another beginning of the answer: restored tokens were written before it.
     edited = session.generate(
         input_ids=[*prompt, (first.token_ids[0] + 1) % VOCAB, 4, 5], max_tokens=3, sparse_prefill="off"
@@ -306,7 +306,6 @@ def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(positi
         input_ids=second, on_progress=lambda done, total, phase: stream.close() if phase == "prefill" else None
     )
     assert list(stream) == []
-    assert session.num_dropped_tokens == undisturbed.num_dropped_tokens
     assert session.dropped_positions == undisturbed.dropped_positions
     session.save(tmp_path / "session.safetensors")
     third = [*prompt, *answer, *random_prompt(5, seed=9)]
@@ -545,7 +544,7 @@ def test_a_stop_within_accepted_tokens_leaves_nothing_cached_that_is_not_of_the_
     for stop in set(answer.token_ids[1:]):
         with embedded.session() as session:
             session.generate(messages=messages, max_tokens=12, gamma=6, stop_token_ids=[stop])
-            assert session.num_dropped_tokens == 0
+            assert not session.dropped_positions
 
 
 def test_a_question_that_is_asked_again_continues_no_conversation(embedded: SpecStackGenerator) -> None:
