@@ -143,13 +143,6 @@ class PrefillConfig:
         "layers with a smaller window keep it",
     )
     draft_sinks: int = option(64, "first positions of the prompt that stay visible outside the draft_window", 0)
-    num_scoring_layers: int | None = option(
-        None,
-        "layers of the draft that prefill and score the whole prompt, by the prompt's own queries; the draft then "
-        "prefills the kept tokens with all layers. None is all",
-        1,
-        hint="; None is all layers",
-    )
     scoring_heads: Sequence[tuple[int, int]] | None = option(
         None,
         "(layer, head) pairs whose attention scores the prompt; None is all from the first_scoring_layer on. Under "
@@ -208,17 +201,16 @@ class PrefillConfig:
 
     @property
     def queries_from_prompt(self) -> bool:
-        """Whether the prompt's own queries score it, without look-ahead: the first layers alone cannot draft one."""
-        return self.scoring_queries == "prompt" or self.num_scoring_layers is not None
+        """Whether the prompt's own queries score it, without look-ahead."""
+        return self.scoring_queries == "prompt"
 
     @property
-    def resolved_scoring_layers(self) -> int | None:
+    def num_scoring_layers(self) -> int | None:
         """Number of the draft's first layers that score a prompt; None for all. With the prompt's own queries no layer
-        after the last chosen head is needed."""
+        after the last chosen head is needed, but the first layers alone cannot draft a look-ahead."""
         if not self.queries_from_prompt or self.scoring_heads is None:
-            return self.num_scoring_layers
-        needed = 1 + max(layer for layer, _ in self.scoring_heads)
-        return needed if self.num_scoring_layers is None else min(self.num_scoring_layers, needed)
+            return None
+        return 1 + max(layer for layer, _ in self.scoring_heads)
 
     @property
     def forced_tokens(self) -> tuple[int, int]:
@@ -250,7 +242,6 @@ class PrefillConfig:
             keep_last=2,
             draft_window=None,
             draft_sinks=cls.draft_sinks,
-            num_scoring_layers=None,
             scoring_heads=None,
             first_scoring_layer=0,
             head_reduction="max",
@@ -428,7 +419,7 @@ class SamplingParams:
 @documented
 @dataclass(frozen=True)
 class SessionConfig:
-    """What a session keeps of a conversation, and which dropped text it recalls.
+    """Which dropped text a session recalls.
 
     Recalled text attends to earlier text alone. On an SGLang server the text after the last dropped chunk (recent
     questions and answers, 256 tokens at most) is prefilled again behind it.
@@ -444,25 +435,14 @@ class SessionConfig:
     max_recalled_chunks: int = option(
         16,
         "most chunks of earlier turns that a turn considers, best first; the dropped ones among them are recalled",
-        0,
-        hint="; 0 recalls nothing",
-    )
-    recall_margin: int = option(
-        16,
-        "tokens on either side of a recalled chunk that are recalled too, so that lines across its border are whole",
-        0,
+        1,
+        hint="; recall=False recalls nothing",
     )
     recall_word_threshold: float | None = option(
         0.9,
         "sum of rare words in common with the new text's question, each over the root of the number of segments that "
         "hold it and short ones half, from which a dropped segment is recalled whatever its attention. None uses "
         "attention alone",
-    )
-    max_cached_tokens: int | None = option(
-        None,
-        "most tokens in the target's cache; a turn that would exceed them starts a new cache, for which the whole "
-        "conversation is selected again. None is no limit",
-        1,
     )
 
     def __post_init__(self) -> None:
@@ -485,7 +465,7 @@ class SpecStackConfig:
     decode : DecodeConfig
         Drafting.
     session : SessionConfig
-        Cache limits and recall of sessions.
+        Recall of sessions.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)

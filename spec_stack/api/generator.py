@@ -21,6 +21,7 @@ from spec_stack.config import (
 )
 from spec_stack.controller.base import Policy
 from spec_stack.decode.ngram_index import SharedNgramCache
+from spec_stack.engine.conversation_file import load_conversation
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Call
@@ -199,7 +200,7 @@ class SpecStackGenerator(GenerationMixin):
         Parameters
         ----------
         config : SessionConfig, optional
-            Cache limits and recall; None is the generator's.
+            Recall of dropped text; None is the generator's.
         ngram_cache : SharedNgramCache, optional
             Other sessions' answers for look-ups (see `Session`).
         """
@@ -213,7 +214,7 @@ class SpecStackGenerator(GenerationMixin):
         path : str or Path
             The file.
         config : SessionConfig, optional
-            Cache limits and recall; None is the saved session's.
+            Recall of dropped text; None is the saved session's.
 
         Raises
         ------
@@ -221,7 +222,10 @@ class SpecStackGenerator(GenerationMixin):
             For an invalid file, and for a session of another pair, precision, tokenizer or `PrefillConfig`; the message
             names the difference.
         """
-        return Session.load(self.engine, path, config)
+        session = self.session(config)
+        saved = load_conversation(session.conversation, path, self.pair, self.config.prefill)
+        session.config = config or saved
+        return session
 
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
         with self.session(SessionConfig(recall=False)) as session:

@@ -17,7 +17,7 @@ from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_tokenizer, open_alone
 from spec_stack.hf.prompt import Message, Span, check_unicode, num_shared
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
-from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
+from spec_stack.prefill.recall import clip_spans, recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import line_borders
@@ -312,8 +312,7 @@ class PrunerConversation:
     ) -> tuple[set[int], int]:
         """The kept tokens, and the number of recalled ones. config: None keeps all new text."""
         inputs = self._inputs(prompt)
-        dropped = dropped_positions(held, num_old)
-        recalled = recall_dropped(inputs, dropped, num_old, self._config, self._session)
+        recalled = recall_dropped(inputs, held, num_old, self._config, self._session)
         num_new = len(prompt.token_ids) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.protected, num_old))
         room = (max_tokens or 0) - len(held) - len(recalled) - num_protected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -13,11 +12,10 @@ from spec_stack.api.answering import GenerationMixin, collect
 from spec_stack.config import SessionConfig
 from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.engine.conversation import Conversation
-from spec_stack.engine.conversation_file import load_conversation, save_conversation
+from spec_stack.engine.conversation_file import save_conversation
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.request import Call, Request
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, num_shared
-from spec_stack.prefill.recall import dropped_positions
 from spec_stack.settings.warning import OnceEach
 from spec_stack.types import GenerationResult, StepOutput
 
@@ -38,7 +36,7 @@ class Session(GenerationMixin):
     engine : Engine
         The generator's engine (`SpecStackGenerator.session` opens sessions).
     config : SessionConfig, optional
-        Cache limits and recall; None is the generator's.
+        Recall of dropped text; None is the generator's.
     ngram_cache : SharedNgramCache, optional
         Further answers for look-ups, to which this session's are added. Share one only between sessions of one user.
 
@@ -69,11 +67,6 @@ class Session(GenerationMixin):
             raise ValueError(f"config must be a SessionConfig, got {type(config).__name__}")
         if ngram_cache is not None and not isinstance(ngram_cache, SharedNgramCache):
             raise ValueError(f"ngram_cache must be a SharedNgramCache, got {type(ngram_cache).__name__}")
-        if engine.config.prefill.num_scoring_layers is not None:
-            raise ValueError(
-                "a session's draft holds the whole conversation in all of its layers; open the generator with "
-                "num_scoring_layers=None, and with calibration=False where a calibration sets it"
-            )
         self.config = config or engine.config.session
         self.engine = engine
         self._held: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk, ngram_cache)
@@ -90,18 +83,13 @@ class Session(GenerationMixin):
     @property
     def num_cached_tokens(self) -> int:
         """Tokens in the target's cache."""
-        return len(self.conversation.held)
-
-    @property
-    def num_dropped_tokens(self) -> int:
-        """Tokens of the conversation that are not in the target's cache."""
-        return len(self.conversation.token_ids) - self.num_cached_tokens
+        return len(self.conversation.target.positions)
 
     @property
     def dropped_positions(self) -> list[int]:
         """Positions of the dropped tokens in order; later turns may recall them."""
         held = self.conversation
-        return dropped_positions(held.held, len(held.token_ids))
+        return sorted({*range(len(held.token_ids))}.difference(held.target.positions))
 
     def num_continued(self, encoded: EncodedPrompt) -> int:
         """Tokens of the conversation that a prompt continues; 0 for another conversation.
@@ -124,7 +112,7 @@ class Session(GenerationMixin):
         Parameters
         ----------
         config : SessionConfig, optional
-            Cache limits and recall; None is this session's.
+            Recall of dropped text; None is this session's.
         """
         other = Session(self.engine, config or self.config)
         with self._answers():
@@ -149,14 +137,6 @@ class Session(GenerationMixin):
         """
         with self._answers():
             save_conversation(self.conversation, path, self.config, self.engine.pair, self.engine.config.prefill)
-
-    @classmethod
-    def load(cls, engine: Engine, path: str | Path, config: SessionConfig | None = None) -> Session:
-        """A session from a file; see `SpecStackGenerator.load_session`."""
-        session = cls(engine, config)
-        saved = load_conversation(session.conversation, path, engine.pair, engine.config.prefill)
-        session.config = config or saved
-        return session
 
     def close(self) -> None:
         """Free the caches. The session cannot be used afterwards."""
@@ -185,8 +165,6 @@ class Session(GenerationMixin):
         held_ids = held.token_ids if asked in ("auto", "on") else held.token_ids[: held.num_dense]
         request = self.engine.plan(call, held_ids, held.encoded)
         self._say_that_it_begins_anew(call, request)
-        if request.num_cached and self._room(request) < 0:
-            request = self.engine.plan(call, (), held.encoded)
         return request, self._run(request)
 
     def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
@@ -201,14 +179,6 @@ class Session(GenerationMixin):
                 f"this call shares {num_continued} of the conversation's {len(held)} tokens, "
                 "which begins anew with it: a session is given all messages every time, with its answers among them",
             )
-
-    def _room(self, request: Request) -> float:
-        """Tokens that may be recalled within the target cache's limit."""
-        if self.config.max_cached_tokens is None:
-            return math.inf
-        rate = request.prefill.rate_for(request.num_new_tokens) if request.scores else 1.0
-        num_held = sum(position < request.num_cached for position in self.conversation.held)
-        return self.config.max_cached_tokens - num_held - math.ceil(rate * request.num_new_tokens)
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
@@ -225,7 +195,7 @@ class Session(GenerationMixin):
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         with self._answers():
             held = self.conversation
-            turn = held.begin(request, self.config, self._room(request))
+            turn = held.begin(request, self.config)
             answer_ids: list[int] = []
             text = ""
             try:

@@ -63,7 +63,6 @@ class Setting:
             "granularity": "lines",
             "scoring_queries": "prompt",
             "scoring_heads": tuple(sorted(heads)),
-            "num_scoring_layers": None,
             "draft_window": None,
             "head_reduction": "mean",
             "scorer": "attention",

@@ -61,7 +61,7 @@ _EXAMPLES = """examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser of whole flags: as an abbreviation, `--n` would set `--num-scoring-layers`."""
+    """A parser of whole flags: as an abbreviation, `--prefill` would set `--prefill-chunk`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)

@@ -147,7 +147,7 @@ class Chat:
             f"{self._num_turns} turns · {sum(cost.num_new_tokens for cost in costs)} tokens prefilled or scored, "
             f"{sum(cost.num_cached_tokens for cost in costs)} taken from the cache, "
             f"{sum(cost.num_tokens for cost in costs)} generated in {sum(cost.total_s for cost in costs):.1f} s · "
-            f"the target holds {session.num_cached_tokens}, {session.num_dropped_tokens} are dropped",
+            f"the target holds {session.num_cached_tokens}, {len(session.dropped_positions)} are dropped",
             dim=True,
         )
 

@@ -138,7 +138,7 @@ def _describe_counted(target: Any, draft: Any, prefill: PrefillConfig, on_gpu: b
         return "none is expected at any length: the draft costs as much as it saves"
     limit = min(getattr(each, "max_position_embeddings", None) or _LENGTHS[-1] for each in (target, draft))
     gains = [
-        f"{expected_gain(*shapes, num_tokens, prefill).bound:.1f}x at {num_tokens}"
+        f"{expected_gain(*shapes, num_tokens, prefill):.1f}x at {num_tokens}"
         for num_tokens in _LENGTHS
         if even <= num_tokens <= limit
     ]

@@ -243,7 +243,7 @@ def _draft_pass(generator: SpecStackGenerator, ids: list[int], timer: Timer) -> 
     index = pair.new_draft_cache(config.prefill_chunk)
     window = config.window_for(len(ids))
     began = _now(generator, timer)
-    index.prefill(own_ids, range(len(own_ids)), window, config.draft_sinks, config.resolved_scoring_layers)
+    index.prefill(own_ids, range(len(own_ids)), window, config.draft_sinks, config.num_scoring_layers)
     return _now(generator, timer) - began
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import copy
 
@@ -16,7 +15,7 @@ from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
-from spec_stack.prefill.recall import RecallPlace, dropped_positions, recall_dropped, select_turn
+from spec_stack.prefill.recall import RecallPlace, recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import LookAhead, drop_unselected, gather_inputs
 from spec_stack.types import Proposal, Selection
@@ -44,14 +43,9 @@ class Conversation:
         self.asked = (0, 0)
 
     @property
-    def held(self) -> Sequence[int]:
-        """The positions in the target's cache, in write order."""
-        return self.target.positions
-
-    @property
     def num_dense(self) -> int:
         """Length of the prefix that the target holds in order, without a gap."""
-        held = self.held
+        held = self.target.positions
         return next((slot for slot, position in enumerate(held) if slot != position), len(held))
 
     def fork(self) -> Conversation:
@@ -63,8 +57,8 @@ class Conversation:
         other.asked = self.asked
         return other
 
-    def begin(self, request: Request, config: SessionConfig, room: float = math.inf) -> Turn:
-        """Roll back to the prefix shared with a request. room: most tokens that may be recalled.
+    def begin(self, request: Request, config: SessionConfig) -> Turn:
+        """Roll back to the prefix shared with a request.
 
         Raises RuntimeError where the conversation has changed since the request was planned.
         """
@@ -76,14 +70,13 @@ class Conversation:
         # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
         is_next = request.num_cached >= self.asked[1]
         start = request.num_cached + 1 if is_next else min(request.num_cached, self.asked[0])
-        return Turn(self, self._pair, request, config, room, start)
+        return Turn(self, self._pair, request, config, start)
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Add a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
         token_ids = [*request.prompt_ids, *answer_ids]
         if self._ngram_cache is not None:
             self._ngram_cache.remember(request.prompt_ids, answer_ids)
-        self.index, self.slotted = turn.index, turn.slotted
         self.asked = (turn.start, len(request.prompt_ids))
         # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
@@ -96,7 +89,7 @@ class Conversation:
 
     def recover(self, turn: Turn) -> None:
         """Go back to where a cancelled or failed turn began."""
-        self.index, self.slotted = turn.index, None
+        self.slotted = None
         if self.index.is_stateful:
             self.index = self._pair.new_draft_cache(self._prefill_chunk)
         num_same = num_shared(turn.held, self.target.positions)
@@ -116,8 +109,8 @@ class Conversation:
 
 
 class Turn:
-    """A conversation's caches during one request. room: most tokens that may be recalled. start: end of the earlier
-    turns. keeps_index: whether the draft, of which then all layers go over the prompt, keeps what the selection drops.
+    """A conversation's caches during one request. start: end of the earlier turns. keeps_index: whether the draft, of
+    which then all layers go over the prompt, keeps what the selection drops.
     """
 
     def __init__(
@@ -126,21 +119,18 @@ class Turn:
         pair: ModelPair,
         request: Request,
         config: SessionConfig,
-        room: float = math.inf,
         start: int = 0,
         keeps_index: bool = True,
     ) -> None:
         self.start, self._keeps_index = start, keeps_index
-        self._pair, self._request, self._config, self._room = pair, request, config, room
-        self.target, self.index = conversation.target, conversation.index
-        self.lookups, self.slotted = conversation.lookups, conversation.slotted
-        self.draft: DraftModel = pair.draft_in_target_vocab(self.index, request.tokenization)
+        self._conversation, self._pair, self._request, self._config = conversation, pair, request, config
+        self.target, self.lookups = conversation.target, conversation.lookups
+        self.draft: DraftModel = pair.draft_in_target_vocab(conversation.index, request.tokenization)
         self.held = list(self.target.positions)
-        self._dropped: list[int] = []
-        if config.recall and config.max_recalled_chunks and request.can_score and self.target.can_recall:
-            self._dropped = dropped_positions(self.held, request.num_cached)
+        has_dropped = len(self.held) < request.num_cached
+        self._recalls = config.recall and has_dropped and request.can_score and self.target.can_recall
         # Whether the draft scores the prompt before the target's prefill.
-        self.needs_scoring = request.scores or bool(self._dropped)
+        self.needs_scoring = request.scores or self._recalls
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         """Score the prompt: the target's selection, and the first proposal."""
@@ -160,8 +150,9 @@ class Turn:
             # Earlier questions have been scored, and count again only where new text is pruned.
             first_query=0 if request.scores else self.start,
         )
-        room = max(0, self._room)
-        recalled = recall_dropped(inputs, self._dropped, request.num_cached, request.prefill, self._config, room)
+        recalled: Sequence[int] = ()
+        if self._recalls:
+            recalled = recall_dropped(inputs, self.held, request.num_cached, request.prefill, self._config)
         selection = self._select(inputs, recalled, request.prefill if request.scores else None)
         if not self._keeps_index:
             drop_unselected(self.draft, inputs, selection, request.prefill)
@@ -184,22 +175,22 @@ class Turn:
     def draft_beside_dense(self) -> DraftModel | SlottedDraft:
         """The draft of a dense request: over chosen slots of a long prompt, if its cache can drop slots, else over all
         of the text."""
-        prefill = self._request.prefill
+        prefill, conversation = self._request.prefill, self._conversation
         is_short = len(self._request.prompt_ids) <= prefill.draft_kv_budget
         has_all = prefill.sparse_prefill == "off" or is_short or self._pair.translation is not None
-        if has_all or not self.index.can_recall:
+        if has_all or not conversation.index.can_recall:
             return self.draft
-        if self.slotted is None:
+        if conversation.slotted is None:
             # Slots that the index holds of the prompt are copied from it.
-            self.slotted = SlottedDraft(self.index.fork(), DraftKVBudget.of(prefill))
+            conversation.slotted = SlottedDraft(conversation.index.fork(), DraftKVBudget.of(prefill))
         else:
-            self.slotted.go_back(self._request.prompt_ids)
-        return self.slotted
+            conversation.slotted.go_back(self._request.prompt_ids)
+        return conversation.slotted
 
     def reset_draft(self) -> None:
         """Replace a failed draft by an empty one."""
-        self.index = self._pair.new_draft_cache(self._request.prefill.prefill_chunk)
-        self.draft = self._pair.draft_in_target_vocab(self.index, self._request.tokenization)
+        index = self._conversation.index = self._pair.new_draft_cache(self._request.prefill.prefill_chunk)
+        self.draft = self._pair.draft_in_target_vocab(index, self._request.tokenization)
 
 
 def single_turn(pair: ModelPair, request: Request) -> Turn:

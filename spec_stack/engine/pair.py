@@ -173,17 +173,14 @@ class ModelPair:
         return scoring_limit(self.draft.config)
 
     def check_heads(self, prefill: PrefillConfig) -> None:
-        """Raise ValueError for scoring heads that the draft does not have, or that its scoring layers leave out."""
+        """Raise ValueError for scoring heads that the draft does not have."""
         config = text_config(self.draft.config)
         num_layers, num_heads = int(config.num_hidden_layers), int(config.num_attention_heads)
-        num_run = min(num_layers, prefill.num_scoring_layers or num_layers)
-        unknown = [
-            (layer, head) for layer, head in prefill.scoring_heads or () if layer >= num_run or head >= num_heads
-        ]
-        if unknown:
+        heads = prefill.scoring_heads or ()
+        if unknown := [(layer, head) for layer, head in heads if layer >= num_layers or head >= num_heads]:
             raise ValueError(
                 f"scoring_heads names {unknown}; the draft has {num_layers} layers of {num_heads} heads, and "
-                f"num_scoring_layers={prefill.num_scoring_layers}; (layer, head) pairs count from 0"
+                "(layer, head) pairs count from 0"
             )
 
     def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:

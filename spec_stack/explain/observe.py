@@ -119,7 +119,7 @@ def watch(
     engine = TracedEngine(generator.pair, generator.config)
     generator = SpecStackGenerator.over(engine)
     said, turns = list(messages or ()), []
-    # A session needs all layers of the draft, and has a last step more, which prepares the next turn.
+    # A session has a last step more, which prepares the next turn.
     with generator.session() if len(questions) > 1 else nullcontext(generator) as answering:
         for question in questions:
             said.append({"role": "user", "content": question})

@@ -6,7 +6,7 @@ One pass of `scoring.run_draft` serves any configuration of heads, layers, vote 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -74,25 +74,20 @@ class CapturedAttention:
     """The scoring queries and the prompt's keys, of the layers that see the whole prompt.
 
     layers: by index. num_in_place: the first queries, of the prompt's own last tokens. ranges: for every target token
-    its half-open range of draft tokens, for another tokenizer. first: first target token with importance. segments: of
-    the queries, in draft tokens; empty where all count alike. opening: queries in place that open the answer.
-    candidates: of the whole prompt, in target tokens, that the segments come from.
+    its half-open range of draft tokens, for another tokenizer. segments: of the queries, in draft tokens; empty where
+    all count alike. opening: queries in place that open the answer. candidates: of the whole prompt, in target tokens,
+    that the segments come from.
     """
 
     layers: Mapping[int, ScoredLayer]
     num_in_place: int = 1
     ranges: Sequence[Span] | None = None
-    first: int = 0
     segments: tuple[Segment, ...] = ()
     opening: int = 0
     candidates: Candidates | None = None
 
-    def starting_at(self, first: int) -> CapturedAttention:
-        """A copy with importance from token `first` on (the new text of a turn)."""
-        return replace(self, first=first)
-
     def importance(self, config: PrefillConfig) -> torch.Tensor:
-        """Importance (num_prompt_tokens - first,), fp32, on the host.
+        """Importance (num_prompt_tokens,), fp32, on the host.
 
         Raises ValueError where no layer sees the whole prompt, or the attention is not finite.
         """
@@ -113,8 +108,8 @@ class CapturedAttention:
         return segment_weights(attention, self.segments, self.opening)
 
     def by_head(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
-        """Importance (num_prompt_tokens - first,) by every (layer, head) alone; for one question, head_reduction "mean"
-        is their mean."""
+        """Importance (num_prompt_tokens,) by every (layer, head) alone; for one question, head_reduction "mean" is
+        their mean."""
         queries = self.num_in_place, self.segments, self.weights(config)
         return {
             (index, head): self._of_target(merge_questions(importance))
@@ -128,5 +123,4 @@ class CapturedAttention:
         return [self.layers[at] if own is None else choose_heads(self.layers[at], own) for at, own in heads.items()]
 
     def _of_target(self, scores: torch.Tensor) -> torch.Tensor:
-        mapped = scores if self.ranges is None else map_importance(scores, self.ranges)
-        return mapped[self.first :]
+        return scores if self.ranges is None else map_importance(scores, self.ranges)

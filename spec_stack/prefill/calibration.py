@@ -22,7 +22,6 @@ CHOSEN = (
     "min_prompt_tokens",
     "draft_window",
     "draft_sinks",
-    "num_scoring_layers",
     "scoring_heads",
     "first_scoring_layer",
     "head_reduction",
@@ -89,17 +88,13 @@ class Calibration:
     unfinished: int = 0
     origin: str = field(default="", compare=False)
 
-    def apply(self, config: PrefillConfig | None = None) -> PrefillConfig:
-        """The configuration with the calibrated settings in place of its own."""
-        return replace(config or PrefillConfig(), **self.settings)
+    def apply(self) -> PrefillConfig:
+        """The calibrated settings, and the defaults of the others."""
+        return PrefillConfig(**self.settings)
 
     def complete(self, config: PrefillConfig) -> PrefillConfig:
-        """The configuration with the calibrated settings for every field that was not given. A given num_scoring_layers
-        leaves out the calibrated heads of later layers."""
+        """The configuration with the calibrated settings for every field that was not given."""
         chosen = {name: value for name, value in self.settings.items() if name not in config.given}
-        if config.num_scoring_layers is not None and chosen.get("scoring_heads"):
-            within = tuple(head for head in chosen["scoring_heads"] if head[0] < config.num_scoring_layers)
-            chosen["scoring_heads"] = within or None
         return replace(config, **chosen, calibrated_by=self.origin)
 
     def check(self, target: Any, draft: Any) -> str:
@@ -128,7 +123,7 @@ class Calibration:
                 raise ValueError(f"it is of version {version}, made for other scoring queries; calibrate again")
             unknown = set(values["settings"]) - set(CHOSEN)
             if unknown:
-                raise ValueError(f"it sets {sorted(unknown)}")
+                raise ValueError(f"it sets {sorted(unknown)}; calibrate again")
             values["settings"] = {name: plain(value) for name, value in values["settings"].items()}
             values["weights"] = tuple(values["weights"])
             values["points"] = [Point(**point) for point in values["points"]]

@@ -69,42 +69,30 @@ def prefill_flops(shape: Shape, num_tokens: int, num_seen: float | None = None, 
     return layers * num_tokens * per_token + num_tokens * shape.hidden_size * shape.vocab_size
 
 
-@dataclass(frozen=True)
-class Gain:
-    """The expected gain of sparse prefill.
+def num_kept(config: PrefillConfig, num_tokens: int) -> int:
+    """Kept tokens of a prompt without protected spans, its forced ends among them."""
+    return min(num_tokens, max(sum(config.forced_tokens), round(config.rate_for(num_tokens) * num_tokens)))
 
-    r, s: shares of the dense prefill's cost: the draft's pass, and the target's over the kept tokens.
+
+def draft_flops(draft: Shape, num_tokens: int, config: PrefillConfig) -> float:
+    """Multiply-adds of the draft's pass over a prompt, and over its kept tokens where it has not run all layers.
+
+    The last layer counts for its keys and values alone, as `hf.model` runs it, without logits of the prompt.
     """
-
-    r: float
-    s: float
-
-    @property
-    def bound(self) -> float:
-        """Dense over sparse: 1 / (r + s)."""
-        return 1 / (self.r + self.s)
-
-
-def expected_gain(
-    target: Shape, draft: Shape, num_tokens: int, config: PrefillConfig, keep_rate: float | None = None
-) -> Gain:
-    """r and s by counting, for a compute-bound prefill.
-
-    The draft's last layer counts for its keys and values alone, as `hf.model` runs it, without logits of the prompt.
-    keep_rate replaces the configuration's.
-    """
-    dense = prefill_flops(target, num_tokens)
-    kept = (config.rate_for(num_tokens) if keep_rate is None else keep_rate) * num_tokens
-    s = prefill_flops(target, round(kept)) / dense
-    rest = _without_logits(draft, round(kept))
+    rest = _without_logits(draft, num_kept(config, num_tokens))
     if not needs_attention(config.scorer):
-        return Gain(rest / dense, s)
+        return rest
     window = config.window_for(num_tokens)
     seen = None if window is None else window + config.draft_sinks
     num_layers = num_layers_needed(config, draft.num_layers)
-    if num_layers is None:
-        return Gain(_without_logits(draft, num_tokens, seen) / dense, s)
-    return Gain((_without_logits(draft, num_tokens, seen, num_layers) + rest) / dense, s)
+    return _without_logits(draft, num_tokens, seen, num_layers) + (0 if num_layers is None else rest)
+
+
+def expected_gain(target: Shape, draft: Shape, num_tokens: int, config: PrefillConfig) -> float:
+    """Dense over sparse prefill by counting, where both are compute-bound: 1 / (r + s), r the draft's share of the
+    dense prefill and s that of the kept tokens."""
+    sparse = draft_flops(draft, num_tokens, config) + prefill_flops(target, num_kept(config, num_tokens))
+    return prefill_flops(target, num_tokens) / sparse
 
 
 def counted_break_even(target: Shape, draft: Shape, config: PrefillConfig, on_gpu: bool = False) -> int:
@@ -122,11 +110,9 @@ def counted_break_even(target: Shape, draft: Shape, config: PrefillConfig, on_gp
 
     def sparse(num_tokens: float) -> float:
         length = round(num_tokens)
-        # The forced ends count.
-        kept = min(length, max(sum(config.forced_tokens), config.rate_for(length) * length))
-        gain = expected_gain(target, draft, length, config, kept / length)
-        scoring = max(gain.r * prefill_flops(target, length), launches * draft.num_layers)
-        return scoring + _num_query_forwards(config, length) * least(draft, length) + prefill(kept)
+        scoring = max(draft_flops(draft, length, config), launches * draft.num_layers)
+        queries = _num_query_forwards(config, length) * least(draft, length)
+        return scoring + queries + prefill(num_kept(config, length))
 
     return shortest_gain(prefill, sparse)
 

@@ -6,10 +6,8 @@ text.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -32,82 +30,60 @@ def clip_spans(spans: Sequence[Span], start: int) -> list[Span]:
     return [(max(first, start) - start, stop - start) for first, stop in spans if stop > start]
 
 
-def dropped_positions(held: Collection[int], num_cached: int) -> list[int]:
-    """The positions under num_cached that are not held, in order."""
-    is_dropped = bytearray(b"\x01") * num_cached
-    for position in held:
-        if position < num_cached:
-            is_dropped[position] = 0
-    return [position for position, dropped in enumerate(is_dropped) if dropped]
-
-
 def recall_dropped(
-    inputs: ScoringInputs,
-    dropped: Sequence[int],
-    num_old: int,
-    prefill: PrefillConfig,
-    config: SessionConfig,
-    room: float = math.inf,
+    inputs: ScoringInputs, held: Sequence[int], num_old: int, prefill: PrefillConfig, config: SessionConfig
 ) -> list[int]:
     """Recalled positions of a conversation, increasing; by words alone where the rule had no attention.
 
-    dropped: old positions that the target lacks. num_old: length of the old text. room: most recalled positions.
+    held: old positions that the target has. num_old: length of the old text.
     """
-    if not (dropped and config.recall and config.max_recalled_chunks):
+    if not config.recall or len(held) == num_old:
         return []
     segments = make_segments(num_old, inputs.pieces and inputs.pieces[:num_old], prefill)
     words = None if config.recall_word_threshold is None else score_for_recall(inputs, segments)
-    return recall(inputs.importance, dropped, segments, prefill, config, words, room)
+    return recall(inputs.importance, held, segments, prefill, config, words)
 
 
 def recall(
     importance: torch.Tensor | None,
-    dropped: Sequence[int],
+    held: Sequence[int],
     segments: Segments,
     prefill: PrefillConfig,
     config: SessionConfig,
     words: torch.Tensor | None = None,
-    room: float = math.inf,
 ) -> list[int]:
     """Recalled positions, increasing: dropped segments with high attention, or words in common with the new text.
 
-    importance: (num_prompt_tokens,), of the whole conversation. dropped: old positions that the target lacks. segments:
-    of the old text. words: (num_segments,), of `score_for_recall`. room: most recalled positions.
+    importance: (num_prompt_tokens,), of the whole conversation. held: old positions that the target has. segments: of
+    the old text. words: (num_segments,), of `score_for_recall`.
     """
-    most = config.max_recalled_chunks, prefill.chunk_size
-    wanted = [] if importance is None else _by_attention(importance, segments, config.recall_threshold, *most)
-    shared: list[int] = []
+    most_tokens = config.max_recalled_chunks * prefill.chunk_size
+    wanted: list[int] = []
+    if importance is not None:
+        wanted += _by_attention(importance, segments, config.recall_threshold, most_tokens)
     if words is not None and config.recall_word_threshold is not None:
-        shared = _best(words, config.recall_word_threshold, segments, *most)
-    is_dropped = bytearray(segments.num_tokens)
-    for position in dropped:
-        is_dropped[position] = 1
-    recalled: set[int] = set()
-    for segment in (segment for both in zip_longest(shared, wanted) for segment in both if segment is not None):
-        start, stop = segments.around(segment, config.recall_margin)
-        more = recalled.union(position for position in range(start, stop) if is_dropped[position])
-        if len(more) <= room:
-            recalled = more
-    return sorted(recalled)
+        wanted += _best(words, config.recall_word_threshold, segments, most_tokens)
+    borders = segments.borders
+    inside = {at for segment in wanted for at in range(borders[segment], borders[segment + 1])}
+    return sorted(inside.difference(held))
 
 
-def _by_attention(
-    importance: torch.Tensor, segments: Segments, threshold: float, num_chunks: int, chunk_size: int
-) -> list[int]:
-    """Units whose mean importance is at least `threshold` times that of the old text, best first."""
+def _by_attention(importance: torch.Tensor, segments: Segments, threshold: float, most_tokens: int) -> list[int]:
+    """Segments whose mean importance is at least `threshold` times that of the old text"""
     old, owner = importance[: segments.num_tokens].float(), segments.owner.to(importance.device)
     sums = torch.zeros(len(segments), device=old.device).index_add_(0, owner, old)
     worth = sums / torch.bincount(owner, minlength=len(segments))
     # Rounding decides no tie: a text of one segment has the mean of the text.
     least = threshold * float(old.mean()) * (1 - 1e-6)
     # Without any attention to the old text, every segment would reach a threshold of 0.
-    return _best(worth, least, segments, num_chunks, chunk_size) if least or not threshold else []
+    return _best(worth, least, segments, most_tokens) if least or not threshold else []
 
 
-def _best(votes: torch.Tensor, least: float, segments: Segments, num_chunks: int, chunk_size: int) -> list[int]:
-    """Units with at least `least` votes, up to num_chunks chunks of tokens, best first; ties go to the earlier
-    segment."""
-    ranked = segments.leading(torch.argsort(votes, descending=True, stable=True).cpu(), num_chunks, chunk_size)
+def _best(votes: torch.Tensor, least: float, segments: Segments, most_tokens: int) -> list[int]:
+    """Segments with at least `least` votes, until they hold most_tokens; ties go to the earlier segment."""
+    ranked = torch.argsort(votes, descending=True, stable=True).cpu()
+    sizes = torch.tensor(segments.borders).diff()[ranked]
+    ranked = ranked[sizes.cumsum(0) - sizes < most_tokens]
     values = votes[ranked.to(votes.device)].tolist()
     return [segment for segment, value in zip(ranked.tolist(), values, strict=True) if value >= least]
 

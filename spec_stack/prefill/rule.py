@@ -45,7 +45,7 @@ class ScoringInputs:
     prompt_ids
         N tokens of the target.
     attention
-        The draft's attention, with `importance(config)` (N,); None without a pass of the draft.
+        The draft's attention, with `importance(config)` (N,); None without a pass of the draft, and of a later turn.
     protected
         Half-open spans of the system message and of the template's own tokens, sorted; the turns lie between them.
     pieces
@@ -65,9 +65,11 @@ class ScoringInputs:
 
     def starting_at(self, first: int) -> ScoringInputs:
         """The inputs of the text from token `first` on."""
+        if not first:
+            return self
         return ScoringInputs(
             self.prompt_ids[first:],
-            None if self.attention is None else self.attention.starting_at(first),
+            None,
             [(max(start - first, 0), stop - first) for start, stop in self.protected if stop > first],
             None if self.pieces is None else self.pieces[first:],
             None if self.importance is None else self.importance[first:],
@@ -85,7 +87,7 @@ class ScoringInputs:
     @property
     def candidates(self) -> Candidates:
         """The segments that may hold the question."""
-        known = None if self.attention is None or self.attention.first else self.attention.candidates
+        known = None if self.attention is None else self.attention.candidates
         return known or find_candidates(len(self.prompt_ids), self.pieces, self.protected)
 
     def weights_by_words(self, first: int = 0) -> dict[Span, float]:

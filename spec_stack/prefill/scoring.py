@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
@@ -42,18 +42,14 @@ class ScoringModel(SteppableModel, Protocol):
     def capture(self, first: int = 0) -> AbstractContextManager[Mapping[int, CapturedLayer]]: ...
 
 
-class LookAhead(Protocol):
-    """Drafts up to num_tokens tokens after the prompt, greedily at any temperature (`decode.propose.propose`).
-
-    The selection depends on these tokens, so rejection sampling would not be exact with drawn ones.
-    """
-
-    def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
+LookAhead = Callable[[Sequence[int], int], Proposal]
+"""Drafts up to so many tokens after the prompt, greedily at any temperature (`decode.propose.propose`): the selection
+depends on them, so rejection sampling would not be exact with drawn ones."""
 
 
 def num_layers_needed(config: PrefillConfig, num_layers: int) -> int | None:
     """How many of a draft's num_layers layers scoring a prompt needs; None for all."""
-    needed = config.resolved_scoring_layers
+    needed = config.num_scoring_layers
     return None if needed is None or needed >= num_layers else needed
 
 
@@ -189,12 +185,11 @@ def gather_inputs(
     """A prompt with the draft's attention, and the look-ahead as the first proposal (SpecPrefill,
     https://arxiv.org/abs/2502.02789, alg. 1). The draft runs only where the rule needs its attention.
 
-    whole: run all layers even where scoring needs fewer, to reuse the draft; an explicit config.num_scoring_layers
-    still holds. Other arguments as in `run_draft`.
+    whole: run all layers even where scoring needs fewer, to reuse the draft. Other arguments as in `run_draft`.
     """
     proposal = Proposal()
     if needs_attention(config.scorer):
-        num_layers = config.num_scoring_layers if whole else num_layers_needed(config, draft.num_layers)
+        num_layers = None if whole else num_layers_needed(config, draft.num_layers)
         attention, proposal = run_draft(draft, inputs, look_ahead, config, tokenization, num_layers, first_query)
         inputs = replace(inputs, attention=attention, importance=attention.importance(config))
     if inputs.observer is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -29,17 +28,17 @@ _END = re.compile(f"{_STOP}\n*|\n+|\\Z")
 _ROUNDING = 1e-9
 
 
-class Segments(ABC):
-    """A prompt cut into segments, in order and without gaps.
+class Segments:
+    """A prompt cut into lines and sentences, in order and without gaps, kept up to a budget of tokens.
 
     borders: (num_segments + 1,), strictly increasing from 0 to num_tokens: segment i is borders[i] up to borders[i +
-    1].
+    1]. owner: the segment of every token, (num_tokens,).
     """
 
     def __init__(self, borders: Sequence[int]) -> None:
         self.borders = list(borders)
         sizes = torch.tensor(self.borders).diff()
-        self._owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+        self.owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
 
     def __len__(self) -> int:
         return len(self.borders) - 1
@@ -52,78 +51,17 @@ class Segments(ABC):
     def num_tokens(self) -> int:
         return self.borders[-1]
 
-    @property
-    def owner(self) -> torch.Tensor:
-        """The segment of every token, (num_tokens,)."""
-        return self._owner
-
-    @abstractmethod
     def means(self, values: torch.Tensor) -> torch.Tensor:
         """Mean per segment (num_segments,) of one value per token (num_tokens,)."""
-
-    def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
-        """Score of every segment (num_segments,) by the importance of the tokens (num_tokens,)."""
-        return self.means(importance)
-
-    @abstractmethod
-    def chosen(
-        self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
-    ) -> set[int]:
-        """The kept tokens by scores (num_segments,); ties go to the earlier segment.
-
-        keep_rate: kept share of the prompt, forced ends (keep_first, keep_last) included. free: tokens that are kept
-        anyway, at no cost.
-        """
-
-    @abstractmethod
-    def leading(self, ranked: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
-        """The first segments of a ranking (num_segments,), until they hold as many tokens as num_chunks chunks."""
-
-    @abstractmethod
-    def around(self, segment: int, margin: int) -> tuple[int, int]:
-        """The half-open span of a segment, with a margin of tokens where its border may split a line."""
-
-
-class ChunkSegments(Segments):
-    """Chunks of `size` tokens, of which the last may have fewer (SpecPrefill, https://arxiv.org/abs/2502.02789)."""
-
-    def __init__(self, num_tokens: int, size: int) -> None:
-        super().__init__([*range(0, num_tokens, size), num_tokens])
-        self._size = size
-
-    def means(self, values: torch.Tensor) -> torch.Tensor:
-        """As in Segments; the tokens that the last chunk lacks count as 0."""
-        padded = torch.nn.functional.pad(values, (0, len(self) * self._size - len(values)))
-        return padded.reshape(len(self), self._size).mean(dim=1)
-
-    def chosen(
-        self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
-    ) -> set[int]:
-        """ceil(keep_rate · num_chunks) chunks, the forced ends among them; free tokens are added."""
-        num_chunks = len(self)
-        forced = {*range(min(config.keep_first, num_chunks)), *range(max(0, num_chunks - config.keep_last), num_chunks)}
-        budget = max(len(forced), math.ceil(keep_rate * num_chunks - _ROUNDING))
-        ranked = torch.argsort(scores, descending=True, stable=True).tolist()
-        best = [chunk for chunk in ranked if chunk not in forced][: budget - len(forced)]
-        return {at for chunk in (*forced, *best) for at in range(self.borders[chunk], self.borders[chunk + 1])}
-
-    def leading(self, ranked: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
-        return ranked[:num_chunks]
-
-    def around(self, segment: int, margin: int) -> tuple[int, int]:
-        return max(0, self.borders[segment] - margin), min(self.num_tokens, self.borders[segment + 1] + margin)
-
-
-class LineSegments(Segments):
-    """Lines and sentences: segments of unequal length, kept up to a budget of tokens."""
-
-    def means(self, values: torch.Tensor) -> torch.Tensor:
         owner = self.owner.to(values.device)
         sums = torch.zeros(len(self), dtype=torch.float64, device=values.device).index_add_(0, owner, values.double())
         return (sums / torch.bincount(owner, minlength=len(self))).to(values.dtype)
 
     def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
-        """As in Segments, but forced tokens count 0: the first ones are attention sinks and would carry their line."""
+        """Score of every segment (num_segments,) by the importance of the tokens (num_tokens,).
+
+        Forced tokens count 0: the first ones are attention sinks and would carry their line.
+        """
         first, last = config.forced_tokens
         inside = torch.zeros_like(importance)
         inner = slice(first, max(first, self.num_tokens - last))
@@ -133,8 +71,10 @@ class LineSegments(Segments):
     def chosen(
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
     ) -> set[int]:
-        """At most ceil(keep_rate · num_tokens) tokens, forced ends included, free ones excluded even there; segments
-        that do not fit are skipped.
+        """The kept tokens by scores (num_segments,); ties go to the earlier segment.
+
+        At most ceil(keep_rate · num_tokens) tokens, forced ends (keep_first, keep_last) included; segments that do not
+        fit are skipped. free: tokens that are kept anyway, at no cost, even at the ends.
         """
         num_tokens = self.num_tokens
         kept = forced_ends(num_tokens, config)
@@ -152,12 +92,33 @@ class LineSegments(Segments):
                 break
         return kept
 
-    def leading(self, ranked: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
-        sizes = torch.tensor(self.borders).diff()[ranked]
-        return ranked[sizes.cumsum(0) - sizes < num_chunks * chunk_size]
 
-    def around(self, segment: int, margin: int) -> tuple[int, int]:
-        return self.borders[segment], self.borders[segment + 1]
+class ChunkSegments(Segments):
+    """Chunks of `size` tokens, of which the last may have fewer (SpecPrefill, https://arxiv.org/abs/2502.02789)."""
+
+    def __init__(self, num_tokens: int, size: int) -> None:
+        super().__init__([*range(0, num_tokens, size), num_tokens])
+        self._size = size
+
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        """As in Segments; the tokens that the last chunk lacks count as 0."""
+        padded = torch.nn.functional.pad(values, (0, len(self) * self._size - len(values)))
+        return padded.reshape(len(self), self._size).mean(dim=1)
+
+    def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
+        """The mean importance; forced chunks are kept whole, whatever they count."""
+        return self.means(importance)
+
+    def chosen(
+        self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
+    ) -> set[int]:
+        """ceil(keep_rate · num_chunks) chunks, the forced ends among them; free tokens are added."""
+        num_chunks = len(self)
+        forced = {*range(min(config.keep_first, num_chunks)), *range(max(0, num_chunks - config.keep_last), num_chunks)}
+        budget = max(len(forced), math.ceil(keep_rate * num_chunks - _ROUNDING))
+        ranked = torch.argsort(scores, descending=True, stable=True).tolist()
+        best = [chunk for chunk in ranked if chunk not in forced][: budget - len(forced)]
+        return {at for chunk in (*forced, *best) for at in range(self.borders[chunk], self.borders[chunk + 1])}
 
 
 def forced_ends(num_tokens: int, config: PrefillConfig) -> set[int]:
@@ -176,7 +137,7 @@ def make_segments(num_tokens: int, pieces: Sequence[str] | None, config: Prefill
         return ChunkSegments(num_tokens, config.chunk_size)
     if len(pieces) != num_tokens:
         raise ValueError(f"{len(pieces)} pieces of text for {num_tokens} tokens")
-    return LineSegments(line_borders(pieces))
+    return Segments(line_borders(pieces))
 
 
 def line_borders(pieces: Sequence[str]) -> list[int]:

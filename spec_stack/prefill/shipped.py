@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,10 +35,10 @@ def sketch(embedding: torch.Tensor) -> tuple[float, ...]:
 
 
 def sketch_of_files(source: str | Path) -> tuple[float, ...]:
-    """`sketch` from the safetensors files of a folder or a cached hub id; empty where there are none. Reads a few
-    rows.
+    """`sketch` from the model.safetensors of a folder or a cached hub id; empty where there is none, and of models in
+    several files, larger than the drafts that are calibrated. Reads a few rows.
     """
-    file = _file_with_embedding(source)
+    file = _weights_of(source)
     if file is None:
         return ()
     try:
@@ -107,20 +106,9 @@ def _rows(num_rows: int) -> list[int]:
     return [(2 * at + 1) * num_rows // (2 * _ROWS) for at in range(_ROWS)]
 
 
-def _file_with_embedding(source: str | Path) -> Path | None:
-    index = _file_of(source, "model.safetensors.index.json")
-    if index is None:
-        return _file_of(source, "model.safetensors")
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError):
-        return None
-    found = next((names[name] for name in _EMBEDDINGS if name in names), None)
-    return None if found is None else _file_of(source, found)
-
-
-def _file_of(source: str | Path, name: str) -> Path | None:
-    """A file of a folder, or of a cached hub id."""
+def _weights_of(source: str | Path) -> Path | None:
+    """The weights in a folder, or of a cached hub id."""
+    name = "model.safetensors"
     if Path(source).is_dir():
         return Path(source) / name if (Path(source) / name).is_file() else None
     from huggingface_hub import try_to_load_from_cache

@@ -21,7 +21,7 @@ from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.prefill.draft_kv_budget import Ints
-from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
+from spec_stack.prefill.recall import clip_spans, recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
@@ -285,10 +285,7 @@ def plan_scored(needs: NeedsScore, importance: torch.Tensor | None, num_draft_to
     prompt, prefix, num_tokens = needs.prompt, needs.prefix, len(needs.prompt.token_ids)
     start, held = prefix.num_tokens, prefix.positions
     inputs = ScoringInputs(prompt.token_ids, None, prompt.spans, known.token_texts(prompt), importance)
-    recalled: list[int] = []
-    if needs.recalls:
-        dropped = dropped_positions(held, start)
-        recalled = recall_dropped(inputs, dropped, start, prompt.config, known.config.recall)
+    recalled = recall_dropped(inputs, held, start, prompt.config, known.config.recall) if needs.recalls else []
     rule = prompt.config if needs.prunes else None
     turn = select_turn(inputs, held, start, recalled, rule, prompt.spans, place="in_text")
     positions = (*held[: turn.num_held], *turn.positions)

@@ -158,7 +158,7 @@ class DraftScorer:
         """Run the prompt, and its repeated spans or a look-ahead; the scoring queries by layer."""
         config, token_ids, num_tokens = prompt.config, prompt.token_ids, len(prompt.token_ids)
         # First layers alone cannot predict the next token, so they draft no look-ahead.
-        num_layers = config.resolved_scoring_layers
+        num_layers = config.num_scoring_layers
         again = [*chain.from_iterable(token_ids[start:stop] for start, stop in repeated)]
         room = self._context_len - num_tokens
         look_ahead = 0 if config.queries_from_prompt else max(0, min(config.look_ahead, room))

@@ -112,10 +112,6 @@ class ServerConfig:
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
         if self.scoring_backend == "transformers" and self.scoring_model is None:
             raise ValueError("scoring_backend 'transformers' runs a scoring_model alone; name one, or leave it out")
-        if self.recall.max_cached_tokens is not None:
-            raise ValueError(
-                "recall.max_cached_tokens is for Python: a server's caches make room by themselves; leave it out"
-            )
         self.make_policy(self.policy)
 
     @property

@@ -20,7 +20,6 @@ CALIBRATED: dict[str, Any] = {
     "min_prompt_tokens": 777,
     "draft_window": (5000, 99),
     "draft_sinks": 7,
-    "num_scoring_layers": 1,
     "scoring_heads": ((0, 0),),
     "scorer": "bm25",
     "granularity": "chunks",
@@ -105,34 +104,17 @@ def test_a_keep_rate_of_the_configuration_and_of_a_call_hold_beside_a_calibratio
     assert kept[DEFAULT.keep_rate] == pytest.approx(200, abs=32)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "heads"), [(1, ((0, 0),)), (2, ((0, 0), (1, 0))), (3, ((0, 0), (1, 0), (2, 1)))]
-)
-def test_a_number_of_layers_leaves_out_the_calibrated_heads_behind_them(num_layers: int, heads: object) -> None:
-    calibration = Calibration({"scoring_heads": ((0, 0), (1, 0), (2, 1))}, {}, {}, margin=0.1)
-    assert calibration.complete(PrefillConfig(num_scoring_layers=num_layers)).scoring_heads == heads
-    behind = Calibration({"scoring_heads": ((2, 1),)}, {}, {}, margin=0.1)
-    assert behind.complete(PrefillConfig(num_scoring_layers=1)).scoring_heads is None
-
-
 def test_the_embedded_pair_prunes_by_its_first_layer_alone() -> None:
-    config = SpecStackConfig(PrefillConfig(num_scoring_layers=1, on_scoring_failure="raise"))
+    config = SpecStackConfig(PrefillConfig(scoring_heads=((0, 0), (0, 1)), on_scoring_failure="raise"))
     generator = SpecStackGenerator.from_pretrained(config=config)
     result = generator.generate(input_ids=list(range(100, 1100)), max_tokens=1, sparse_prefill="on")
     assert result.metrics.sparse_prefill
 
 
-@pytest.mark.parametrize(
-    "prefill",
-    [
-        {"scoring_heads": ((99, 0),)},
-        {"scoring_heads": ((0, 0), (0, 99))},
-        {"scoring_heads": ((1, 0),), "num_scoring_layers": 1},
-    ],
-    ids=str,
-)
-def test_heads_that_the_draft_does_not_have_or_run_are_refused(prefill: dict[str, Any]) -> None:
+@pytest.mark.parametrize("heads", [((99, 0),), ((0, 0), (0, 99))], ids=str)
+def test_heads_that_the_draft_does_not_have_are_refused(heads: tuple[tuple[int, int], ...]) -> None:
+    prefill = PrefillConfig(scoring_heads=heads)
     with pytest.raises(ValueError, match=r"scoring_heads names \[\(\d+, \d+\)\]; the draft has \d layers of \d heads"):
-        SpecStackGenerator.from_pretrained(config=SpecStackConfig(PrefillConfig(**prefill)))
+        SpecStackGenerator.from_pretrained(config=SpecStackConfig(prefill))
     with pytest.raises(ValueError, match=r"scoring_heads names"):
-        Pruner.from_pretrained(config=PrefillConfig(**prefill))
+        Pruner.from_pretrained(config=prefill)

@@ -18,7 +18,7 @@ from spec_stack.calibrate.judged import ScoredPrompt, needed
 from spec_stack.calibrate.needles import FAMILIES
 from spec_stack.calibrate.prompts import Task, plan
 from spec_stack.calibrate.shapes import SHAPES
-from spec_stack.prefill.segments import LineSegments
+from spec_stack.prefill.segments import Segments
 
 NUM_UNITS, TOKENS = 100, 20
 HEADS = [(layer, head) for layer in range(6) for head in range(4)]
@@ -57,7 +57,7 @@ def test_the_needed_share_keeps_the_evidence_and_so_does_every_larger_one(
     config = PrefillConfig(chunk_size=1, keep_first=first, keep_last=1)
     scores, unit = torch.rand(len(sizes), generator=random), seed % len(sizes)
     forced = {*range(min(first, num_tokens)), num_tokens - 1}
-    segments = LineSegments(borders)
+    segments = Segments(borders)
     costs = torch.tensor([sum(at not in forced for at in range(start, stop)) for start, stop in segments])
     wanted = torch.arange(len(sizes)) == unit
     judged = ScoredPrompt(

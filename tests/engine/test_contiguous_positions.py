@@ -199,7 +199,7 @@ def kept_of(session: Any, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", ["Llama", "GPT-OSS", "Qwen3.5", "Bloom"])
 def test_what_a_session_recalls_goes_back_to_its_place_in_order(name: str, tmp_path: Path) -> None:
     generator, num_restored = make_generator(name, keep_rate=0.4), 0
-    session = generator.session(SessionConfig(recall_threshold=0.0, max_recalled_chunks=1, recall_word_threshold=None))
+    session = generator.session(SessionConfig(recall_threshold=0.0, max_recalled_chunks=4, recall_word_threshold=None))
     prompt: list[int] = []
     for turn in range(3):
         prompt = prompt + random_prompt(50, seed=turn)

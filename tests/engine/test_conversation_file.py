@@ -115,7 +115,7 @@ def test_a_chat_goes_on_with_the_tokens_of_its_answers(embedded: SpecStackGenera
     second = loaded.generate(messages=messages, max_tokens=24)
     assert second.metrics.num_cached_tokens == first.metrics.num_prompt_tokens + len(first.token_ids) - 1
     assert second.token_ids == session.generate(messages=messages, max_tokens=24).token_ids
-    assert embedded.load_session(tmp_path / "s", SessionConfig(max_cached_tokens=9)).config.max_cached_tokens == 9
+    assert embedded.load_session(tmp_path / "s", SessionConfig(recall_threshold=9)).config.recall_threshold == 9
 
 
 def test_another_pair_or_configuration_is_refused_by_name(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def test_a_turn_that_asks_for_a_dense_target_has_one_though_earlier_ones_were_pr
         assert first.metrics.sparse_prefill
         longer = [*prompt, *first.token_ids, *random_prompt(20, seed=7)]
         second = session.generate(input_ids=longer, max_tokens=30, sparse_prefill=switch)  # type: ignore[arg-type]
-        assert session.num_dropped_tokens == 0
+        assert not session.dropped_positions
         third = [*longer, *second.token_ids, *random_prompt(5, seed=8)]
         again = session.generate(input_ids=third, max_tokens=10, sparse_prefill=switch)  # type: ignore[arg-type]
     assert second.token_ids == reference.greedy(make_model(seed=1), longer, 30)

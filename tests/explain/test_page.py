@@ -151,13 +151,6 @@ def test_the_question_scores_wherever_it_stands() -> None:
     assert QUESTION in [query.text.strip() for query in first]
 
 
-def test_one_question_needs_no_session_and_so_not_all_layers_of_the_draft() -> None:
-    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, num_scoring_layers=2, on_scoring_failure="raise"))
-    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    (turn,) = watch(generator, "r", [], [f"{DOCUMENT}\n\n{QUESTION}"], max_tokens=2).turns
-    assert "d" in turn.prompt.states
-
-
 def test_a_long_question_without_spaces_heads_its_turn(watched: SpecStackGenerator) -> None:
     (turn,) = watch(watched, "r", None, [f"{PROMPT}\n{'問' * 130}"], max_tokens=1).turns
     assert turn.question == "問" * 119 + "…"

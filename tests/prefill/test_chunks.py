@@ -66,7 +66,6 @@ def test_the_keep_rate_may_be_a_curve_by_length() -> None:
         {"draft_window": (-1, 512)},
         {"draft_window": (2048, 512, 1)},
         {"draft_sinks": -1},
-        {"num_scoring_layers": 0},
         {"scoring_heads": ()},
         {"scoring_heads": ((0, -1),)},
         {"scoring_heads": (3,)},

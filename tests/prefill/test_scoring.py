@@ -41,8 +41,8 @@ PROMPT = random_prompt(150)
 LONG = random_prompt(260)
 WAYS = {
     "windowed": {"draft_window": 16, "draft_sinks": 4},
-    "early exit": {"num_scoring_layers": 2},
-    "windowed early exit": {"draft_window": 16, "draft_sinks": 4, "num_scoring_layers": 1},
+    "early exit": {"scoring_heads": ((1, 0), (1, 1))},
+    "windowed early exit": {"draft_window": 16, "draft_sinks": 4, "scoring_heads": ((0, 0), (0, 1))},
     "bm25": {"scorer": "bm25"},
     "some heads": {"scoring_heads": ((1, 0), (2, 3))},
 }
@@ -98,16 +98,6 @@ def test_a_window_of_long_prompts_is_dense_in_shorter_ones() -> None:
         for window in (None, 16, (len(LONG), 16), (len(LONG) + 1, 16))
     }
     assert kept[len(LONG), 16] == kept[16] != kept[None] == kept[len(LONG) + 1, 16]
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_the_first_layers_score_as_in_a_plain_forward(num_layers: int) -> None:
-    config = PrefillConfig(**BASE, num_scoring_layers=num_layers)  # type: ignore[arg-type]
-    selection, _ = scored(open_draft(), config)
-    eager = make_model(implementation="eager")
-    found = candidates_of(PROMPT)
-    expected = reference.question_importance(eager, PROMPT, **found, pool_kernel=5, layers=num_layers)  # type: ignore[arg-type]
-    assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 1)
 
 
 def test_heads_score_as_they_alone_do_in_eager_attention() -> None:
@@ -266,7 +256,7 @@ def test_a_draft_whose_layers_did_not_all_see_the_prompt_holds_the_kept_tokens_a
     ),
 )
 def test_every_architecture_scores_with_a_window_and_by_its_first_layers(name: str, way: str) -> None:
-    config = PrefillConfig(**BASE, **WAYS[way] | ({"num_scoring_layers": 2} if "exit" in way else {}))  # type: ignore[arg-type]
+    config = PrefillConfig(**BASE, **WAYS[way] | ({"scoring_heads": ((0, 0), (1, 1))} if "exit" in way else {}))  # type: ignore[arg-type]
     draft = make_architecture(name, disturbed=True)
     generator = SpecStackGenerator(make_architecture("Llama"), draft, config=SpecStackConfig(config))
     result = generator.generate(input_ids=PROMPT, max_tokens=8, sparse_prefill="on", gamma=3)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spec_stack import PrefillConfig, SessionConfig
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.segments import LONGEST_UNIT, ChunkSegments, LineSegments, line_borders, make_segments
+from spec_stack.prefill.segments import LONGEST_UNIT, ChunkSegments, line_borders, make_segments
 from spec_stack.prefill.selection import select
 from tests.support import reference_segments
 
@@ -101,7 +101,7 @@ def test_a_character_of_several_tokens_is_never_parted() -> None:
 
 def test_without_text_chunks_take_the_place_of_lines_and_pieces_must_fit() -> None:
     assert isinstance(make_segments(20, None, LINES), ChunkSegments)
-    assert isinstance(make_segments(2, ["a\n", "b"], LINES), LineSegments)
+    assert not isinstance(make_segments(2, ["a\n", "b"], LINES), ChunkSegments)
     assert isinstance(make_segments(2, ["a\n", "b"], replace(LINES, granularity="chunks")), ChunkSegments)
     with pytest.raises(ValueError, match="3 pieces of text for 2 tokens"):
         make_segments(2, ["a", "b", "c"], LINES)
@@ -165,15 +165,13 @@ def test_tokens_that_are_kept_anyway_carry_no_line() -> None:
     torch.testing.assert_close(worth, torch.tensor([0.0, 0.1, 0.0, 0.0]))
 
 
-def test_a_dropped_line_comes_back_whole_and_without_a_margin() -> None:
+def test_a_dropped_line_comes_back_whole() -> None:
     pieces = characters("aaaaaaaaa\nbbbbbbbbb\nccccccccc\n")
     importance = torch.zeros(40)
     importance[12] = 1.0
     segments = make_segments(30, pieces, LINES)
     session = replace(PrefillConfig(), chunk_size=8)
-    assert recall(importance, list(range(30)), segments, session, SessionConfig(recall_threshold=1.0)) == [
-        *range(10, 20)
-    ]
+    assert recall(importance, [], segments, session, SessionConfig(recall_threshold=1.0)) == [*range(10, 20)]
 
 
 def test_lines_come_back_within_as_many_tokens_as_the_chunks_that_are_looked_at() -> None:
@@ -182,5 +180,5 @@ def test_lines_come_back_within_as_many_tokens_as_the_chunks_that_are_looked_at(
     segments = make_segments(80, pieces, LINES)
     config = SessionConfig(recall_threshold=0.5, max_recalled_chunks=3)
     # Three chunks of eight tokens are reached with the third line of ten.
-    found = recall(importance, list(range(80)), segments, replace(LINES, chunk_size=8), config)
+    found = recall(importance, [], segments, replace(LINES, chunk_size=8), config)
     assert found == list(range(30))

@@ -123,7 +123,6 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         PrefillConfig.chunk_size,
         settings["recall_threshold"],
         settings["max_recalled_chunks"],
-        settings["recall_margin"],
         reference_question.recalled(pieces, chunks, asked),
         settings["recall_word_threshold"],
     )

@@ -217,7 +217,7 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
 @pytest.mark.parametrize(
     "chosen",
     [
-        {"num_scoring_layers": 1},
+        {"scoring_heads": [[0, 0], [0, 1]]},
         # As a calibration chooses: chosen heads.
         {
             "scoring_heads": [[0, 1], [1, 2]],
@@ -226,7 +226,7 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
         },
     ],
 )
-def test_a_server_scores_by_some_layers_or_heads_as_the_reference_does(
+def test_a_server_scores_by_some_heads_as_the_reference_does(
     launch: Any, reference: Reference, chosen: dict[str, Any]
 ) -> None:
     config = ServerConfig.from_mapping({"prefill": {**chosen, "min_prompt_tokens": 400}}).prefill

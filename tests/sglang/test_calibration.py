@@ -20,7 +20,6 @@ def calibrated_draft(tmp_path: Path) -> tuple[Path, Any, Any]:
     settings = {
         "keep_rate": ((2048, 0.1),),
         "draft_window": 64,
-        "num_scoring_layers": None,
         "scoring_heads": ((1, 0),),
         "scorer": "bm25",
         "min_prompt_tokens": 700,

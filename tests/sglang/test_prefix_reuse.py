@@ -19,7 +19,7 @@ from spec_stack.tokenizers.chat_turns import Protected
 from tests.support.reference_session import dropped_chunks_to_restore
 
 CONFIG = PrefillConfig(chunk_size=4, keep_rate=0.3, keep_last=1)
-RECALLING = SessionConfig(recall_threshold=1.0, max_recalled_chunks=3, recall_margin=2, recall_word_threshold=None)
+RECALLING = SessionConfig(recall_threshold=1.0, max_recalled_chunks=3, recall_word_threshold=None)
 
 
 def _kept(
@@ -119,7 +119,7 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
     beginning = CachedPrefix(num_cached, held)
     protected = [(num_cached, num_cached + 2)]
     positions, num_recalled = _kept(prompt, beginning, importance, prunes, RECALLING, protected=protected)
-    expected = dropped_chunks_to_restore(importance.tolist(), held, num_cached, 4, 1.0, 3, margin=2)
+    expected = dropped_chunks_to_restore(importance.tolist(), held, num_cached, 4, 1.0, 3)
     old, new = positions[: len(held) + len(expected)], positions[len(held) + len(expected) :]
     assert list(old) == sorted([*held, *expected])
     assert new == tuple(sorted(set(new)))
@@ -133,7 +133,7 @@ def test_old_text_that_shares_rare_words_with_the_question_is_recalled_without_a
     prompt = [*document, 900, 901, 141, 142, 902]
     beginning = CachedPrefix(80, (*range(8), *range(72, 80)))
     config = PrefillConfig(chunk_size=4, scorer="bm25")
-    positions, num_recalled = _kept(prompt, beginning, None, False, SessionConfig(recall_margin=0), config)
+    positions, num_recalled = _kept(prompt, beginning, None, False, SessionConfig(), config)
     # 141 and 142 stand at 41 and 42, in the chunk from 40 on.
     assert positions == (*range(8), 40, 41, 42, 43, *range(72, 85))
     assert num_recalled == 4

@@ -163,7 +163,7 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"prefill": {"positions": "original"}}, "unknown setting prefill.positions"),
         ({"prefill": {"draft_window": [8192, 512]}}, "draft_window is for Python"),
         ({"prefill": {"draft_sinks": 8}}, "draft_sinks is for Python"),
-        ({"prefill": {"num_scoring_layers": 0}}, "num_scoring_layers"),
+        ({"prefill": {"num_scoring_layers": 1}}, "unknown setting prefill.num_scoring_layers"),
         ({"prefill": {"scoring_heads": [[1]]}}, "scoring_heads"),
         ({"calibration": 3}, "calibration"),
         ({"scoring_model": ""}, "scoring_model"),

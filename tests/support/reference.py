@@ -83,21 +83,20 @@ def question_importance(
     mean: bool = False,
     pool_kernel: int = 1,
     skipped: int = 0,
-    layers: int | None = None,
     prefill: Hides | None = None,
 ) -> np.ndarray:
     """Importance by the queries of segments, by loops over the attention matrices of one eager forward over the prompt
     with the repeated segments behind it.
 
     Every query's row is the softmax over the prompt alone. heads: which (layer, head) pairs count; all behind the
-    skipped layers by default. mean: the mean over them, in place of the largest pooled attention. layers: how many run.
+    skipped layers by default. mean: the mean over them, in place of the largest pooled attention.
     """
     size = len(prompt)
     ids = torch.tensor([[*prompt, *(token for start, stop in repeated for token in prompt[start:stop])]])
     mask = _mask(ids, prefill)
     with torch.no_grad():
         attentions = eager_model(ids, attention_mask=mask, output_attentions=True).attentions
-    every = [(layer, head) for layer in range(layers or len(attentions)) for head in range(attentions[0].shape[1])]
+    every = [(layer, head) for layer in range(len(attentions)) for head in range(attentions[0].shape[1])]
     behind = [(layer, head) for layer, head in every if layer >= skipped]
 
     def row(layer: int, head: int, query: int) -> np.ndarray:

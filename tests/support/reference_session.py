@@ -29,23 +29,30 @@ def dropped_chunks_to_restore(
     size: int,
     threshold: float,
     most: int,
-    margin: int = 0,
     anchors: Sequence[float] | None = None,
     recall_word_threshold: float = 0.0,
 ) -> list[int]:
-    """Positions of dropped tokens in the best chunks of the old text that are worth enough, by either vote, and of
-    those within the margin of one, by sorting."""
+    """Positions of dropped tokens in the best chunks of the old text that are worth enough, by either vote, by
+    sorting."""
     mean = sum(importance[:num_cached]) / num_cached
     chunks = [range(at, min(at + size, num_cached)) for at in range(0, num_cached, size)]
     worth = [sum(importance[at] for at in chunk) / len(chunk) for chunk in chunks]
-    best = sorted(range(len(chunks)), key=lambda index: (-worth[index], index))[:most]
+    best = _leading(chunks, worth, most * size)
     # A text without any importance is not recalled.
     wanted = {index for index in best if worth[index] >= threshold * mean and (mean or not threshold)}
     if anchors is not None:
-        best = sorted(range(len(chunks)), key=lambda index: (-anchors[index], index))[:most]
+        best = _leading(chunks, anchors, most * size)
         wanted |= {index for index in best if anchors[index] >= recall_word_threshold}
-    near = {at + step for index in wanted for at in chunks[index] for step in range(-margin, margin + 1)}
-    return sorted(near & set(range(num_cached)) - set(held))
+    return sorted({at for index in wanted for at in chunks[index]} - set(held))
+
+
+def _leading(chunks: Sequence[range], votes: Sequence[float], most_tokens: int) -> list[int]:
+    """The chunks with the most votes, until they hold so many tokens."""
+    leading: list[int] = []
+    for index in sorted(range(len(chunks)), key=lambda index: (-votes[index], index)):
+        if sum(len(chunks[each]) for each in leading) < most_tokens:
+            leading.append(index)
+    return leading
 
 
 @dataclass
