@@ -84,32 +84,17 @@ class DraftRadixCache:
         slots = found.device_indices if hasattr(found, "device_indices") else self.tree.path_device_indices(node)
         return node, slots.numpy()
 
-    def take(self, num_slots: int, after: int | None) -> Ints:
-        """Take slots, those behind the slot `after` if they are free; the least recently used texts make room."""
+    def take(self, num_slots: int) -> Ints:
+        """Take the first free slots; the least recently used texts make room."""
         room = self.num_available
         if num_slots > room:
             raise PoolFullError(f"the draft pool has room for {room} tokens, and scoring needs {num_slots}")
         if num_slots > self.num_free:
             self.tree.evict(EvictParams(num_tokens=num_slots - self.num_free))
-        chosen = self._choose(num_slots, after)
-        self._is_free[chosen] = False
+        taken = np.flatnonzero(self._is_free)[:num_slots]
+        self._is_free[taken] = False
         self.num_free -= num_slots
-        return chosen
-
-    def _choose(self, num_slots: int, after: int | None) -> Ints:
-        """Contiguous slots where possible: such are read in place."""
-        if after is not None and self._is_free[after + 1 : after + 1 + num_slots].sum() == num_slots:
-            return np.arange(after + 1, after + 1 + num_slots)
-        edges = np.flatnonzero(np.diff(self._is_free, prepend=False, append=False))
-        starts, lengths = edges[::2], edges[1::2] - edges[::2]
-        largest = int(lengths.argmax())
-        spare = int(lengths[largest]) - num_slots
-        if spare < 0:
-            return np.flatnonzero(self._is_free)[:num_slots]
-        # In the middle of the room there is, so that this text and the one before it can both grow in place. The very
-        # first slot has nothing before it.
-        start = int(starts[largest]) + (spare // 2 if starts[largest] else 0)
-        return np.arange(start, start + num_slots)
+        return taken
 
     def give_back(self, slots: Ints) -> None:
         if self._is_free[slots].any():
@@ -136,8 +121,7 @@ class Lease:
 
     def extend(self, num_slots: int) -> None:
         """Take so many more slots. Raises PoolFullError, with nothing taken, where there is no room."""
-        last = int(self.slots[-1]) if len(self.slots) else None
-        self.slots = np.concatenate([self.slots, self._cache.take(num_slots, last)])
+        self.slots = np.concatenate([self.slots, self._cache.take(num_slots)])
 
     def insert(self, num_tokens: int) -> None:
         """End, and leave the first num_tokens, which have been written, in the pool; at least what was shared."""

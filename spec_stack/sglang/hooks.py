@@ -26,7 +26,6 @@ from spec_stack.sglang.request import (
     RequestOptions,
     RunningRequest,
     correct_acceptance,
-    reported_completion,
     with_report,
 )
 from spec_stack.sglang.scoring import load_beside
@@ -148,16 +147,11 @@ def _correct_acceptance(
 
 
 async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: Any, **kwargs: Any) -> Any:
-    """The report goes into an OpenAI stream's usage chunk, and beside a completion's text."""
+    """The report goes into an OpenAI stream's usage chunk."""
     response = await handle(serving, *args, **kwargs)
     with log_and_continue("writing a report", "the reply has none"):
-        if not _is_on():
-            return response
-        books = _books(serving.tokenizer_manager)
-        if hasattr(response, "body_iterator"):
-            response.body_iterator = with_report(response.body_iterator, books)
-        elif getattr(response, "object", "") == "text_completion":
-            return reported_completion(response, books)
+        if hasattr(response, "body_iterator") and _is_on():
+            response.body_iterator = with_report(response.body_iterator, _books(serving.tokenizer_manager))
     return response
 
 

@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import io
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +35,6 @@ _STORES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
 # Stores of KV that look a waiting request's prompt up before it is pruned.
 _EARLY_LOOKUPS = ("enable_lmcache", "hicache_storage_backend")
 _UNTESTED_STORES = ("enable_hierarchical_cache", "enable_flexkv", "kv_events_config")
-# An environment variable of SGLang's.
-_SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 _NOT_SHOWN = ("arguments", "problem", "warnings")
 # SGLang's names of precisions and ours; any other is the checkpoint's own.
 _PRECISIONS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
@@ -82,7 +79,7 @@ class Launch:
         is_sglang, why, small, must_fit = _choose_backend(config, args, target, tokenizer, device)
         require_scoring(args, target, small)
         config = with_calibration(config, str(config.scoring_model), target.hf_text_config, small.hf_text_config)
-        refusal = pruning_refusal(args, None) or untested_refusal(args, target, config)
+        refusal = untested_refusal(args, target, config)
         return cls(algorithm, args, target, small, config, refusal, is_sglang, why, must_fit)
 
     @property
@@ -182,11 +179,6 @@ def require_drafting(args: Any, config: ServerConfig) -> None:
     flags = "speculative_adaptive", "speculative_use_rejection_sampling"
     if flag := _first_set(args, *flags, *_GROUPS):
         raise ValueError(f"{NAME} does not work with {flag}; leave it out")
-    if os.environ.get(_SKIP_DRAFT_EXTEND, "0").lower() in ("1", "true") and 0 in config.gammas:
-        raise ValueError(
-            f"{_SKIP_DRAFT_EXTEND} leaves holes in the draft's KV after every step of gamma 0; unset it, or leave 0 "
-            "out of --spec-stack-gammas"
-        )
 
 
 def pruning_refusal(args: Any, draft: Any | None) -> str | None:

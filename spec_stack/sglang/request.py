@@ -329,9 +329,3 @@ async def with_report(stream: AsyncIterator[Any], books: ReportStore) -> AsyncIt
             if report is not None:
                 reported = f"data: {json.dumps(chunk | {KEY: dict(report)})}\n\n"
         yield reported
-
-
-def reported_completion(response: Any, books: ReportStore) -> Any:
-    """A completion as plain values with the report beside its text; unchanged without one."""
-    report = books.report_of(response.id)
-    return response if report is None else response.model_dump(mode="json") | {KEY: dict(report)}

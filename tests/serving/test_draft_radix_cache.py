@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -167,14 +166,3 @@ def test_what_a_lease_shares_is_not_evicted_under_it() -> None:
         other.extend(15)
     reader.insert(0)
     other.extend(15)
-
-
-def test_a_conversation_grows_in_place_beside_another() -> None:
-    """Slots side by side are read without a copy."""
-    pool = DraftRadixCache(1000)
-    for turn in range(1, 5):
-        for start in (0, 10_000):
-            lease = pool.lease("", range(start, start + 40 * turn), 40 * turn - 1)
-            lease.extend(40 * turn - lease.num_shared + 8)
-            assert all(b == a + 1 for a, b in pairwise(lease.slots.tolist())), (turn, start)
-            lease.insert(40 * turn)

@@ -50,19 +50,6 @@ def test_arguments_that_cannot_work_are_refused_by_name(arguments: dict[str, Any
         validate(SimpleNamespace(**{**_ACCEPTED, **arguments}))
 
 
-def test_a_switch_that_leaves_holes_in_the_drafts_kv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.plugins import load_plugins
-
-    from spec_stack.sglang.hooks import validate
-
-    load_plugins()
-    monkeypatch.setenv("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "1")
-    with pytest.raises(ValueError, match="leave 0 out"):
-        validate(SimpleNamespace(**_ACCEPTED))
-    monkeypatch.setenv("SPEC_STACK_SGLANG", json.dumps({"gammas": [2, 4]}))
-    validate(SimpleNamespace(**_ACCEPTED))
-
-
 def padded(model: Path, folder: Path, num_rows: int, factor: float) -> Path:
     """A copy of a model whose embeddings have rows more that no tokenizer makes an id for, factor times the first."""
     from safetensors.torch import load_file, save_file
