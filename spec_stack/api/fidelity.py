@@ -6,14 +6,11 @@ gives the loss of its tokens, and how many are still the most likely ones.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
-from pathlib import Path
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,22 +18,11 @@ from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.engine import Engine, PrefilledPrompt, token_logprobs
 from spec_stack.engine.request import Call
-from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import Message
-from spec_stack.prefill.calibration import fingerprint
-from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.segments import Segments
-from spec_stack.types import Proposal, Selection
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Prompt = str | Sequence[Message] | Mapping[str, Any]
 Progress = Callable[[int, int, str], None]
 KEEP_RATES = (0.1, 0.2, 0.3)
-# Tokens behind a question, up to the end of the turn, from which they count as instructions.
-_INSTRUCTIONS = 32
-_QUESTION_CHARACTERS = 120
 # Of a bootstrap.
 _NUM_DRAWS = 2000
 
@@ -60,17 +46,12 @@ class PrunedPrompt:
 class PromptFidelity:
     """One prompt, dense and under every setting.
 
-    key: identifies the prompt, the pair and the settings. number: place in the list of prompts, from 1 on. kind: where
-    the question stands among the scoring queries: "question last", "instructions behind the question", "question
-    first", or "no question mark". question: the segment whose queries weigh most, one with a question mark where there
-    is one. answer: the dense greedy one. ttft_s, loss: as in `PrunedPrompt`, of dense prefill.
+    number: place in the list of prompts, from 1 on. answer: the dense greedy one. ttft_s, loss: as in `PrunedPrompt`,
+    of dense prefill.
     """
 
-    key: str
     number: int
     num_tokens: int
-    kind: str
-    question: str
     answer: str
     ttft_s: float
     loss: float
@@ -110,8 +91,6 @@ class SettingFidelity:
         Loss of the dense answers' tokens above dense, in nats per token; mean over prompts.
     token_agreement, answer_agreement : float
         Shares of tokens and of whole answers that stay the same.
-    lost_by_kind : dict of str to Interval
-        `lost` by kind of prompt.
     """
 
     setting: str
@@ -120,7 +99,6 @@ class SettingFidelity:
     lost: Interval
     token_agreement: float
     answer_agreement: float
-    lost_by_kind: dict[str, Interval]
 
     @property
     def perplexity_ratio(self) -> Interval:
@@ -192,7 +170,6 @@ def measure_fidelity(
     max_tokens: int = 48,
     minutes: float = 10.0,
     within: float = 0.02,
-    rows: str | Path | None = None,
     progress: Progress | None = None,
 ) -> FidelityReport:
     """Measure what pruning does to prompts, against dense prefill.
@@ -215,9 +192,6 @@ def measure_fidelity(
         No prompt starts after so many minutes; the first one always does.
     within : float
         Accepted increase of the dense answers' perplexity: 0.02 is 2 %.
-    rows : str or Path, optional
-        A .jsonl file, to which every prompt's row is added; several runs may share it. Rows of the same prompt, pair
-        and settings are not measured again.
     progress : callable, optional
         Called with (num_done, num_prompts, text) after every prompt.
 
@@ -228,8 +202,7 @@ def measure_fidelity(
     Raises
     ------
     ValueError
-        For an invalid option, a generator without a tokenizer, malformed prompts and rows, and if no prompt can be
-        pruned.
+        For an invalid option, a generator without a tokenizer, malformed prompts, and if no prompt can be pruned.
 
     Examples
     --------
@@ -250,25 +223,19 @@ def measure_fidelity(
         raise ValueError("the target has no tokenizer; fidelity is measured on texts")
     calls = [_call_of(prompt, generator.tokenizer, number) for number, prompt in enumerate(prompts, start=1)]
     measuring = _Measuring(generator.engine, keep_rates, max_tokens)
-    known = {} if rows is None else _read_rows(Path(rows))
     until = monotonic() + 60 * minutes
     measured: list[PromptFidelity] = []
     skipped: list[tuple[int, str]] = []
     for number, call in enumerate(calls, start=1):
-        key = measuring.key(call)
-        if key not in known:
-            if measured and monotonic() >= until:
-                continue
-            try:
-                known[key] = measuring.measure(call, key)
-            except ValueError as error:
-                skipped.append((number, str(error)))
-                continue
-            if rows is not None:
-                _append(Path(rows), json.dumps(asdict(known[key])) + "\n")
-            if progress is not None:
-                progress(number, len(calls), _in_words(known[key]))
-        measured.append(replace(known[key], number=number))
+        if measured and monotonic() >= until:
+            break
+        try:
+            measured.append(measuring.measure(call, number))
+        except ValueError as error:
+            skipped.append((number, str(error)))
+            continue
+        if progress is not None:
+            progress(number, len(calls), _in_words(measured[-1]))
     if not measured:
         reasons = "; ".join(f"prompt {number}: {reason}" for number, reason in skipped[:3])
         raise ValueError(f"no prompt was measured ({reasons or 'the list is empty'})")
@@ -296,20 +263,14 @@ class _Measuring:
     def __init__(self, engine: Engine, keep_rates: Sequence[float], max_tokens: int) -> None:
         self._engine, self._max_tokens = engine, max_tokens
         self.settings: dict[str, float | None] = {f"{rate:g}": rate for rate in keep_rates}
-        prefill, pair = engine.config.prefill, engine.pair
+        prefill = engine.config.prefill
         if prefill.calibrated_by and prefill.keep_rate not in keep_rates:
             self.settings["calibrated"] = None
-        decisive = pair.precision, pair.draft_precision, pair.target.device, prefill, sorted(self.settings), max_tokens
-        self._identity = [*map(str, decisive), *(_digest_of(model) for model in (pair.target, pair.draft))]
         # Prunes where any setting does.
         self._least = f"{min(keep_rates):g}"
         self._is_warm = False
 
-    def key(self, call: Call) -> str:
-        """Identifies a prompt with the pair and everything that decides its row."""
-        return sha256(json.dumps([call, self._identity], default=str).encode()).hexdigest()[:20]
-
-    def measure(self, call: Call, key: str) -> PromptFidelity:
+    def measure(self, call: Call, number: int) -> PromptFidelity:
         """Measure a prompt. Raises ValueError for one that cannot be pruned or prefilled."""
         request = self._engine.plan(self._sparse(call, self._least))
         if not request.scores:
@@ -324,14 +285,10 @@ class _Measuring:
         answer = dense.greedy(self._max_tokens)
         loss = -float(token_logprobs(dense.logits(answer), answer).mean())
         del dense
-        seen = _Seen(self._engine.config.prefill)
         return PromptFidelity(
-            key=key,
-            number=0,
+            number=number,
             num_tokens=len(request.prompt_ids),
-            pruned=[self._pruned(call, name, answer, seen) for name in self.settings],
-            kind=seen.kind,
-            question=seen.question,
+            pruned=[self._pruned(call, name, answer) for name in self.settings],
             answer=self._text(answer),
             ttft_s=seconds,
             loss=loss,
@@ -341,8 +298,8 @@ class _Measuring:
         """The greedy answer under a setting."""
         return self._text(self._prefill(self._sparse(call, setting))[0].greedy(self._max_tokens))
 
-    def _pruned(self, call: Call, setting: str, answer: Sequence[int], seen: _Seen) -> PrunedPrompt:
-        prefilled, seconds = self._prefill(self._sparse(call, setting), seen)
+    def _pruned(self, call: Call, setting: str, answer: Sequence[int]) -> PrunedPrompt:
+        prefilled, seconds = self._prefill(self._sparse(call, setting))
         logits = prefilled.logits(answer)
         same = [token_id == other for token_id, other in zip(answer, logits.argmax(dim=-1).tolist(), strict=True)]
         loss = -float(token_logprobs(logits, answer).mean())
@@ -351,50 +308,16 @@ class _Measuring:
     def _sparse(self, call: Call, setting: str) -> Call:
         return cast(Call, {**call, "sparse_prefill": "on", "keep_rate": self.settings[setting]})
 
-    def _prefill(self, call: Call, seen: _Seen | None = None) -> tuple[PrefilledPrompt, float]:
+    def _prefill(self, call: Call) -> tuple[PrefilledPrompt, float]:
         """The prefilled prompt, and the seconds to its first token."""
         began = perf_counter()
-        prefilled = PrefilledPrompt(self._engine, cast(Call, {**call, "max_tokens": self._max_tokens}), seen)
+        prefilled = PrefilledPrompt(self._engine, cast(Call, {**call, "max_tokens": self._max_tokens}))
         # Reading a token waits for the device.
         _ = prefilled.first_token
         return prefilled, perf_counter() - began
 
     def _text(self, answer: Sequence[int]) -> str:
         return str(self._engine.pair.tokenizer.decode(answer, skip_special_tokens=True))
-
-
-def _digest_of(model: PreTrainedModel) -> str:
-    """Identifies a model's weights: its configuration, and a number of each parameter."""
-    numbers = [float(parameter.detach().flatten()[-1]) for parameter in model.parameters()]
-    return sha256(f"{fingerprint(text_config(model.config))} {numbers}".encode()).hexdigest()
-
-
-class _Seen:
-    """Finds a prompt's kind and question where it is scored (`prefill.rule.Observer`)."""
-
-    def __init__(self, config: PrefillConfig) -> None:
-        self._config = config
-        self.kind = self.question = ""
-
-    def scored(self, inputs: ScoringInputs) -> None:
-        """Take the heaviest scoring segment for the question, one with a question mark where there is one."""
-        found, weights = inputs.candidates, inputs.weights_by_attention(self._config) or inputs.weights_by_words()
-        marked = [span for span, is_question in zip(found.segments, found.is_question, strict=True) if is_question]
-        start, stop = max(marked or found.segments, key=lambda span: weights.get(span, 0.0))
-        self.question = " ".join("".join((inputs.pieces or [])[start:stop]).split())[:_QUESTION_CHARACTERS]
-        num_behind = len(inputs.prompt_ids) - found.opening - stop
-        if not marked:
-            self.kind = "no question mark"
-        elif stop <= found.start:
-            self.kind = "question first"
-        else:
-            self.kind = "instructions behind the question" if num_behind >= _INSTRUCTIONS else "question last"
-
-    def voted(self, segments: Segments, scores: object) -> None:
-        """Scores are not needed."""
-
-    def selected(self, selection: Selection, look_ahead: Proposal) -> None:
-        """The selection is `PrefilledPrompt`'s."""
 
 
 def prompt_of(given: object, place: str) -> str | Sequence[Message]:
@@ -425,10 +348,6 @@ def summarise(setting: str, rows: Sequence[PromptFidelity]) -> SettingFidelity:
         lost=mean_interval([row.lost(setting) for row in rows]),
         token_agreement=sum(each.agreement for each in pruned) / len(pruned),
         answer_agreement=sum(each.agreement == 1 for each in pruned) / len(pruned),
-        lost_by_kind={
-            kind: mean_interval([row.lost(setting) for row in rows if row.kind == kind])
-            for kind in sorted({row.kind for row in rows})
-        },
     )
 
 
@@ -449,37 +368,4 @@ def _in_words(row: PromptFidelity) -> str:
     found = ", ".join(
         f"{each.setting} {row.ttft_s / each.ttft_s:.1f}x {row.lost(each.setting):+.3f} nats" for each in row.pruned
     )
-    return f"{row.num_tokens} tokens, {row.kind}: {found}"
-
-
-def _read_rows(path: Path) -> dict[str, PromptFidelity]:
-    """Rows of earlier runs by key. Raises ValueError, naming the line, for a file of something else."""
-    rows = {}
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line or _is_torn(line):
-            continue
-        try:
-            values = json.loads(line)
-            pruned = [PrunedPrompt(**each) for each in values["pruned"]]
-            rows[values["key"]] = PromptFidelity(**{**values, "pruned": pruned})
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number} is no row of a measurement: {error}") from error
-    if text and not text.endswith("\n"):
-        _append(path, "\n")
-    return rows
-
-
-def _is_torn(line: str) -> bool:
-    """Whether an interruption has ended the writing of a row."""
-    try:
-        json.loads(line)
-    except ValueError:
-        return line.startswith("{")
-    return False
-
-
-def _append(path: Path, text: str) -> None:
-    """Add a text in one write, so that several runs may share a file."""
-    with path.open("ab") as file:
-        file.write(text.encode())
+    return f"{row.num_tokens} tokens: {found}"

@@ -241,15 +241,12 @@ def _add_doctor(commands: Any) -> None:
     _add_pair_arguments(parser)
     _add_json(parser)
     add = parser.add_argument
-    add("--measure", action="store_true", help="load the pair, and measure speed-up and break-even here")
+    add("--measure", action="store_true", help="load the pair, and time prompts and answers here")
     add("--minutes", type=float, default=10.0, help="time budget of --measure (%(default)s)")
     what = "with --measure: measure speed-up and fidelity on these prompts, a JSON object per line with messages, "
     add("--prompts", type=Path, help=f"{what}prompt or text")
-    what = "with --measure: text files, with generated questions"
-    add("--documents", type=Path, nargs="+", default=[], help=what)
-    what = "with --prompts or --documents: settings to compare (default: 0.1 0.2 0.3 and the calibrated one)"
+    what = "with --prompts: settings to compare (default: 0.1 0.2 0.3 and the calibrated one)"
     add("--keep-rates", type=float, nargs="+", help=what)
-    add("--rows", type=Path, help="file for a row per prompt, from which a run resumes (default: next to the prompts)")
     what = "check an SGLang launch: KV pools, CUDA graphs, which prompts are pruned, or why it would fail; loads no "
     add("--sglang", action="store_true", help=f"{what}weights")
     add("server_args", nargs="*", metavar="-- SERVER_ARGS", help="with --sglang: the launch's arguments")

@@ -235,10 +235,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return 1 if report["problem"] else 0
     if arguments.server_args:
         raise ValueError(f"unknown arguments {' '.join(arguments.server_args)}; a server's follow after --sglang --")
-    if (arguments.prompts or arguments.documents) and not arguments.measure:
-        raise ValueError("--prompts and --documents go with --measure")
-    if (arguments.keep_rates or arguments.rows) and not (arguments.prompts or arguments.documents):
-        raise ValueError("--keep-rates and --rows go with --prompts or --documents")
+    if arguments.prompts and not arguments.measure:
+        raise ValueError("--prompts goes with --measure")
+    if arguments.keep_rates and not arguments.prompts:
+        raise ValueError("--keep-rates goes with --prompts")
     from spec_stack.cli.doctor import diagnose, report_text
 
     report = diagnose(**given(arguments, PAIR))
@@ -254,7 +254,7 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
     if not arguments.minutes > 0:
         raise ValueError(f"--minutes must be over 0, got {arguments.minutes}")
-    if arguments.prompts or arguments.documents:
+    if arguments.prompts:
         return {"fidelity": _measured_fidelity(arguments)}
     _tell("loading the pair and timing it …")
     return {"measured": lines(measure(_load(arguments), arguments.minutes))}
@@ -263,23 +263,15 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
 def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     """What pruning does to the given prompts, as lines or for JSON."""
     from spec_stack.api.fidelity import KEEP_RATES, measure_fidelity
-    from spec_stack.cli.fidelity import document_prompts, fidelity_lines, read_prompts
+    from spec_stack.cli.fidelity import fidelity_lines, read_prompts
 
     def show(num_done: int, num_total: int, text: str) -> None:
         _tell(f"[{num_done:3d}/{num_total}] {text}")
 
-    first = arguments.prompts or arguments.documents[0]
-    rows = arguments.rows or first.with_suffix(".measured.jsonl")
-    prompts = read_prompts(arguments.prompts) if arguments.prompts else []
-    for path in arguments.documents:
-        read_document(path)
-    check_writable(rows)
+    prompts = read_prompts(arguments.prompts)
     _tell("loading the pair …")
-    generator = _load(arguments)
-    prompts += document_prompts(arguments.documents, generator.tokenizer, min(generator.pair.max_positions))
     keep_rates = arguments.keep_rates or KEEP_RATES
-    report = measure_fidelity(generator, prompts, keep_rates, minutes=arguments.minutes, rows=rows, progress=show)
-    _tell(f"every prompt has a row in {rows}; delete it to measure again")
+    report = measure_fidelity(_load(arguments), prompts, keep_rates, minutes=arguments.minutes, progress=show)
     return report.as_dict() if arguments.json else fidelity_lines(report)
 
 

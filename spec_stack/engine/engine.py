@@ -28,7 +28,6 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.processors import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.cost import with_threshold
-from spec_stack.prefill.rule import Observer
 from spec_stack.settings.warning import OnceEach
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
@@ -190,9 +189,9 @@ class PrefilledPrompt:
     request: the plan. selection: the K prompt tokens that the target prefilled. Raises ValueError as `Engine.plan`.
     """
 
-    def __init__(self, engine: Engine, call: Call, observer: Observer | None = None) -> None:
+    def __init__(self, engine: Engine, call: Call) -> None:
         self._end_ids = engine.pair.end_ids
-        self.request = replace(engine.plan(cast(Call, {**call, "gamma": 0})), observer=observer)
+        self.request = engine.plan(cast(Call, {**call, "gamma": 0}))
         caches = single_turn(engine.pair, self.request)
         look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=self._end_ids)
         self.selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.select_everything()

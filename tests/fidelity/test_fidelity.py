@@ -1,11 +1,10 @@
-"""What pruning does to prompts: against `generate`, resumed, in time, and summed up."""
+"""What pruning does to prompts: against `generate`, in time, and summed up."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ PROMPTS: list[Any] = [
     {"text": f"{CODE}What does step_9 return?\n\n" + "Write plain English.\n" * 12},
     {"prompt": f"{CODE}Continue this file."},
 ]
-KINDS = ["question last", "question first", "instructions behind the question", "no question mark"]
 
 
 class Forced:
@@ -39,15 +37,12 @@ class Forced:
 
 
 @pytest.fixture(scope="module")
-def report(embedded: SpecStackGenerator, tmp_path_factory: pytest.TempPathFactory) -> FidelityReport:
-    rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    found = measure_fidelity(embedded, [*PROMPTS, "too short"], [0.4, 1.0], max_tokens=6, rows=rows)
-    # The rows are taken, and nothing is measured again.
-    told: list[str] = []
-    again = measure_fidelity(
-        embedded, PROMPTS, [0.4, 1.0], max_tokens=6, rows=rows, progress=lambda *row: told.append(row[2])
+def report(embedded: SpecStackGenerator) -> FidelityReport:
+    told: list[int] = []
+    found = measure_fidelity(
+        embedded, [*PROMPTS, "too short"], [0.4, 1.0], max_tokens=6, progress=lambda *row: told.append(row[0])
     )
-    assert (again.prompts, again.settings, told) == (found.prompts, found.settings, [])
+    assert told == [1, 2, 3, 4]
     return found
 
 
@@ -82,60 +77,17 @@ def test_everything_kept_loses_nothing(report: FidelityReport) -> None:
     assert pruned.kept < 0.6
 
 
-def test_kinds_are_told_by_the_scoring_queries_and_short_prompts_are_listed(report: FidelityReport) -> None:
-    assert [row.kind for row in report.prompts] == KINDS
-    assert "What does step_7 return?" in report.prompts[0].question
+def test_short_prompts_are_listed(report: FidelityReport) -> None:
     assert report.num_short == len(PROMPTS)
     ((number, reason),) = report.skipped
     assert number == 5
     assert "cannot be pruned (off: no more than" in reason
-    assert set(json.loads(json.dumps(report.as_dict()))["settings"][0]["lost_by_kind"]) == set(KINDS)
-    assert len(report.examples) == 2
+    assert len(json.loads(json.dumps(report.as_dict()))["examples"]) == 2
 
 
-def test_time_ends_a_run_after_its_first_prompt(embedded: SpecStackGenerator, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    found = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, minutes=1e-9, rows=rows)
+def test_time_ends_a_run_after_its_first_prompt(embedded: SpecStackGenerator) -> None:
+    found = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, minutes=1e-9)
     assert (len(found.prompts), found.num_left) == (1, 1)
-    assert rows.read_text().count("\n") == 1
-    again = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows)
-    assert (again.prompts[0], again.num_left) == (found.prompts[0], 0)
-    assert measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows).prompts == again.prompts
-
-
-def test_two_runs_share_a_file(embedded: SpecStackGenerator, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-
-    def run_beside(number: int, *_: object) -> None:
-        if number == 1:
-            measure_fidelity(embedded, PROMPTS[2:3], [0.5], max_tokens=1, rows=rows)
-
-    measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows, progress=run_beside)
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
-    assert [row["kind"] for row in found] == [KINDS[number] for number in (0, 2, 1)]
-
-
-def test_a_torn_last_row_is_measured_again(embedded: SpecStackGenerator, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows)
-    whole = rows.read_text()
-    rows.write_text(whole[:-40])
-    measured: list[int] = []
-    for _ in range(2):
-        options: dict[str, Any] = {"rows": rows, "progress": lambda number, *_: measured.append(number)}
-        report = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, **options)
-        assert [row.kind for row in report.prompts] == KINDS[:2]
-    assert measured == [2]
-    assert rows.read_text().startswith(whole[:-40] + "\n{")
-
-
-def test_rows_of_other_weights_are_not_taken(tmp_path: Path) -> None:
-    generator, rows = SpecStackGenerator.from_pretrained(), tmp_path / "rows.jsonl"
-    measure_fidelity(generator, PROMPTS[:1], [0.5], max_tokens=1, rows=rows)
-    with torch.no_grad():
-        generator.target.model.norm.weight.mul_(0.5)
-    measure_fidelity(generator, PROMPTS[:1], [0.5], max_tokens=1, rows=rows)
-    assert rows.read_text().count("\n") == 2
 
 
 @pytest.mark.parametrize(
@@ -160,30 +112,17 @@ def test_bad_input_is_named(
         measure_fidelity(embedded, prompts, **options)
 
 
-@pytest.mark.parametrize("text", ['{"key": "x"}\n', "Notes.\n", "[1"])
-def test_a_file_of_other_rows_is_named(embedded: SpecStackGenerator, tmp_path: Path, text: str) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(text)
-    with pytest.raises(ValueError, match="line 1 is no row of a measurement"):
-        measure_fidelity(embedded, PROMPTS[:1], rows=rows)
-    assert rows.read_text() == text
-
-
-def made_up(number: int, kind: str, lost: dict[str, float], ttft_s: dict[str, float]) -> PromptFidelity:
+def made_up(number: int, lost: dict[str, float], ttft_s: dict[str, float]) -> PromptFidelity:
     pruned = [
         PrunedPrompt(setting, 200, ttft_s[setting], 0.5 + loss, 1.0 if loss < 0.1 else 0.9)
         for setting, loss in lost.items()
     ]
-    return PromptFidelity(f"{number}", number, 1000, kind, "Why?", "Because.", 2.0, 0.5, pruned)
+    return PromptFidelity(number, 1000, "Because.", 2.0, 0.5, pruned)
 
 
 def test_the_fastest_setting_within_the_limit_is_found() -> None:
     times = {"0.1": 0.4, "0.2": 0.5, "0.3": 0.8}
-    kinds = ["question last", "question first"]
-    rows = [
-        made_up(number, kinds[number % 2], {"0.1": 0.2 + number % 2, "0.2": 0.01, "0.3": 0.0}, times)
-        for number in range(8)
-    ]
+    rows = [made_up(number, {"0.1": 0.2 + number % 2, "0.2": 0.01, "0.3": 0.0}, times) for number in range(8)]
     report = FidelityReport([summarise(name, rows) for name in times], rows, [], 0, 0, 0.02)
     assert report.fastest is report.settings[1]
     assert report.fastest.speedup.value == pytest.approx(4.0)
@@ -192,8 +131,6 @@ def test_the_fastest_setting_within_the_limit_is_found() -> None:
     assert strict.fastest is strict.settings[2]
     lossy = replace(report, settings=report.settings[:1])
     assert lossy.fastest is None
-    by_kind = {kind: lost.value for kind, lost in lossy.shown.lost_by_kind.items()}
-    assert by_kind == pytest.approx({"question first": 1.2, "question last": 0.2})
     lost = lossy.shown.lost
     assert lost.value == pytest.approx(0.7)
     assert lost.low < lost.value < lost.high
