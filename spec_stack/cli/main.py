@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic
@@ -165,8 +165,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     from spec_stack.calibrate.config import CalibrateConfig
-    from spec_stack.calibrate.report import format_calibration
-    from spec_stack.calibrate.search import calibrate
+    from spec_stack.calibrate.search import calibrate, format_calibration
     from spec_stack.engine.pair import ModelPair
     from spec_stack.prefill.calibration import FILE_NAME
 
@@ -187,8 +186,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         spent = monotonic() - started
         _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
-    # The user's waiting time includes loading the model.
-    config = replace(config, budget_s=max(0.001, config.budget_s - (monotonic() - started)))
     calibration = calibrate(pair, config, documents=documents, progress=show)
     print(format_calibration(calibration))
     print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
