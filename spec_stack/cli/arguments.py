@@ -138,7 +138,6 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--json-schema", type=Path, help="JSON schema file for the answer")
     parser.add_argument("--regex", help="regular expression for the answer")
     _add_answer_arguments(parser)
-    parser.add_argument("--records", type=Path, help="append a record per step to this .jsonl file")
     parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
     parser.add_argument("--stats", action="store_true", help="print the cost of the answer on standard error")
 

@@ -34,7 +34,6 @@ from spec_stack.cli.chat import Chat, read_document, status_line, system_message
 from spec_stack.cli.progress import ProgressLine
 from spec_stack.config import DecodeConfig, LoadConfig, PrefillConfig, SessionConfig, SpecStackConfig, how_to_install
 from spec_stack.proxy.config import ProxyConfig
-from spec_stack.records import add_records, check_record_path
 from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.plugins import import_plugins
 
@@ -57,8 +56,6 @@ def _tell(text: str) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments)
-    if arguments.records is not None:
-        check_record_path(arguments.records)
     request = request_of(arguments)
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
     request |= prompt_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
@@ -71,9 +68,6 @@ def _generate(arguments: argparse.Namespace) -> int:
                 print(output.text, end="", flush=True)
     finally:
         line.clear()
-        # Interrupted answers count too.
-        if arguments.records is not None and outputs:
-            add_records([output.record for output in outputs], arguments.records)
     last = outputs[-1]
     if last.metrics is None:
         raise RuntimeError("the stream ended without a last step")
