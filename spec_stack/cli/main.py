@@ -209,11 +209,11 @@ def _explain(arguments: argparse.Namespace) -> int:
         questions=[text, *arguments.turn],
         compare=arguments.compare,
     )
-    page, turns = render(explanation), [turn for run in explanation.runs for turn in run.turns]
+    page, turns = render(explanation), [turn for run in explanation["runs"] for turn in run["turns"]]
     arguments.out.write_text(page, encoding="utf-8")
-    print(f"{arguments.out}: {len(page) / 1000:.0f} kB, runs: {len(explanation.runs)}, turns: {len(turns)}")
-    for query in (query for turn in turns for query in turn.prompt.queries[:3]):
-        print(f"scoring query, weight {query.weight:.2f}: {shorten(query.text, 96, placeholder=' …')}")
+    print(f"{arguments.out}: {len(page) / 1000:.0f} kB, runs: {len(explanation['runs'])}, turns: {len(turns)}")
+    for query in (query for turn in turns for query in turn["prompt"]["queries"][:3]):
+        print(f"scoring query, weight {query['weight']:.2f}: {shorten(query['text'], 96, placeholder=' …')}")
     return 0
 
 
