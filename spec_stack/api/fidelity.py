@@ -87,8 +87,8 @@ class SettingFidelity:
         Kept share of all prompt tokens.
     speedup : Interval
         Dense over sparse time to first token.
-    lost : Interval
-        Loss of the dense answers' tokens above dense, in nats per token; mean over prompts.
+    perplexity_ratio : Interval
+        Perplexity of the dense answers over that after dense prefill; geometric mean over prompts.
     token_agreement, answer_agreement : float
         Shares of tokens and of whole answers that stay the same.
     """
@@ -96,14 +96,9 @@ class SettingFidelity:
     setting: str
     kept: float
     speedup: Interval
-    lost: Interval
+    perplexity_ratio: Interval
     token_agreement: float
     answer_agreement: float
-
-    @property
-    def perplexity_ratio(self) -> Interval:
-        """Perplexity of the dense answers over that after dense prefill."""
-        return Interval(math.exp(self.lost.value), math.exp(self.lost.low), math.exp(self.lost.high))
 
 
 @dataclass(frozen=True)
@@ -154,12 +149,11 @@ class FidelityReport:
     @property
     def shown(self) -> SettingFidelity:
         """The fastest setting within the limit, or else the one that loses least."""
-        return self.fastest or min(self.settings, key=lambda each: each.lost.value)
+        return self.fastest or min(self.settings, key=lambda each: each.perplexity_ratio.value)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        settings = [asdict(each) | {"perplexity_ratio": asdict(each.perplexity_ratio)} for each in self.settings]
-        return asdict(self) | {"settings": settings, "fastest": self.fastest and self.fastest.setting}
+        return asdict(self) | {"fastest": self.fastest and self.fastest.setting}
 
 
 def measure_fidelity(
@@ -341,11 +335,12 @@ def _call_of(given: Prompt, tokenizer: Any, number: int) -> Call:
 def summarise(setting: str, rows: Sequence[PromptFidelity]) -> SettingFidelity:
     """Summarise a setting over all rows."""
     pruned = [row.of(setting) for row in rows]
+    lost = mean_interval([row.lost(setting) for row in rows])
     return SettingFidelity(
         setting=setting,
         kept=sum(each.num_kept_tokens for each in pruned) / sum(row.num_tokens for row in rows),
         speedup=_ratio_interval([row.ttft_s for row in rows], [each.ttft_s for each in pruned]),
-        lost=mean_interval([row.lost(setting) for row in rows]),
+        perplexity_ratio=Interval(math.exp(lost.value), math.exp(lost.low), math.exp(lost.high)),
         token_agreement=sum(each.agreement for each in pruned) / len(pruned),
         answer_agreement=sum(each.agreement == 1 for each in pruned) / len(pruned),
     )

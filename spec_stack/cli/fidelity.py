@@ -50,18 +50,18 @@ def fidelity_lines(report: FidelityReport) -> list[str]:
     lines += [f"left out: prompt {number}, {reason}" for number, reason in report.skipped]
     setting = report.shown.setting
     for example in report.examples:
-        prompt, lost = example.prompt, f"{example.prompt.lost(setting):+.3f}"
+        prompt = example.prompt
         lines += [
             "",
-            f"prompt {prompt.number}, {example.what} at {setting}: {lost} nats/token",
+            f"prompt {prompt.number}, {example.what} at {setting}: {prompt.lost(setting):+.3f} nats/token",
             f"  dense:  {shorten(prompt.answer, _ANSWER_CHARACTERS, placeholder=' …')}",
             f"  pruned: {shorten(example.pruned_answer, _ANSWER_CHARACTERS, placeholder=' …')}",
         ]
     return lines
 
 
-_HEADER = ("keep rate", "kept", "TTFT speed-up", "nats/token", "perplexity ratio", "tokens", "answers")
-_LEGEND = "nats/token: loss of the dense answers' tokens above dense. tokens, answers: shares that stay the same."
+_HEADER = ("keep rate", "kept", "TTFT speed-up", "perplexity ratio", "tokens", "answers")
+_LEGEND = "perplexity ratio: of the dense answers, over dense prefill. tokens, answers: shares that stay the same."
 
 
 def _row(found: SettingFidelity) -> tuple[str, ...]:
@@ -69,7 +69,6 @@ def _row(found: SettingFidelity) -> tuple[str, ...]:
         found.setting,
         f"{found.kept:.0%}",
         _with_ends(found.speedup, ".2f"),
-        f"{found.lost.value:+.3f}",
         _with_ends(found.perplexity_ratio, ".3f"),
         f"{found.token_agreement:.0%}",
         f"{found.answer_agreement:.0%}",

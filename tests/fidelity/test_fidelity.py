@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spec_stack import SpecStackGenerator, measure_fidelity
-from spec_stack.api.fidelity import FidelityReport, Interval, PromptFidelity, PrunedPrompt, summarise
+from spec_stack.api.fidelity import FidelityReport, PromptFidelity, PrunedPrompt, summarise
 
 CODE = "".join(f"def step_{number}(x):\n    return x + {number}\n\n" for number in range(24))
 SYSTEM = {"role": "system", "content": "Answer in one line.\nName the function."}
@@ -71,7 +71,7 @@ def test_the_loss_is_that_of_generating_the_dense_answer_under_the_pruned_prompt
 
 def test_everything_kept_loses_nothing(report: FidelityReport) -> None:
     pruned, whole = report.settings
-    assert whole.lost.value == pytest.approx(0, abs=1e-4)
+    assert whole.perplexity_ratio.value == pytest.approx(1, abs=1e-4)
     assert (whole.kept, whole.token_agreement, whole.answer_agreement) == (1, 1, 1)
     assert whole.perplexity_ratio.low <= 1 <= whole.perplexity_ratio.high + 1e-4
     assert pruned.kept < 0.6
@@ -131,9 +131,7 @@ def test_the_fastest_setting_within_the_limit_is_found() -> None:
     assert strict.fastest is strict.settings[2]
     lossy = replace(report, settings=report.settings[:1])
     assert lossy.fastest is None
-    lost = lossy.shown.lost
-    assert lost.value == pytest.approx(0.7)
-    assert lost.low < lost.value < lost.high
-    with_less = replace(lossy.settings[0], lost=Interval(0.1, 0.0, 0.2))
-    ratio = replace(lossy, settings=[with_less]).as_dict()["settings"][0]["perplexity_ratio"]
-    assert ratio == pytest.approx({"value": math.exp(0.1), "low": 1.0, "high": math.exp(0.2)})
+    ratio = lossy.shown.perplexity_ratio
+    assert ratio.value == pytest.approx(math.exp(0.7))
+    assert ratio.low < ratio.value < ratio.high
+    assert lossy.as_dict()["settings"][0]["perplexity_ratio"]["value"] == ratio.value
