@@ -77,7 +77,7 @@ ALLOWED = {
     },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "explain": {"config", "types", "controller.base", "records", "prefill", "decode", "hf", "engine", "api"},
-    "lm_eval": {"config", "settings", "decode", "hf.prompt", "api.generator", "api.unknown_options", "engine"},
+    "lm_eval": {"config", "records", "settings", "api.generator", "api.unknown_options", "engine"},
     "cli": {
         "config",
         "devices",

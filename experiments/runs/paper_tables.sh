@@ -17,7 +17,7 @@ evaluate() { # NAME MODEL_ARGS TASKS…
     shift 2
     # shellcheck disable=SC2086
     "$python" -m spec_stack.lm_eval run --model spec_stack --batch_size 1 --apply_chat_template \
-        --model_args "target=$TARGET,draft=$DRAFT,$arguments,metrics=$out/$name.requests.jsonl" \
+        --model_args "target=$TARGET,draft=$DRAFT,$arguments,records=$out/$name.steps.jsonl" \
         --tasks "$@" $limit --output_path "$out/$name"
 }
 

@@ -122,16 +122,9 @@ def _log_worth(need: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen fields of PrefillConfig, and their recall.
-
-    recalls: whether all evidence is kept, by rule ("chosen", "default", "BM25") and prompt; the chosen rule at its own
-    share, others at 0.2. needs: the share that each prompt needs, likewise. head_recall: each head's recall at 0.2.
-    """
+    """The chosen fields of PrefillConfig, and the reasons in sentences."""
 
     settings: Mapping[str, Any]
-    recalls: Mapping[str, Sequence[bool]]
-    needs: Mapping[str, Sequence[float]]
-    head_recall: Mapping[Head, float]
     notes: Sequence[str]
 
 
@@ -142,7 +135,7 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
     choosing = [case for case in cases if not case.task.is_guard and case.task.num_tokens == first]
     if len(choosing) < _FEWEST or len({case.task.kind for case in choosing}) < 2:
         few = f"{len(choosing)} prompts are too few to choose by, so the default stays; more time gives more of them."
-        return Choice({}, {}, {}, {}, [few])
+        return Choice({}, [few])
     heads = [(int(layer), int(head)) for layer, head in choosing[0].judged.heads]
     ranks = HeadRanking(choosing, heads)
     found = _best_setting(choosing, ranks)
@@ -157,12 +150,7 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
     curve = _keep_curve(cases, needs["chosen"], needs["default"], margin)
     if settings and curve:
         settings["keep_rate"] = curve if len(curve) > 1 else curve[0][1]
-    own = PrefillConfig(keep_rate=settings.get("keep_rate", _USUAL))
-    rates = {name: [_USUAL] * len(cases) for name in needs}
-    rates["chosen"] = [own.rate_for(case.task.num_tokens) for case in cases]
-    recalls = {name: [each <= rate for each, rate in zip(needs[name], rates[name], strict=True)] for name in needs}
-    alone = torch.stack([case.judged.alone <= _USUAL for case in choosing]).double().mean(dim=0).tolist()
-    return Choice(settings, recalls, needs, dict(zip(heads, alone, strict=True)), notes)
+    return Choice(settings, notes + _by_length(cases, needs, settings.get("keep_rate", _USUAL)))
 
 
 def _best_setting(cases: Sequence[Case], ranks: HeadRanking) -> Setting:
@@ -247,3 +235,20 @@ def _keep_curve(
         fewest = next(each for each in RATES if each >= min(rate, rate * before / length))
         curve[at] = length, max(own_rate, fewest)
     return tuple(curve)
+
+
+def _by_length(cases: Sequence[Case], needs: Needs, keep_rate: Any) -> list[str]:
+    """Recall at each length: of the choice at its share, and of the default and BM25 at the usual one."""
+    notes, config = [], PrefillConfig(keep_rate=keep_rate)
+    for length in sorted({case.task.num_tokens for case in cases}):
+        own = {
+            name: [need for need, case in zip(needs[name], cases, strict=True) if case.task.num_tokens == length]
+            for name in needs
+        }
+        rate = config.rate_for(length)
+        notes.append(
+            f"Of {len(own['chosen'])} prompts of {length} tokens, {recall(own['chosen'], rate):.0%} keep all evidence "
+            f"at {rate:.3g}; at {_USUAL} {recall(own['default'], _USUAL):.0%} under the default and "
+            f"{recall(own['BM25'], _USUAL):.0%} under BM25."
+        )
+    return notes

@@ -26,11 +26,10 @@ _REPEATED = 24
 @dataclass(frozen=True)
 class Needle:
     """A hidden text with a question. evidence: lines needed for the answer, in order, each hidden at its own place.
-    others: similar lines that are not needed. answer: contained in a correct answer."""
+    others: similar lines that are not needed."""
 
     evidence: tuple[str, ...]
     question: str
-    answer: str
     others: tuple[str, ...] = ()
 
 
@@ -38,10 +37,8 @@ class Needle:
 class Haystack:
     """A text with a needle. spans: half-open character spans of the evidence lines."""
 
-    kind: str
     document: str
     question: str
-    answer: str
     spans: tuple[Span, ...]
 
 
@@ -80,7 +77,6 @@ class Wording:
 
     evidence: Sequence[str]
     question: str
-    answer: str = ""
     others: Sequence[str] = ()
     repeated: bool = False
 
@@ -95,16 +91,15 @@ class Wording:
             # The same question has one answer.
             if other.fill(self.question) != question:
                 others.append(line)
-        return Needle(tuple(lines), question, fields.fill(self.answer), tuple(others))
+        return Needle(tuple(lines), question, tuple(others))
 
 
 @dataclass(frozen=True)
 class Family:
-    """Needles of one kind. medium: the surrounding text. in_other_words: question and evidence share no keyword."""
+    """Needles of one kind. medium: the surrounding text."""
 
     medium: str
     needles: Sequence[Wording]
-    in_other_words: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -122,10 +117,10 @@ def make_prompt_text(kind: str, number: int, seed: int, texts: Mapping[str, Sequ
     rng = random.Random(f"{seed}/{kind}/{number}/{size}")
     family = FAMILIES[kind]
     needle = family.needles[number % len(family.needles)].needle(rng)
-    return hide(kind, needle, lines_of(family.medium, texts, size, rng), rng)
+    return hide(needle, lines_of(family.medium, texts, size, rng), rng)
 
 
-def hide(kind: str, needle: Needle, lines: Sequence[str], rng: random.Random) -> Haystack:
+def hide(needle: Needle, lines: Sequence[str], rng: random.Random) -> Haystack:
     """Hide a needle's lines between a text's lines, at random places."""
     hidden = [(line, True) for line in needle.evidence] + [(line, False) for line in needle.others]
     places = [rng.randint(1, len(lines)) for _ in hidden]
@@ -143,4 +138,4 @@ def hide(kind: str, needle: Needle, lines: Sequence[str], rng: random.Random) ->
                 spans.append((length, length + len(text)))
             pieces.append(text)
             length += len(text) + 1
-    return Haystack(kind, "\n".join(pieces), needle.question, needle.answer, tuple(spans))
+    return Haystack("\n".join(pieces), needle.question, tuple(spans))

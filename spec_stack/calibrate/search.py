@@ -3,29 +3,23 @@ needed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
 from time import monotonic
 from typing import Any
 
-from spec_stack.calibrate.choice import RATES, Case, Choice, choose, recall
+from spec_stack.calibrate.choice import Case, choose
 from spec_stack.calibrate.config import CalibrateConfig
-from spec_stack.calibrate.judged import ScoredPrompt, draft_ids, judge
-from spec_stack.calibrate.prompts import Prompt, PromptMaker, fitting, plan
+from spec_stack.calibrate.judged import judge
+from spec_stack.calibrate.prompts import PromptMaker, fitting, plan
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.model import CachedModel
-from spec_stack.hf.prompt import num_shared
-from spec_stack.prefill.calibration import Calibration, Point, describe_setting, fingerprint
+from spec_stack.prefill.calibration import Calibration, describe_setting, fingerprint
 from spec_stack.prefill.cost import Shape, counted_break_even
 from spec_stack.prefill.shipped import sketch
 
-# Shares of the budget for the shortest length, if there are others, and for the final choice.
+# Share of the budget for the shortest length, if there are others.
 _SHARE_OF_FIRST = 0.75
-_RESERVE = 0.02
 _NEVER = 1 << 30
 Progress = Callable[[int, int, str], None]
 
@@ -68,75 +62,30 @@ def calibrate(
     maker = PromptMaker(pair, documents, config.seed)
     index = pair.new_draft_cache(PrefillConfig.prefill_chunk)
     cases: list[Case] = []
-    # By length, when its last prompt must have been judged.
-    ends = {task.num_tokens: started + (1 - _RESERVE) * config.budget_s for task in tasks}
+    # By length, from when on no prompt starts.
+    ends = {task.num_tokens: started + config.budget_s for task in tasks}
     if len(ends) > 1:
-        ends[min(ends)] = started + _SHARE_OF_FIRST * (1 - _RESERVE) * config.budget_s
-    pace = _Pace()
+        ends[min(ends)] = started + _SHARE_OF_FIRST * config.budget_s
     for task in tasks:
-        if task.num_tokens not in ends:
+        if monotonic() >= ends[task.num_tokens]:
             continue
-        prompt = maker.make(task)
-        if monotonic() + pace.expected_s(task.num_tokens) >= ends[task.num_tokens]:
-            del ends[task.num_tokens]
-            continue
-        cases.append(Case(task, pace.judge(pair, index, prompt)))
+        cases.append(Case(task, judge(pair, index, maker.make(task))))
         progress(len(cases), len(tasks), f"{task.num_tokens} tokens, {task.kind}")
-    made = _result(pair, cases, choose(cases, config.margin), config.margin)
-    weights = sketch(pair.draft.get_input_embeddings().weight)
-    return replace(made, weights=weights, seconds=monotonic() - started, unfinished=len(tasks) - len(cases))
-
-
-@dataclass
-class _Pace:
-    """Seconds per token of the last pass over a whole document, and its tokens."""
-
-    token_s: float = 0.0
-    num_tokens: int = 1
-
-    def expected_s(self, num_tokens: int) -> float:
-        """Seconds for a prompt; attention grows with the length and is part of a pass."""
-        return self.token_s * num_tokens * math.sqrt(max(1.0, num_tokens / self.num_tokens))
-
-    def judge(self, pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
-        """Judge a prompt, and learn the speed from a document's first one."""
-        begun, num_tokens = monotonic(), len(prompt.token_ids)
-        is_new = num_tokens > 2 * num_shared(index.token_ids, draft_ids(prompt))
-        judged = judge(pair, index, prompt)
-        if is_new:
-            self.token_s, self.num_tokens = (monotonic() - begun) / num_tokens, num_tokens
-        return judged
-
-
-def _result(pair: ModelPair, cases: Sequence[Case], choice: Choice, margin: float) -> Calibration:
-    target, draft = (text_config(model.config) for model in (pair.target, pair.draft))
+    choice = choose(cases, config.margin)
     settings, notes = dict(choice.settings), list(choice.notes)
+    target, draft = (text_config(model.config) for model in (pair.target, pair.draft))
     if settings:
         settings["min_prompt_tokens"] = _shortest(target, draft, PrefillConfig(**settings), cases, notes)
-    setting = {"chosen": describe_setting(PrefillConfig(**settings)), "default": "default", "BM25": "BM25"}
-    lengths = sorted({case.task.num_tokens for case in cases})
-    by_length = {length: [at for at, case in enumerate(cases) if case.task.num_tokens == length] for length in lengths}
-    kinds = {}
-    for kind in dict.fromkeys([case.task.kind for case in cases] + [case.task.shape for case in cases]):
-        own = [at for at, case in enumerate(cases) if kind in (case.task.kind, case.task.shape)]
-        shares = {name: fmean(values[at] for at in own) for name, values in choice.recalls.items()}
-        if shares:
-            kinds[kind] = shares | {"prompts": len(own)}
     return Calibration(
         settings=settings,
         target=fingerprint(target),
         draft=fingerprint(draft),
-        margin=margin,
-        head_recall={f"{layer}.{head}": share for (layer, head), share in choice.head_recall.items()},
-        kinds=kinds,
-        points=[
-            Point(setting[name], length, rate, recall([needs[at] for at in own], rate))
-            for name, needs in choice.needs.items()
-            for length, own in by_length.items()
-            for rate in RATES
-        ],
+        margin=config.margin,
+        weights=sketch(pair.draft.get_input_embeddings().weight),
         notes=notes,
+        seconds=monotonic() - started,
         num_prompts=len(cases),
+        unfinished=len(tasks) - len(cases),
     )
 
 
@@ -150,3 +99,16 @@ def _shortest(target: Any, draft: Any, config: PrefillConfig, cases: Sequence[Ca
     if not even:
         notes.append("Sparse prefill gains nothing at any length: the draft costs as much as it saves.")
     return max(even or _NEVER, tried)
+
+
+def format_calibration(calibration: Calibration) -> str:
+    """The choice and its reasons, for a terminal."""
+    config = calibration.apply()
+    lines = [f"chosen: {describe_setting(config)}"]
+    if config.scoring_heads:
+        named = ", ".join(f"{layer}.{head}" for layer, head in config.scoring_heads)
+        lines.append(f"heads (layer.head): {named}; {1 + max(layer for layer, _ in config.scoring_heads)} layers run")
+    lines += [f"prompts from {config.min_prompt_tokens} tokens on are pruned", *calibration.notes]
+    if calibration.unfinished:
+        lines.append(f"{calibration.num_prompts} prompts were judged; {calibration.unfinished} are left.")
+    return "\n".join(lines)

@@ -138,7 +138,6 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--json-schema", type=Path, help="JSON schema file for the answer")
     parser.add_argument("--regex", help="regular expression for the answer")
     _add_answer_arguments(parser)
-    parser.add_argument("--records", type=Path, help="append a record per step to this .jsonl file")
     parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
     parser.add_argument("--stats", action="store_true", help="print the cost of the answer on standard error")
 
@@ -241,7 +240,7 @@ def _add_doctor(commands: Any) -> None:
     _add_pair_arguments(parser)
     _add_json(parser)
     add = parser.add_argument
-    add("--measure", action="store_true", help="load the pair, and measure speed-up and break-even here")
+    add("--measure", action="store_true", help="load the pair, and time prompts and answers here")
     add("--minutes", type=float, default=10.0, help="time budget of --measure (%(default)s)")
     what = "with --measure: measure speed-up and fidelity on these prompts, a JSON object per line with messages, "
     add("--prompts", type=Path, help=f"{what}prompt or text")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spec_stack.types import Metrics, StepOutput
 
 HELP = (
-    "/file PATH adds a document to the next message, /undo takes the last turn back, /stats, /save PATH, /load PATH, "
+    "/file PATH adds a document to the next message, /undo takes the last turn back, /save PATH, /load PATH, "
     "/reset begins anew, /help, /quit; what is pasted is one message; Ctrl-C stops an answer"
 )
 _DIM, _PLAIN = "\033[2m", "\033[0m"
@@ -86,7 +86,6 @@ class Chat:
 
     def _begin(self, documents: Sequence[str]) -> None:
         self.session = self._generator.session()
-        self._costs: list[Metrics] = []
         self.messages: list[dict[str, str]] = list(self._head)
         self._documents = list(documents)
 
@@ -110,7 +109,7 @@ class Chat:
 
     def _command(self, line: str) -> None:
         name, _, path = line.partition(" ")
-        commands = {"/reset": self._reset, "/undo": self._undo, "/stats": self._stats}
+        commands = {"/reset": self._reset, "/undo": self._undo}
         path_commands = {"/file": self._add_document, "/save": self._save, "/load": self._load}
         try:
             if name in commands:
@@ -140,17 +139,6 @@ class Chat:
     def _num_turns(self) -> int:
         return sum(message["role"] == "user" for message in self.messages)
 
-    def _stats(self) -> None:
-        """Print the total cost and the session's cached tokens."""
-        costs, session = self._costs, self.session
-        self._say(
-            f"{self._num_turns} turns · {sum(cost.num_new_tokens for cost in costs)} tokens prefilled or scored, "
-            f"{sum(cost.num_cached_tokens for cost in costs)} taken from the cache, "
-            f"{sum(cost.num_tokens for cost in costs)} generated in {sum(cost.total_s for cost in costs):.1f} s · "
-            f"the target holds {session.num_cached_tokens}, {len(session.dropped_positions)} are dropped",
-            dim=True,
-        )
-
     def _save(self, path: Path) -> None:
         """Write the session to a file, and the messages to another file beside it."""
         self.session.save(path)
@@ -162,7 +150,7 @@ class Chat:
         messages, documents = _read_messages(_messages_of(path))
         session = self._generator.load_session(path)
         self.session.close()
-        self.session, self.messages, self._documents, self._costs = session, messages, documents, []
+        self.session, self.messages, self._documents = session, messages, documents
         self._say(f"loaded; {self._num_turns} turns", dim=True)
 
     def _answer(self, line: str) -> None:
@@ -181,7 +169,6 @@ class Chat:
         self._documents = []
         self.messages = [*asked, {"role": "assistant", "content": "".join(output.text for output in answer)}]
         if answer and (metrics := answer[-1].metrics) is not None:
-            self._costs.append(metrics)
             self._say(status_line(metrics), dim=True)
 
     def _stream(self, asked: Sequence[Mapping[str, str]], answer: list[StepOutput]) -> None:

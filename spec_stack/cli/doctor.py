@@ -110,7 +110,7 @@ def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Pre
         )
     return (
         f"a drafted token costs about c = {share:.2f} of a step, by the bytes of the weights: decoding at most "
-        f"{1 / share:.1f}x; --measure times it"
+        f"{1 / share:.1f}x; --measure times answers"
     )
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic
@@ -34,7 +34,6 @@ from spec_stack.cli.chat import Chat, read_document, status_line, system_message
 from spec_stack.cli.progress import ProgressLine
 from spec_stack.config import DecodeConfig, LoadConfig, PrefillConfig, SessionConfig, SpecStackConfig, how_to_install
 from spec_stack.proxy.config import ProxyConfig
-from spec_stack.records import add_records, check_record_path
 from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.plugins import import_plugins
 
@@ -57,8 +56,6 @@ def _tell(text: str) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments)
-    if arguments.records is not None:
-        check_record_path(arguments.records)
     request = request_of(arguments)
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
     request |= prompt_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
@@ -71,9 +68,6 @@ def _generate(arguments: argparse.Namespace) -> int:
                 print(output.text, end="", flush=True)
     finally:
         line.clear()
-        # Interrupted answers count too.
-        if arguments.records is not None and outputs:
-            add_records([output.record for output in outputs], arguments.records)
     last = outputs[-1]
     if last.metrics is None:
         raise RuntimeError("the stream ended without a last step")
@@ -165,8 +159,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     from spec_stack.calibrate.config import CalibrateConfig
-    from spec_stack.calibrate.report import format_calibration
-    from spec_stack.calibrate.search import calibrate
+    from spec_stack.calibrate.search import calibrate, format_calibration
     from spec_stack.engine.pair import ModelPair
     from spec_stack.prefill.calibration import FILE_NAME
 
@@ -187,8 +180,6 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         spent = monotonic() - started
         _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
-    # The user's waiting time includes loading the model.
-    config = replace(config, budget_s=max(0.001, config.budget_s - (monotonic() - started)))
     calibration = calibrate(pair, config, documents=documents, progress=show)
     print(format_calibration(calibration))
     print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
@@ -218,11 +209,11 @@ def _explain(arguments: argparse.Namespace) -> int:
         questions=[text, *arguments.turn],
         compare=arguments.compare,
     )
-    page, turns = render(explanation), [turn for run in explanation.runs for turn in run.turns]
+    page, turns = render(explanation), [turn for run in explanation["runs"] for turn in run["turns"]]
     arguments.out.write_text(page, encoding="utf-8")
-    print(f"{arguments.out}: {len(page) / 1000:.0f} kB, runs: {len(explanation.runs)}, turns: {len(turns)}")
-    for query in (query for turn in turns for query in turn.prompt.queries[:3]):
-        print(f"scoring query, weight {query.weight:.2f}: {shorten(query.text, 96, placeholder=' …')}")
+    print(f"{arguments.out}: {len(page) / 1000:.0f} kB, runs: {len(explanation['runs'])}, turns: {len(turns)}")
+    for query in (query for turn in turns for query in turn["prompt"]["queries"][:3]):
+        print(f"scoring query, weight {query['weight']:.2f}: {shorten(query['text'], 96, placeholder=' …')}")
     return 0
 
 

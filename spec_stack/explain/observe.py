@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from spec_stack.engine.conversation import Turn
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Call, Request
-from spec_stack.explain.page import STATE_LETTERS, Explanation, PromptView, QuerySegment, RunView, TurnView, written
+from spec_stack.explain.page import STATE_LETTERS, written
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.rule import ScoringInputs
@@ -85,7 +85,7 @@ def explain_live(
     messages: Sequence[Mapping[str, str]] | None,
     questions: Sequence[str],
     compare: bool = False,
-) -> Explanation:
+) -> dict[str, Any]:
     """Run questions as turns of a session after `messages`, or as plain texts without, and return the page data.
 
     compare: run again with dense prefill and the same decoding.
@@ -96,7 +96,7 @@ def explain_live(
     if compare:
         ways["dense prefill"] = {**options, "sparse_prefill": "off"}
     runs = [watch(generator, name, messages, questions, **own) for name, own in ways.items()]
-    metrics = runs[0].turns[0].metrics
+    metrics = runs[0]["turns"][0]["metrics"]
     about = {
         "pair": pair,
         "precision": f"{metrics['precision']}, draft {metrics['draft_precision']}",
@@ -104,7 +104,7 @@ def explain_live(
         "device": f"{generator.target.device}, {torch.get_num_threads()} threads",
         "date": date.today().isoformat(),
     }
-    return Explanation(title, about, runs)
+    return {"title": title, "about": about, "runs": runs}
 
 
 def watch(
@@ -113,7 +113,7 @@ def watch(
     messages: Sequence[Mapping[str, str]] | None,
     questions: Sequence[str],
     **options: Any,
-) -> RunView:
+) -> dict[str, Any]:
     """Answer questions as turns of a session, after the messages; None continues each as a plain text. options: as in
     `generate`. The policy begins untrained."""
     engine = TracedEngine(generator.pair, generator.config)
@@ -127,44 +127,44 @@ def watch(
             result = answering.generate(**prompt, **options, return_records=True)
             said.append({"role": "assistant", "content": result.text})
             turns.append(view_of(engine, question, result))
-    return RunView(name, turns)
+    return {"name": name, "turns": turns}
 
 
-def view_of(engine: TracedEngine, question: str, result: GenerationResult) -> TurnView:
-    """The last request as page data."""
+def view_of(engine: TracedEngine, question: str, result: GenerationResult) -> dict[str, Any]:
+    """The last request as a turn of the page."""
     seen, pair, records = engine.seen, engine.pair, result.records or []
     request, selection = seen.request, seen.selection
     if selection is None:
         raise RuntimeError("the request has not run to its end")
     tokens = token_texts(pair, request.prompt_ids)
-    prompt = PromptView(
-        tokens=tokens,
-        states=states_of(request, seen.held, selection),
-        importance=seen.importance,
-        votes=seen.votes,
-        borders=seen.borders,
-        queries=query_segments(seen, [*tokens, *token_texts(pair, seen.look_ahead)]),
-    )
-    return TurnView(
-        question=_heading(question),
-        prompt=prompt,
-        answer=written(records, token_texts(pair, result.token_ids)),
-        steps=records,
-        metrics=result.metrics.as_dict(),
-    )
+    prompt = {
+        "tokens": tokens,
+        "states": states_of(request, seen.held, selection),
+        "importance": seen.importance,
+        "votes": seen.votes,
+        "borders": seen.borders,
+        "queries": query_segments(seen, [*tokens, *token_texts(pair, seen.look_ahead)]),
+    }
+    return {
+        "question": _heading(question),
+        "prompt": prompt,
+        "answer": written(records, token_texts(pair, result.token_ids)),
+        "steps": [asdict(record) for record in records],
+        "metrics": result.metrics.as_dict(),
+    }
 
 
-def query_segments(seen: Seen, texts: Sequence[str]) -> list[QuerySegment]:
+def query_segments(seen: Seen, texts: Sequence[str]) -> list[dict[str, Any]]:
     """Scoring segments by falling weight; texts: of the prompt's and the look-ahead's tokens. Weights that round to
     0.00 are omitted."""
     weights = dict(seen.weights)
     if seen.look_ahead and not _by_words(seen.request):
         weights[len(texts) - len(seen.look_ahead), len(texts)] = 1.0
     segments = [
-        QuerySegment(start, stop, round(weight, 2), "".join(texts[start:stop]))
+        {"start": start, "stop": stop, "weight": round(weight, 2), "text": "".join(texts[start:stop])}
         for (start, stop), weight in weights.items()
     ]
-    return sorted((one for one in segments if one.weight), key=lambda one: -one.weight)
+    return sorted((one for one in segments if one["weight"]), key=lambda one: -one["weight"])
 
 
 def states_of(request: Request, held: Sequence[int], selection: Selection) -> str:

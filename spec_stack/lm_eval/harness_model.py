@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from spec_stack.api.generator import SpecStackGenerator
@@ -23,6 +20,7 @@ from spec_stack.config import (
 )
 from spec_stack.engine.engine import PrefilledPrompt, token_logprobs
 from spec_stack.engine.request import Call
+from spec_stack.records import check_record_path
 from spec_stack.settings.plugins import import_plugins
 
 # lm-eval's names for the maximum number of new tokens.
@@ -54,8 +52,8 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         is both models' limit.
     seed : int
         For tasks that sample.
-    metrics : str, optional
-        A .jsonl file to add a line per generated answer to: kept tokens, acceptance, seconds.
+    records : str, optional
+        As in `SpecStackGenerator.generate`: a .jsonl file for the steps of generated answers.
     batch_size, max_batch_size
         Passed by lm-eval; requests run one at a time.
     tokenizer : str, optional
@@ -69,8 +67,8 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
     Notes
     -----
     Log-likelihoods: the context is pruned as a prompt is, with its end as the question, and every continuation is
-    scored whole over the kept slots. Contexts under min_prompt_tokens are dense. Rolling log-likelihoods have no
-    question and are always dense.
+    scored whole over the kept slots. Contexts under min_prompt_tokens are dense. Rolling log-likelihoods raise
+    NotImplementedError: a whole text has no question to be pruned by.
     """
 
     @refuses_unknown_options
@@ -90,7 +88,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         calibration: str | None = None,
         max_length: int | None = None,
         seed: int = 0,
-        metrics: str | None = None,
+        records: str | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         tokenizer: str | None = None,
@@ -99,8 +97,8 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         import_plugins()
         if str(batch_size) not in ("None", "1", "auto"):
             raise ValueError(f"batch_size must be 1, got {batch_size}; requests run one at a time")
-        if metrics is not None and not Path(metrics).parent.is_dir():
-            raise ValueError(f"{metrics}: the folder {Path(metrics).parent} does not exist")
+        if records is not None:
+            check_record_path(records)
         config = SpecStackConfig(PrefillConfig(min_prompt_tokens=min_prompt_tokens, sparse_prefill=sparse_prefill))
         self.generator = SpecStackGenerator.from_pretrained(
             target,
@@ -123,9 +121,9 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         }
         limit = self.generator.pair.max_positions[0]
         self.max_length = limit if max_length is None else min(int(max_length), limit)
-        self._seed, self._metrics = seed, metrics
+        self._seed, self._records = seed, records
         self._context: PrefilledPrompt | None = None
-        self._context_key: Any = None
+        self._context_ids: list[int] = []
 
     @property
     def eot_token_id(self) -> int:
@@ -171,26 +169,15 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
                 input_ids=self.tok_encode(context)[-room:],
                 params=params,
                 task=str(getattr(request, "task_name", None) or ""),
+                records=self._records,
                 **self._options,
             )
-            self._note(request, result.metrics.as_dict())
             self.cache_hook.add_partial("generate_until", request.args, result.text)
             answers.append(result.text)
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, by the target alone."""
-        likelihoods = []
-        for request in tqdm(requests, disable=disable_tqdm, desc="spec_stack"):
-            token_ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            windows = get_rolling_token_windows(token_ids, self.prefix_token_id, self.max_length - 1, 1)
-            total = 0.0
-            for window in windows:
-                context, continuation = make_disjoint_window(window)
-                total += self._score(context, continuation, "off")[0]
-            likelihoods.append(total)
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return likelihoods
+        raise NotImplementedError("a whole text is scored by its target alone; use lm-eval's --model hf")
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -200,37 +187,30 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             room = self.max_length - len(continuation)
             if room < 1:
                 raise ValueError(f"a continuation of {len(continuation)} tokens exceeds max_length={self.max_length}")
-            answer = self._score(context[-room:], continuation, self._options["sparse_prefill"])
+            answer = self._score(context[-room:], continuation)
             self.cache_hook.add_partial("loglikelihood", texts, answer)
             found.append(answer)
         return found
 
-    def _score(
-        self, context: list[int], continuation: list[int], sparse_prefill: SparsePrefill | None
-    ) -> tuple[float, bool]:
+    def _score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
         """Log-likelihood of a continuation (n,), and whether greedy decoding would produce it."""
         if not continuation:
             return 0.0, True
-        logits = self._prefilled(context, sparse_prefill).logits(continuation)
+        logits = self._prefilled(context).logits(continuation)
         likelihood = float(token_logprobs(logits, continuation).sum())
         return likelihood, logits.argmax(dim=-1).tolist() == continuation
 
-    def _prefilled(self, context: list[int], sparse_prefill: SparsePrefill | None) -> PrefilledPrompt:
+    def _prefilled(self, context: list[int]) -> PrefilledPrompt:
         """The cached context; the previous one is reused if equal (choices of a question are adjacent)."""
-        key = context, sparse_prefill
-        if self._context is None or self._context_key != key:
+        if self._context is None or self._context_ids != context:
             call = Call(
-                input_ids=context, max_tokens=1, keep_rate=self._options["keep_rate"], sparse_prefill=sparse_prefill
+                input_ids=context,
+                max_tokens=1,
+                keep_rate=self._options["keep_rate"],
+                sparse_prefill=self._options["sparse_prefill"],
             )
-            self._context, self._context_key = PrefilledPrompt(self.generator.engine, call), key
+            self._context, self._context_ids = PrefilledPrompt(self.generator.engine, call), context
         return self._context
-
-    def _note(self, request: Any, metrics: Mapping[str, Any]) -> None:
-        if self._metrics is None:
-            return
-        labels = {"task": getattr(request, "task_name", None), "doc_id": getattr(request, "doc_id", None)}
-        with Path(self._metrics).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(labels | dict(metrics)) + "\n")
 
 
 def sampling_of(asked: Mapping[str, Any], seed: int) -> SamplingParams:

@@ -30,20 +30,6 @@ CHOSEN = (
 
 
 @dataclass(frozen=True)
-class Point:
-    """One setting at one length.
-
-    setting: its difference from the defaults, in words. num_tokens: approximate prompt length. keep_rate: the kept
-    share. recall: share of the prompts with every evidence token kept.
-    """
-
-    setting: str
-    num_tokens: int
-    keep_rate: float
-    recall: float
-
-
-@dataclass(frozen=True)
 class Calibration:
     """The settings that were chosen, for which pair, and by what.
 
@@ -57,13 +43,6 @@ class Calibration:
         Recall that was given up for a smaller share, at most.
     weights
         A sketch of the draft's weights (`prefill.shipped.sketch`).
-    head_recall
-        Recall at keep_rate 0.2 of every (layer, head) of the draft alone.
-    kinds
-        By kind of evidence and by shape of prompt: recall of what was "chosen" and, at 0.2, of the "default" and
-        "BM25"; how many "prompts".
-    points
-        What was measured, for the table.
     notes
         What the user should know, in sentences.
     seconds
@@ -79,9 +58,6 @@ class Calibration:
     draft: Mapping[str, Any]
     margin: float
     weights: Sequence[float] = ()
-    head_recall: Mapping[str, float] = field(default_factory=dict)
-    kinds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    points: Sequence[Point] = ()
     notes: Sequence[str] = ()
     seconds: float = 0.0
     num_prompts: int = 0
@@ -121,13 +97,15 @@ class Calibration:
             version = values.pop("version")
             if version != VERSION:
                 raise ValueError(f"it is of version {version}, made for other scoring queries; calibrate again")
-            unknown = set(values["settings"]) - set(CHOSEN)
-            if unknown:
+            # Earlier files name settings that are gone, as None.
+            given = {name: plain(value) for name, value in values["settings"].items() if value is not None}
+            if unknown := set(given) - set(CHOSEN):
                 raise ValueError(f"it sets {sorted(unknown)}; calibrate again")
-            values["settings"] = {name: plain(value) for name, value in values["settings"].items()}
+            values["settings"] = {name: given.get(name) for name in values["settings"] if name in CHOSEN}
             values["weights"] = tuple(values["weights"])
-            values["points"] = [Point(**point) for point in values["points"]]
-            calibration = cls(**values, origin=file.name)
+            values["origin"] = file.name
+            # Earlier files also hold tables of what was measured.
+            calibration = cls(**{entry.name: values[entry.name] for entry in fields(cls) if entry.name in values})
             calibration.apply()
         except KeyError as error:
             raise ValueError(f"cannot take {file} for a calibration: it has no {error}") from error

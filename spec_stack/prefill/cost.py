@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
@@ -138,14 +137,14 @@ def with_threshold(config: PrefillConfig, target: object, draft: object, on_gpu:
     return config if even <= config.min_prompt_tokens else replace(config, min_prompt_tokens=even)
 
 
-def shortest_gain(dense: Cost, sparse: Cost, longest: int = LONGEST) -> int:
+def shortest_gain(dense: Cost, sparse: Cost) -> int:
     """The least number of tokens at which `sparse` costs less than `dense`; 0 for none.
 
     Lengths rise by 9 % from 64 tokens on, so the answer is exact to that.
     """
     steps = range(_LENGTHS_PER_DOUBLING * int(math.log2(LONGEST / _SHORTEST)) + 1)
     lengths = (round(_SHORTEST * 2 ** (step / _LENGTHS_PER_DOUBLING)) for step in steps)
-    return next((n for n in takewhile(lambda n: n <= longest, lengths) if sparse(n) < dense(n)), 0)
+    return next((n for n in lengths if sparse(n) < dense(n)), 0)
 
 
 def _without_logits(

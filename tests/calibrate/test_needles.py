@@ -27,10 +27,9 @@ def pair() -> ModelPair:
 )
 def test_a_needle_s_lines_stand_where_the_haystack_says(kind: str, index: int, pair: ModelPair) -> None:
     needle = FAMILIES[kind].needles[index].needle(random.Random(3))
-    haystack = hide(kind, needle, LINES, random.Random(4))
+    haystack = hide(needle, LINES, random.Random(4))
     assert tuple(haystack.document[start:stop] for start, stop in haystack.spans) == needle.evidence
     assert all(f"\n{line}\n" in f"\n{haystack.document}\n" for line in (*needle.evidence, *needle.others, *LINES))
-    assert any(needle.answer in line for line in needle.evidence)
     prompt = encode_haystack(pair.tokenizer, haystack, "question last")
     for (start, stop), line in zip(prompt.spans, needle.evidence, strict=True):
         assert line.strip() in pair.tokenizer.decode(prompt.token_ids[start:stop])
@@ -82,12 +81,11 @@ def test_a_family_in_other_words_shares_no_telling_word_with_its_questions() -> 
         "that",
         "and",
     }
-    for kind, family in FAMILIES.items():
-        if family.in_other_words:
-            for wording in family.needles:
-                needle = wording.needle(random.Random(5))
-                told, asked = (set(re.findall(r"\w+", text.lower())) for text in (needle.evidence[0], needle.question))
-                assert told & asked <= small, (kind, needle)
+    for kind in ("paraphrase", "log, other words", "function", "dialogue, other words"):
+        for wording in FAMILIES[kind].needles:
+            needle = wording.needle(random.Random(5))
+            told, asked = (set(re.findall(r"\w+", text.lower())) for text in (needle.evidence[0], needle.question))
+            assert told & asked <= small, (kind, needle)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -18,7 +18,6 @@ from spec_stack.cli.demo import format_demo, hide_fact, run_demo
 from spec_stack.cli.main import main
 from spec_stack.cli.progress import ProgressLine
 from spec_stack.config import LoadConfig
-from spec_stack.records import read_records
 from tests.support.nightly import others_nightly
 
 
@@ -122,25 +121,6 @@ def test_a_chat_models_template_is_used_unless_raw_is_asked_for(
     assert prompt_of(build_parser().parse_args(["generate", "x"]), "x", is_chat_model=False) == {"prompt": "x"}
     assert main(["generate", "x", "--raw", "--system", "S"]) == 2
     assert "--raw leaves out" in capsys.readouterr().err
-
-
-def test_records_of_an_interrupted_answer_are_kept(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class ThirdTimeInterrupted(io.StringIO):
-        num_writes = 0
-
-        def write(self, text: str) -> int:
-            self.num_writes += bool(text)
-            if self.num_writes == 3:
-                raise KeyboardInterrupt
-            return super().write(text)
-
-    monkeypatch.setattr("sys.stdout", ThirdTimeInterrupted())
-    path = tmp_path / "steps.jsonl"
-    command = ["generate", "def main():", "--raw", "--device", "cpu", "--gamma", "2", "--records", str(path)]
-    assert main(command) == 130
-    assert [record.step for record in read_records(path)] == [0, 1, 2]
 
 
 def test_a_schema_file_shapes_the_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -248,7 +228,6 @@ def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> No
         (["generate", "   "], "prompt is empty"),
         (["generate", "half a pair \ud800"], "not valid Unicode"),
         (["generate", "x", "--device", "meta"], "cannot run a model"),
-        (["generate", "x", "--records", "steps.txt"], "give a .jsonl file"),
         (["generate", "--file", "missing.txt"], "cannot read missing.txt"),
         (["generate", "x", "--keep-rate", "2"], "keep_rate"),
         (["generate", "x", "--gamma", "99"], "gamma"),

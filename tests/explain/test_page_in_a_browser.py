@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.explain.observe import watch
-from spec_stack.explain.page import Explanation, RunView, render
+from spec_stack.explain.page import render
 from tests.support.browser import Page, find_browser
 
 pytestmark = [
@@ -18,7 +20,7 @@ QUESTIONS = [f"{DOCUMENT}\n\nWhat is f3 <b>of 1</b>?", "And f7?"]
 
 
 @pytest.fixture(scope="module")
-def shown() -> list[RunView]:
+def shown() -> list[dict[str, Any]]:
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     ways = {"sparse": None, "dense": "off"}
@@ -26,24 +28,25 @@ def shown() -> list[RunView]:
 
 
 @pytest.fixture(scope="module")
-def address(shown: list[RunView], tmp_path_factory: pytest.TempPathFactory) -> str:
+def address(shown: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("explain") / "page.html"
-    path.write_text(render(Explanation("A session, explained", {"pair": "embedded"}, shown)), encoding="utf-8")
+    data = {"title": "A session, explained", "about": {"pair": "embedded"}, "runs": shown}
+    path.write_text(render(data), encoding="utf-8")
     return path.as_uri()
 
 
-def test_a_person_reads_the_answer_and_what_was_kept(address: str, shown: list[RunView]) -> None:
+def test_a_person_reads_the_answer_and_what_was_kept(address: str, shown: list[dict[str, Any]]) -> None:
     with Page(address) as page:
         text = page.text()
         assert "A session, explained" in text
-        turn = shown[0].turns[0]
-        assert f"{turn.metrics['num_prompt_tokens']:,}" in text
+        turn = shown[0]["turns"][0]
+        assert f"{turn['metrics']['num_prompt_tokens']:,}" in text
         # Markup in a question is seen as it was written.
         assert "What is f3 <b>of 1</b>?" in text
-        answer = "".join(token.text for token in turn.answer)
+        answer = "".join(token["text"] for token in turn["answer"])
         assert page.evaluate("document.querySelector('.answer').textContent") == answer
-        for writer in {token.writer for token in turn.answer}:
-            expected = sum(token.writer == writer for token in turn.answer)
+        for writer in {token["writer"] for token in turn["answer"]}:
+            expected = sum(token["writer"] == writer for token in turn["answer"])
             selector = f'.run:first-child [data-writer="{writer}"]'
             assert page.evaluate(f"document.querySelectorAll('{selector}').length") == expected
         assert page.evaluate("document.querySelectorAll('.run:first-child svg[data-chart]').length") == 4
@@ -51,16 +54,15 @@ def test_a_person_reads_the_answer_and_what_was_kept(address: str, shown: list[R
         assert page.problems == []
 
 
-def test_a_person_hovers_for_numbers_and_opens_what_is_folded(address: str, shown: list[RunView]) -> None:
-    prompt = shown[0].turns[0].prompt
+def test_a_person_hovers_for_numbers_and_opens_what_is_folded(address: str, shown: list[dict[str, Any]]) -> None:
+    prompt = shown[0]["turns"][0]["prompt"]
     with Page(address) as page:
         assert page.evaluate("document.getElementById('tip').hidden") is True
         page.hover(".text.prompt > span", 3)
         tip = page.text("#tip")
         assert "token 3 of" in tip
-        assert prompt.importance is not None
-        assert float(tip.split("importance ")[1].split("\n")[0]) == pytest.approx(prompt.importance[3], rel=0.01)
-        listed = [query.weight for query in prompt.queries]
+        assert float(tip.split("importance ")[1].split("\n")[0]) == pytest.approx(prompt["importance"][3], rel=0.01)
+        listed = [query["weight"] for query in prompt["queries"]]
         weights = (
             """[...document.querySelectorAll(".run:first-child .queries dt")].map((row) => Number(row.textContent))"""
         )
@@ -76,24 +78,23 @@ def test_a_person_hovers_for_numbers_and_opens_what_is_folded(address: str, show
         assert page.problems == []
 
 
-def test_a_person_turns_to_the_second_turn_and_sees_what_is_cached(address: str, shown: list[RunView]) -> None:
+def test_a_person_turns_to_the_second_turn_and_sees_what_is_cached(address: str, shown: list[dict[str, Any]]) -> None:
     with Page(address) as page:
         assert "cached" not in page.text(".run .legend ~ .text")
         page.click(".tabs button", 1)
         assert page.evaluate("document.querySelector('.tabs button:nth-child(2)').ariaSelected") == "true"
         assert page.text(".run .question") == "And f7?"
         assert "cached from earlier turns" in page.text(".run")
-        assert f"{shown[0].turns[1].metrics['num_new_tokens']:,}" in page.text(".run .tiles")
+        assert f"{shown[0]['turns'][1]['metrics']['num_new_tokens']:,}" in page.text(".run .tiles")
 
 
-def test_a_legend_says_what_each_colour_and_line_means(address: str, shown: list[RunView]) -> None:
-    turn = shown[0].turns[0]
-    assert turn.prompt.importance is not None
+def test_a_legend_says_what_each_colour_and_line_means(address: str, shown: list[dict[str, Any]]) -> None:
+    turn = shown[0]["turns"][0]
     with Page(address) as page:
         text = page.text(".run:first-child")
         assert "importance to the draft: 0" in text
         assert "a bar per line or chunk" in text
-        writers = {token.writer for token in turn.answer}
+        writers = {token["writer"] for token in turn["answer"]}
         lines = page.evaluate(
             """Object.fromEntries([...document.querySelectorAll(".run:first-child .answer b")].map((token) => {
                 const style = getComputedStyle(token);

@@ -55,8 +55,8 @@ def test_a_record_that_names_its_proposer_is_believed() -> None:
 def test_every_token_has_one_writer_and_its_own_step(steps: list[tuple[int, int]]) -> None:
     records = [record(index, gamma, accepted) for index, (gamma, accepted) in enumerate(steps)]
     tokens = written(records, ["a"] * sum(one.num_tokens for one in records))
-    assert [token.step for token in tokens] == sorted(token.step for token in tokens)
-    assert sum(token.writer == "draft" for token in tokens) == sum(one.num_accepted for one in records)
+    assert [token["step"] for token in tokens] == sorted(token["step"] for token in tokens)
+    assert sum(token["writer"] == "draft" for token in tokens) == sum(one.num_accepted for one in records)
 
 
 def test_texts_that_do_not_fit_the_records_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 from lm_eval.api.registry import get_model, model_registry
 
 from spec_stack.lm_eval.harness_model import SpecStackLM, sampling_of
+from spec_stack.records import read_records
 
 ROOT = Path(__file__).parents[2]
 TEXT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(60))
@@ -114,27 +114,17 @@ def test_one_context_is_prefilled_once_for_all_of_its_choices(sparse: SpecStackL
     assert together == [pytest.approx(value) for value in apart]
 
 
-def test_a_rolling_log_likelihood_is_that_of_the_whole_text_and_never_pruned(
-    sparse: SpecStackLM, dense: SpecStackLM
-) -> None:
-    found = [model.loglikelihood_rolling([Asked((TEXT,))], disable_tqdm=True)[0] for model in (sparse, dense)]
-    assert found[0] == pytest.approx(found[1])
-    whole = [dense.prefix_token_id, *dense.tok_encode(TEXT, add_special_tokens=False)]
-    with torch.no_grad():
-        rows = dense.generator.target(torch.tensor([whole])).logits[0].float().log_softmax(-1)[:-1]
-    expected = float(rows.gather(1, torch.tensor(whole[1:])[:, None]).sum())
-    assert found[0] == pytest.approx(expected, rel=1e-4)
-
-
-def test_answers_are_the_generators_and_their_metrics_are_kept(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    model = SpecStackLM(sparse_prefill="on", keep_rate=0.3, device="cpu", precision="fp32", metrics=str(file))
+def test_answers_are_the_generators_and_their_steps_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    model = SpecStackLM(sparse_prefill="on", keep_rate=0.3, device="cpu", precision="fp32", records=str(file))
     asked = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
     (answer,) = model.generate_until([Asked((TEXT + "\ndef f", asked))], disable_tqdm=True)
     alone = model.generator.generate(TEXT + "\ndef f", max_tokens=12, stop="\n\n", sparse_prefill="on", keep_rate=0.3)
     assert answer == alone.text
-    (line,) = file.read_text(encoding="utf-8").splitlines()
-    assert json.loads(line)["num_kept_tokens"] == alone.metrics.num_kept_tokens < alone.metrics.num_prompt_tokens
+    records = read_records(file)
+    assert sum(record.num_tokens for record in records) == alone.metrics.num_tokens
+    assert records[0].task == "t"
+    assert records[0].keep_rate == alone.metrics.keep_rate < 1
 
 
 def test_arguments_become_sampling_parameters_or_are_refused() -> None:
