@@ -179,14 +179,14 @@ class CustomGenerate:
         )
         prompts = [_prompt_of(*given) for given in zip(input_ids, masks, positions, strict=True)]
         answers = []
-        for row, prompt_ids in zip(input_ids, prompts, strict=True):
-            padding = row[: len(row) - len(prompt_ids)]
+        for index, (row, prompt_ids) in enumerate(zip(input_ids, prompts, strict=True)):
+            place = index, num_rows, row[: len(row) - len(prompt_ids)]
             outputs = generator.stream(
                 input_ids=prompt_ids,
                 max_tokens=generation_config.max_length - len(row),
                 # Other end tokens are checked by the criteria.
                 ignore_eos=_end_ids(generation_config) != generator.pair.end_ids,
-                **_drawing(generation_config, logits_processor, padding),
+                **_drawing(generation_config, logits_processor, place),
                 **self.options,
             )
             answers.append(_answer(outputs, row, stopping_criteria, spec_streamer))
@@ -197,16 +197,18 @@ class CustomGenerate:
         return SpecStackOutput(sequences=sequences, metrics=list(metrics))
 
 
-class _BehindPadding:
-    """A processor that sees a row behind its left padding (n,)."""
+class _AtRow:
+    """A processor that gets one row, and sees it at its index of num_rows copies behind its left padding (n,)."""
 
-    def __init__(self, processor: Processor, padding: torch.Tensor) -> None:
-        self._processor, self._padding = processor, padding
+    def __init__(self, processor: Processor, index: int, num_rows: int, padding: torch.Tensor) -> None:
+        self._processor, self._place = processor, (index, num_rows, padding)
         self.__qualname__ = name_of(processor)
         self.stateless = is_shareable(processor)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return self._processor(torch.cat([self._padding.to(input_ids.device)[None], input_ids], dim=1), scores)
+        index, num_rows, padding = self._place
+        whole = torch.cat([padding.to(input_ids.device)[None], input_ids], dim=1)
+        return self._processor(whole.repeat(num_rows, 1), scores.repeat(num_rows, 1))[index : index + 1]
 
 
 def _answer(
@@ -294,8 +296,10 @@ def _end_ids(config: GenerationConfig) -> frozenset[int]:
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
-def _drawing(config: GenerationConfig, processors: Sequence[Processor], padding: torch.Tensor) -> dict[str, Any]:
-    """The sampling options of `stream`, for a row behind this padding (n,)."""
+def _drawing(
+    config: GenerationConfig, processors: Sequence[Processor], place: tuple[int, int, torch.Tensor]
+) -> dict[str, Any]:
+    """The sampling options of `stream`. place: as `_AtRow` has it."""
     if not config.do_sample and not processors:
         return {}
     seed = {"seed": int(torch.randint(2**63 - 1, ()))} if config.do_sample else {}
@@ -305,7 +309,9 @@ def _drawing(config: GenerationConfig, processors: Sequence[Processor], padding:
         # The generator's own processors take a block of rows at once, in this order.
         values = {_PLAIN_WARPERS[type(warper)]: getattr(warper, _PLAIN_WARPERS[type(warper)]) for warper in processors}
         return {"temperature": 1.0} | values | seed
-    shaping = [_BehindPadding(each, padding) for each in processors] if len(padding) else list(processors)
+    _, num_rows, padding = place
+    is_seen_whole = num_rows == 1 and not len(padding)
+    shaping = list(processors) if is_seen_whole else [_AtRow(each, *place) for each in processors]
     return {"logits_processor": shaping, "temperature": 1.0 if config.do_sample else 0.0} | seed
 
 
