@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,8 @@ class FoundModel:
             if self.device_map is not None:
                 options["device_map"] = self.device_map
             # Without attn_implementation: SDPA, or eager attention for models without it (GPT-OSS).
-            model, loaded = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
+            with _quiet_bars(self.source):
+                model, loaded = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
         except (OSError, ImportError, SafetensorError, RuntimeError) as error:
             raise ValueError(f"cannot load the weights of {self.source!r}: {error}") from error
         missing = sorted(loaded["missing_keys"])
@@ -105,7 +107,10 @@ def resolve_device(device: str | None) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise ValueError(f"device {device!r} cannot be used here: {error}; use 'cpu', 'cuda' or 'cuda:N'") from error
-    return torch.device(device)
+    resolved = torch.device(device)
+    if resolved.type == "meta":
+        raise ValueError(f"device {device!r} cannot run a model; use 'cpu', 'cuda' or 'cuda:N'")
+    return resolved
 
 
 def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str]:
@@ -296,3 +301,18 @@ def open_pair(
     found = zip(sources, configs, precisions, map(hub.options, _ROLES), maps, packs, strict=True)
     models = (FoundModel(source, config, each, on, *others) for source, config, each, *others in found)
     return next(models), next(models)
+
+
+@contextmanager
+def _quiet_bars(source: str) -> Iterator[None]:
+    """Hide the progress bar of the embedded models, which load in milliseconds."""
+    from transformers.utils import logging as transformers_logging
+
+    is_hidden = Path(source).is_relative_to(ASSETS) and transformers_logging.is_progress_bar_enabled()
+    if is_hidden:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_hidden:
+            transformers_logging.enable_progress_bar()

@@ -69,11 +69,10 @@ class SlowPair:
 
     tokenizer = staticmethod(lambda text, **options: SimpleNamespace(input_ids=[1] * 50))
 
-    def __init__(self, can_propose: bool = True) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
         self._warm: set[object] = set()
-        vocabulary = SimpleNamespace(can_propose=can_propose)
-        self.pair = SimpleNamespace(max_positions=(16384, 40000), vocabulary=vocabulary)
+        self.pair = SimpleNamespace(max_positions=(16384, 40000))
 
     def generate(self, sparse_prefill: str, input_ids: Sequence[int] = (), gamma: int | None = None, **_: Any) -> Any:
         answer_s = 60.0 if gamma == 0 else 30.0
@@ -113,13 +112,3 @@ def test_what_a_first_run_costs_beyond_others_is_not_measured(monkeypatch: pytes
     measured = measure(pair, 1000.0)
     assert measured.first_tokens == [FirstToken(n, n / 10, n / 16, n / 64) for n in (512, 2048, 8192)]
     assert measured.answers == [Answer(1.0, 2.0, 8, 4)] * 4
-
-
-def test_a_draft_that_cannot_propose_answers_nothing_and_leaves_nothing_undecided(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pair: Any = SlowPair(can_propose=False)
-    monkeypatch.setattr(measuring, "perf_counter", lambda: pair.now)
-    measured = measure(pair, 1000.0)
-    assert (measured.answers, measured.left_out) == ([], [])
-    assert verdict(measured) == "worth it, because the first token of 8192 prompt tokens comes 1.6x sooner"
