@@ -21,7 +21,7 @@ BY_HOOK: dict[str, tuple[str, ...]] = {
     "ForwardBatch.init_new": (),
     "TokenizerManager.update_request_meta_info": ("report", "books"),
     "TokenizerManager._calculate_spec_decoding_metrics": ("acceptance",),
-    "OpenAIServingBase.handle_request": ("stream", "completion"),
+    "OpenAIServingBase.handle_request": ("stream",),
     "Scheduler.get_internal_state": ("state",),
 }
 OF_THE_WORKER = (

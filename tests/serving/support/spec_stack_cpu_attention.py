@@ -33,10 +33,13 @@ FAULTS = {
     "learning": ("batch_policy", "BatchPolicy._record"),
     "capping": ("batch_policy", "_cap"),
     "switching": ("worker", "_forget_earlier_gammas"),
+    "caps": ("worker", "end_chains"),
     "finding penalties": ("penalties", "has_penalties"),
     "penalties": ("penalties", "_OutputCounts.correct"),
     "slots": ("slotted_draft", "DraftKVRow.begin"),
     "reading": ("slotted_draft", "SlottedDraft._forward"),
+    "places": ("slotted_draft", "SlottedDraft.place"),
+    "lengths": ("slotted_draft", "SlottedDraft._lengths"),
 }
 
 
