@@ -336,6 +336,7 @@ def main() -> None:
         "--arms", nargs="+", choices=(*ARMS, *MORE_ARMS), default=list(ARMS), help="plain is always one of them"
     )
     parser.add_argument("--per-task", type=int, default=5, help="prompts per task (%(default)s)")
+    parser.add_argument("--leave-out", nargs="+", default=[], help="keys of prompts that tuned something")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=400, help="longer ones lose their middle")
     parser.add_argument("--gamma", type=int, default=3, help="of the arm fixed: the best one in the simulator")
@@ -350,6 +351,7 @@ def main() -> None:
         prompts = documents(generator.tokenizer, arguments.documents, arguments.per_task)[: arguments.limit]
     else:
         prompts = choose(arguments.prompts, arguments.per_task)[: arguments.limit]
+    prompts = [(key, prompt) for key, prompt in prompts if key not in arguments.leave_out]
     make = make_arms(generator, arguments.tokens, arguments.gamma)
     arms = {name: make[name]() for name in names}
     for turn, (key, prompt) in enumerate(prompts):
