@@ -69,7 +69,7 @@ def recall(
 
 
 def _by_attention(importance: torch.Tensor, segments: Segments, threshold: float, most_tokens: int) -> list[int]:
-    """Segments whose mean importance is at least `threshold` times that of the old text"""
+    """Segments whose mean importance is at least `threshold` times that of the old text, best first."""
     old, owner = importance[: segments.num_tokens].float(), segments.owner.to(importance.device)
     sums = torch.zeros(len(segments), device=old.device).index_add_(0, owner, old)
     worth = sums / torch.bincount(owner, minlength=len(segments))
