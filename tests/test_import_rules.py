@@ -73,7 +73,6 @@ ALLOWED = {
         "tokenizers",
         "hf.loading",
         "hf.prompt",
-        "engine.prompt_scorer",
     },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "explain": {"config", "types", "controller.base", "records", "prefill", "decode", "hf", "engine", "api"},
