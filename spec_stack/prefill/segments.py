@@ -6,25 +6,16 @@ Pure: tensors and strings. `spec_stack.tokenizers.pieces` makes the `pieces`.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.structure import cut_text
 
-LONGEST_UNIT = 128
-"""Most tokens of a line segment; a longer line or sentence is split."""
-# What may close a sentence behind its stop, and what has to follow a stop that ends one: a space, or a script without
-# spaces. So 759.41, file.py and "no.", end nothing.
-_CLOSING = "[\"'`*_)\\]}\u2019\u201d\u00bb\u300d\u300f\uff09]*+"
-_FOLLOWING = "(?=\\s|\\Z|[\u2010-\u206f\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])"
-# A run of stops is read once, from its first: otherwise one that ends nothing would take quadratic time.
-_STOP = f"(?<![.!?])(?:[.!?]*+[\u3002\uff01\uff1f][.!?\u3002\uff01\uff1f]*+{_CLOSING}|[.!?]++{_CLOSING}{_FOLLOWING})"
-# The end of a sentence or a line, with the line breaks behind it, and that of the text.
-_END = re.compile(f"{_STOP}\n*|\n+|\\Z")
 # Keeps ceil(0.3 * 10) at 3, whatever 0.3 is in binary.
 _ROUNDING = 1e-9
 
@@ -33,11 +24,13 @@ class Segments:
     """A prompt cut into lines and sentences, in order and without gaps, kept up to a budget of tokens.
 
     borders: (num_segments + 1,), strictly increasing from 0 to num_tokens: segment i is borders[i] up to borders[i +
-    1]. owner: the segment of every token, (num_tokens,).
+    1]. owner: the segment of every token, (num_tokens,). heads: the segment that is kept with each, or -1,
+    (num_segments,); none by default. labels: segments that are never kept but as heads.
     """
 
-    def __init__(self, borders: Sequence[int]) -> None:
+    def __init__(self, borders: Sequence[int], heads: Sequence[int] = (), labels: Collection[int] = ()) -> None:
         self.borders = list(borders)
+        self._heads, self._labels = heads, labels
         sizes = torch.tensor(self.borders).diff()
         self.owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
 
@@ -75,7 +68,7 @@ class Segments:
         """The kept tokens by scores (num_segments,); ties go to the earlier segment.
 
         At most ceil(keep_rate · num_tokens) tokens, forced ends (keep_first, keep_last) included; segments that do not
-        fit are skipped. free: tokens that are kept anyway, at no cost, even at the ends.
+        fit, with their heads, are skipped. free: tokens that are kept anyway, at no cost, even at the ends.
         """
         num_tokens = self.num_tokens
         kept = forced_ends(num_tokens, config)
@@ -85,13 +78,26 @@ class Segments:
             paid[position] = 1
         for segment in torch.argsort(scores, descending=True, stable=True).tolist():
             start, stop = self.borders[segment], self.borders[segment + 1]
-            cost = stop - start - sum(paid[start:stop])
-            if 0 < cost <= left:
-                kept.update(range(start, stop))
-                left -= cost
+            if segment in self._labels or all(paid[start:stop]):
+                continue
+            own = [at for at in self.with_heads([segment]) if not paid[at]]
+            if len(own) <= left:
+                kept.update(own)
+                for at in own:
+                    paid[at] = 1
+                left -= len(own)
             if not left:
                 break
         return kept
+
+    def with_heads(self, segments: Iterable[int]) -> set[int]:
+        """The tokens of some segments and of all heads that they need."""
+        wanted: set[int] = set()
+        for segment in segments:
+            while segment >= 0 and segment not in wanted:
+                wanted.add(segment)
+                segment = self._heads[segment] if self._heads else -1
+        return {at for each in wanted for at in range(self.borders[each], self.borders[each + 1])}
 
 
 class ChunkSegments(Segments):
@@ -138,23 +144,53 @@ def make_segments(num_tokens: int, pieces: Sequence[str] | None, config: Prefill
         return ChunkSegments(num_tokens, config.chunk_size)
     if len(pieces) != num_tokens:
         raise ValueError(f"{len(pieces)} pieces of text for {num_tokens} tokens")
-    return Segments(line_borders(pieces))
+    lines = find_lines(pieces)
+    return Segments(lines.borders, lines.heads, lines.labels)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The units of a text, in tokens.
+
+    borders: (num_segments + 1,), token indices; a token belongs to the unit in which its text begins, and a character
+    of several tokens to the last of them. overlaps: characters of the token before each border that belong to the unit
+    behind it, (num_segments + 1,). heads: as in Segments. labels: units that are never kept but as heads.
+    """
+
+    borders: list[int]
+    overlaps: list[int]
+    heads: list[int]
+    labels: frozenset[int]
+
+
+def find_lines(pieces: Sequence[str]) -> Lines:
+    """The lines, sentences and blocks of a text by the text of every token, each of at most LONGEST_UNIT tokens."""
+    starts = [0, *accumulate(map(len, pieces))]
+    num_chars = starts.pop()
+
+    def size(start: int, stop: int) -> int:
+        return bisect_left(starts, stop) - bisect_left(starts, start)
+
+    units = cut_text("".join(pieces), size)
+    borders, overlaps, segment_of = [0], [0], []
+    for unit in units:
+        border = bisect_left(starts, unit.stop) if unit.stop < num_chars else len(pieces)
+        if border > borders[-1]:
+            borders.append(border)
+            overlaps.append((starts[border] if border < len(pieces) else num_chars) - unit.stop)
+        # A unit inside of a token belongs to the one in which the token begins.
+        segment_of.append(max(0, len(borders) - 2))
+    if len(pieces) > borders[-1]:
+        borders.append(len(pieces))
+        overlaps.append(0)
+    heads, labels = [-1] * (len(borders) - 1), set()
+    for unit, segment in zip(reversed(units), reversed(segment_of), strict=True):
+        head = segment_of[unit.head] if unit.head >= 0 else -1
+        heads[segment] = head if head != segment else -1
+        (labels.add if unit.is_label else labels.discard)(segment)
+    return Lines(borders, overlaps, heads, frozenset(labels))
 
 
 def line_borders(pieces: Sequence[str]) -> list[int]:
-    """Borders (num_segments + 1,), as token indices, of the lines and sentences of a text; segments of at most
-    LONGEST_UNIT tokens.
-
-    A character of several tokens has its text at the last of them, so that no border splits it. A token belongs to the
-    segment in which its text begins.
-    """
-    stops = list(accumulate(map(len, pieces)))
-    starts = [0, *stops[:-1]] if stops else []
-    ends = (bisect_left(starts, match.end()) for match in _END.finditer("".join(pieces)))
-    borders = [0]
-    for end in (*ends, len(pieces)):
-        while end - borders[-1] > LONGEST_UNIT:
-            borders.append(borders[-1] + LONGEST_UNIT)
-        if end > borders[-1]:
-            borders.append(end)
-    return borders
+    """The borders of `find_lines`."""
+    return find_lines(pieces).borders
