@@ -28,9 +28,9 @@ from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies import published, reproduce
-from experiments.policies.oracles import best_fixed, oracle
-from experiments.policies.replay import Costs, ReplayText, Score, fit_costs, merge_runs, replay
-from experiments.policies.training import as_network, make_estimator, step_examples
+from spec_stack.bench.oracles import best_fixed, oracle
+from spec_stack.bench.replay import Costs, ReplayText, Score, fit_costs, merge_runs, replay
+from spec_stack.bench.training import as_network, make_estimator, step_examples
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import Policy, StepRecord
 from spec_stack.controller.predictor import Network

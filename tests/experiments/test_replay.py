@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.policies.evaluate_policies import read
-from experiments.policies.oracles import best_fixed, oracle
-from experiments.policies.replay import (
+from spec_stack.bench.oracles import best_fixed, oracle
+from spec_stack.bench.replay import (
     CostTable,
     ReplayText,
     fit_costs,
