@@ -128,10 +128,12 @@ class Leaderboard:
             raise ImportError("a plot needs matplotlib; pip install matplotlib, or leave --plot out") from error
         num_policies = max(len(self.of(precision)) for precision in self.precisions)
         width, height, margin = _PLOTTED_INCHES
-        size = (width * len(self.precisions), height * num_policies + margin)
+        num_columns = min(2, len(self.precisions))
+        num_rows = -(-len(self.precisions) // num_columns)
+        size = (width * num_columns, (height * num_policies + margin) * num_rows)
         figure = Figure(figsize=size, layout="constrained")
-        panels = figure.subplots(1, len(self.precisions), squeeze=False)[0]
-        for axes, precision in zip(panels, self.precisions, strict=True):
+        panels = figure.subplots(num_rows, num_columns, squeeze=False).flat
+        for axes, precision in zip(panels, self.precisions, strict=False):
             ranked = self.of(precision)[::-1]
             values = [line.speed.value for line in ranked]
             below = [line.speed.value - line.speed.low for line in ranked]

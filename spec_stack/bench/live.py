@@ -9,6 +9,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 
+import transformers
+
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.bench.arms import PLAIN, THEIRS, Arm, Clock, Ours, our_arms, their_arms
 from spec_stack.bench.intervals import ratio_interval
@@ -86,6 +88,8 @@ def bench(
     encoded = encode(generator, read_prompts(BUILT_IN) if prompts is None else prompts, max_tokens)
     makers = our_arms(generator, policies, max_tokens, clock)
     makers |= their_arms(generator, max_tokens, clock) if rivals else {}
+    # Transformers warns of what these calls do on purpose.
+    transformers.logging.set_verbosity_error()
     arms, notes = warmed_up(makers, encoded[0].token_ids)
     kept = Rows(None if rows is None else Path(rows), minutes)
     for turn, prompt in enumerate(encoded):
@@ -125,10 +129,8 @@ def encode(generator: SpecStackGenerator, prompts: Sequence[Prompt], *decisive: 
     return encoded
 
 
-def warmed_up(
-    makers: Mapping[str, Callable[[], Arm]], prompt_ids: list[int]
-) -> tuple[dict[str, Arm], list[str]]:
-    """The arms, each after an answer by a twin that does not count; a note for each of Transformers' that cannot run."""
+def warmed_up(makers: Mapping[str, Callable[[], Arm]], prompt_ids: list[int]) -> tuple[dict[str, Arm], list[str]]:
+    """The arms, each after an answer by a twin that does not count; a note for each of Transformers' that fails."""
     arms, notes = {}, []
     for name, make in makers.items():
         try:
@@ -155,6 +157,11 @@ def _row_name(name: str, arm: Arm) -> str:
     return f"{name}@{sha256(source.encode()).hexdigest()[:8]}"
 
 
+def rows_of(arms: Mapping[str, Arm], rows: Rows) -> dict[str, dict[str, Row]]:
+    """Every arm's rows by key."""
+    return {name: rows.of_arm(_row_name(name, arm)) for name, arm in arms.items()}
+
+
 def left(arms: Mapping[str, Arm], prompt: Encoded, rows: Rows) -> list[str]:
     """The arms that have not answered a prompt."""
     return [name for name, arm in arms.items() if (prompt.key, _row_name(name, arm)) not in rows]
@@ -172,7 +179,7 @@ def run_prompt(arms: Mapping[str, Arm], turn: int, prompt: Encoded, rows: Rows) 
 
 def lines_of(precision: str, arms: Mapping[str, Arm], prompts: Sequence[Encoded], rows: Rows) -> list[Line]:
     """All arms on the prompts that each of them has answered, together and by task."""
-    by_arm = {name: rows.of_arm(_row_name(name, arm)) for name, arm in arms.items()}
+    by_arm = rows_of(arms, rows)
     done = [prompt for prompt in prompts if all(prompt.key in own for own in by_arm.values())]
     tasks = dict.fromkeys(prompt.task for prompt in done)
     found = []
@@ -201,6 +208,6 @@ def _line(precision: str, task: str, name: str, done: Sequence[Row], plain: Sequ
 
 
 def _in_words(arms: Mapping[str, Arm], prompt: Encoded, rows: Rows) -> str:
-    seconds = {name: rows.of_arm(_row_name(name, arm))[prompt.key]["seconds"] for name, arm in arms.items()}
+    seconds = {name: own[prompt.key]["seconds"] for name, own in rows_of(arms, rows).items()}
     fastest = min(seconds, key=seconds.__getitem__)
     return f"{prompt.task}: plain {seconds[PLAIN]:.2f} s, {fastest} {seconds[fastest]:.2f} s"

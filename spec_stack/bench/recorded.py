@@ -50,9 +50,7 @@ def _read(path: Path) -> list[StepRecord]:
     return [as_record(row, f"{path}, row {number}") for number, row in enumerate(rows)]
 
 
-def registered(
-    names: Sequence[str] = (), options: Mapping[str, Mapping[str, Any]] | None = None
-) -> dict[str, Maker]:
+def registered(names: Sequence[str] = (), options: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Maker]:
     """Makers of registered policies, a user's included; by default one of each.
 
     names: as `confidence`, or with options as `confidence:threshold=0.3`. options: further ones by policy. Raises
@@ -61,8 +59,8 @@ def registered(
     makers: dict[str, Maker] = {}
     for name in names or POLICIES:
         policy, _, given = name.partition(":")
-        named = dict(map(_option, filter(None, given.split(","))))
-        makers[name] = partial(make_policy, policy, **((options or {}).get(policy, {}) | named))
+        named = map(_option, filter(None, given.split(",")))
+        makers[name] = partial(make_policy, policy, **{**(options or {}).get(policy, {}), **dict(named)})
         makers[name]()
     return makers
 
@@ -99,7 +97,7 @@ class _Fold:
             inputs, rates, _ = step_examples(self.records)
             trained = as_network(make_estimator("mlp-16").fit(inputs, rates))
             makers["speckv, trained"] = partial(SpecKV, predictor=trained)
-            makers["speckv, trained, the paper's objective"] = partial(SpecKV, predictor=trained, objective="per_step")
+            makers["speckv, as published"] = partial(SpecKV, predictor=trained, objective="per_step")
         return makers
 
     def _tokens_per_s(self, threshold: float) -> float:

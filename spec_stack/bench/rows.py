@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -42,9 +42,11 @@ class Rows:
         self._rows: dict[tuple[str, str], Row] = {}
         text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
         for number, line in enumerate(text.split("\n"), start=1):
+            if not line:
+                continue
             try:
-                row = json.loads(line) if line else None
-                self._rows |= {(row["key"], row["arm"]): row} if line else {}
+                row = json.loads(line)
+                self._rows[row["key"], row["arm"]] = row
             except (ValueError, TypeError, KeyError) as error:
                 if not (isinstance(error, ValueError) and line.startswith("{")):
                     raise ValueError(f"{path}, line {number} is no row of a measurement: {error}") from error
