@@ -109,12 +109,17 @@ def draw(rng: random.Random, medium: str, lines: Sequence[str], number: int) -> 
         return tuple(_of_record(rng, medium, block) for block in rng.sample(_records(lines, medium), number))
     wordings = WORDS["needles"][medium]
     first = rng.randrange(len(wordings))
-    return tuple(_fill(rng, medium, wordings[(first + at) % len(wordings)]) for at in range(number))
+    lists = (WORDS["people"].get(medium, _OTHER_WORDS["people"]), TOWNS, WORDS["constants"])
+    mixed = [rng.sample(each, len(each)) for each in lists]
+    own = [
+        [_names(rng, *(each[at % len(each)] for each in mixed)) for at in range(3 * turn, 3 * turn + 3)]
+        for turn in range(number)
+    ]
+    return tuple(_fill(rng, medium, wordings[(first + at) % len(wordings)], own[at]) for at in range(number))
 
 
-def _fill(rng: random.Random, medium: str, wording: Mapping[str, Any]) -> Needle:
-    people = WORDS["people"].get(medium, _OTHER_WORDS["people"])
-    names = [_names(rng, who, name) for who, name in zip(rng.sample(people, 3), _constants(rng), strict=True)]
+def _fill(rng: random.Random, medium: str, wording: Mapping[str, Any], names: Sequence[Mapping[str, str]]) -> Needle:
+    """A wording with the first of these names, and with the others beside it."""
     asks = {kind: fill(text, names[0]) for kind, text in wording.items() if isinstance(text, str)}
     minute = rng.randrange(900)
 
@@ -132,18 +137,14 @@ def fill(text: str, names: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: names.get(match[1], match[0]), text)
 
 
-def _constants(rng: random.Random) -> list[str]:
-    return rng.sample(WORDS["constants"], 3)
-
-
-def _names(rng: random.Random, who: str, constant: str) -> dict[str, str]:
+def _names(rng: random.Random, who: str, town: str, constant: str) -> dict[str, str]:
     """What a wording's names stand for."""
     head, *rest = constant.lower().split("_")
     numbers = {name: str(rng.randrange(low, high)) for name, low, high in _NUMBERS}
     return numbers | {
         "who": who,
         "thing": rng.choice(_OTHER_WORDS["things"]),
-        "town": rng.choice(TOWNS),
+        "town": town,
         "NAME": constant,
         "camel": head + "".join(part.title() for part in rest),
         "job": f"{rng.choice(_PARTS)}-{rng.randrange(1000, 9999)}",
@@ -213,7 +214,7 @@ def _records(lines: Sequence[str], medium: str) -> list[list[str]]:
     """The records between a generated document's lines, without the ends."""
     if medium == "yaml":
         starts = [at for at, line in enumerate(lines) if line.endswith(":") and at + 5 < len(lines)][2:-2]
-        return [list(lines[at : at + 5]) for at in starts]
+        return [list(lines[at : at + 5]) for at in starts if lines.count(lines[at + 3]) == 1]
     return [[line] for line in lines[5:-5]]
 
 
@@ -224,8 +225,8 @@ def _of_record(rng: random.Random, medium: str, block: list[str]) -> Needle:
     elif medium == "csv":
         names, evidence = {"id": block[0].split(",")[2]}, (block[0],)
     else:
-        # The name and the value that lines separate from it.
-        names, evidence = {"name": block[0][:-1]}, ("\n".join(block[:4]),)
+        # The name, and the value that lines separate from it.
+        names, evidence = {"name": block[0][:-1]}, (f"{block[0]}\n", block[3])
     asks = {kind: fill(text, names) for kind, text in rng.choice(WORDS["needles"][medium]).items()}
     return Needle(tuple(block), (), evidence, asks)
 
