@@ -73,11 +73,9 @@ ALLOWED = {
         "tokenizers",
         "hf.loading",
         "hf.prompt",
-        "engine.prompt_scorer",
     },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "explain": {"config", "types", "controller.base", "records", "prefill", "decode", "hf", "engine", "api"},
-    "lm_eval": {"config", "records", "settings", "api.generator", "api.unknown_options", "engine"},
     "cli": {
         "config",
         "devices",
@@ -117,7 +115,6 @@ LIBRARIES = {
     "fastapi": {"serve", "proxy"},
     "httpx2": {"proxy"},
     "sglang": {"sglang"},
-    "lm_eval": {"lm_eval"},
 }
 MAX_ROOM = 0.25
 MAX_LOOSE = 0.05

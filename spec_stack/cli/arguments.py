@@ -388,7 +388,12 @@ def _standard_input(problem: str) -> str:
         raise ValueError(f"{problem}: give an argument, a file, or standard input")
     if stat.S_ISFIFO(_stdin_mode()) and not select.select([sys.stdin], [], [], _SILENT_S)[0]:
         sys.stderr.write("spec-stack: waiting for standard input to end (</dev/null where there is none)\n")
-    return sys.stdin.read().removeprefix("\ufeff")
+    text = sys.stdin.read().removeprefix("\ufeff")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"standard input is not valid Unicode: {error}") from error
+    return text
 
 
 def _is_piped() -> bool:

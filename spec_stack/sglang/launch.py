@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_stack.config import how_to_install
-from spec_stack.engine.prompt_scorer import FoundScorer
 from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.prefill.cost import NEVER
 from spec_stack.sglang.draft_kv_rows import num_row_slots, pool_slots
@@ -36,17 +35,14 @@ _STORES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
 _EARLY_LOOKUPS = ("enable_lmcache", "hicache_storage_backend")
 _UNTESTED_STORES = ("enable_hierarchical_cache", "enable_flexkv", "kv_events_config")
 _NOT_SHOWN = ("arguments", "problem", "warnings")
-# SGLang's names of precisions and ours; any other is the checkpoint's own.
-_PRECISIONS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
 class Launch:
     """A launch whose prompts are pruned, by SPEC_STACK's draft or a scoring model beside another algorithm.
 
-    algorithm: what decodes, "" for none. small: what scores, SGLang's configuration or what the Transformers backend
-    has found. config: calibrated. refusal: why no prompt may be pruned, or None. is_sglang, why: whose runner scores.
-    must_fit: the small model's embedding rows are to be fitted to the target's.
+    algorithm: what decodes, "" for none. small: what scores. config: calibrated. refusal: why no prompt may be pruned,
+    or None. must_fit: the small model's embedding rows are to be fitted to the target's.
     """
 
     algorithm: str
@@ -55,8 +51,6 @@ class Launch:
     small: Any
     config: ServerConfig
     refusal: str | None
-    is_sglang: bool = True
-    why: str = "SPEC_STACK's draft scores"
     must_fit: bool = False
 
     @classmethod
@@ -69,18 +63,16 @@ class Launch:
         if config.prefill.sparse_prefill == "draft_only":
             require_slots(args, draft)
         refusal = pruning_refusal(args, draft) or untested_refusal(args, target, config)
-        return cls(NAME, args, target, draft, config, refusal, must_fit=must_fit)
+        return cls(NAME, args, target, draft, config, refusal, must_fit)
 
     @classmethod
-    def scoring(
-        cls, algorithm: str, args: Any, target: Any, tokenizer: Any, config: ServerConfig, device: str
-    ) -> Launch:
-        """Of a scoring model beside algorithm. Raises ValueError where nothing can run it."""
-        is_sglang, why, small, must_fit = _choose_backend(config, args, target, tokenizer, device)
+    def scoring(cls, algorithm: str, args: Any, target: Any, tokenizer: Any, config: ServerConfig) -> Launch:
+        """Of a scoring model beside algorithm. Raises ValueError where SGLang's runner cannot run it."""
+        small, must_fit = _scoring_model(str(config.scoring_model), args, target, tokenizer)
         require_scoring(args, target, small)
         config = with_calibration(config, str(config.scoring_model), target.hf_text_config, small.hf_text_config)
         refusal = untested_refusal(args, target, config)
-        return cls(algorithm, args, target, small, config, refusal, is_sglang, why, must_fit)
+        return cls(algorithm, args, target, small, config, refusal, must_fit)
 
     @property
     def is_own(self) -> bool:
@@ -91,46 +83,32 @@ class Launch:
         return self.refusal is None and self.config.prunes
 
     @property
-    def backend(self) -> str:
-        return f"{'sglang' if self.is_sglang else 'transformers'}, since {self.why}"
-
-    @property
     def vocabularies(self) -> str:
         """Whose tokens the small model scores, in words."""
-        if not self.is_sglang:
-            return str(self.small.vocabulary.prefill_note)
         if not self.must_fit:
             return f"{self.target.vocab_size} embedding rows in both"
         rows = f"{self.target.vocab_size} and {self.small.vocab_size} embedding rows"
         return f"one tokenizer, {rows}: the draft's are fitted to the target's"
 
 
-def _choose_backend(
-    config: ServerConfig, args: Any, target: Any, tokenizer: Any, device: str
-) -> tuple[bool, str, Any, bool]:
-    """What runs the scoring model: whether SGLang does, why, its configuration, whether its rows are to be fitted."""
-    source, asked = str(config.scoring_model), config.scoring_backend
-    why = "--spec-stack-scoring-backend names it"
-    if asked != "transformers":
-        try:
-            return True, "its runner runs the scoring model", *_by_sglang(source, args, target, tokenizer)
-        except ValueError as error:
-            if asked == "sglang":
-                raise ValueError(f"{error}; leave --spec-stack-scoring-backend sglang out") from error
-            why = f"SGLang's runner does not score with this model: {error}"
+def _scoring_model(source: str, args: Any, target: Any, tokenizer: Any) -> tuple[Any, bool]:
+    """The scoring model's configuration, and whether its rows are to be fitted. Raises ValueError where SGLang's runner
+    cannot score with it."""
     try:
-        precision = _PRECISIONS.get(str(args.dtype), "auto")
-        return False, why, FoundScorer.open(source, tokenizer, target.vocab_size, device, precision), False
+        return _by_sglang(source, args, target, tokenizer)
     except ValueError as error:
-        raise ValueError(f"the Transformers backend, since {why}, cannot score with {source}: {error}") from error
+        raise ValueError(
+            f"SGLang's runner cannot score with {source}: {error}; spec-stack proxy --draft prunes prompts by it in "
+            "front of this server"
+        ) from error
 
 
 def _by_sglang(source: str, args: Any, target: Any, tokenizer: Any) -> tuple[Any, bool]:
     """Raises ValueError where SGLang's runner cannot score."""
-    from sglang.srt.configs.model_config import ModelConfig
-
     if source.lower().endswith(".gguf"):
         raise ValueError(f"{source} is a GGUF file")
+    from sglang.srt.configs.model_config import ModelConfig
+
     try:
         # Without the overrides for the target.
         scoring = ModelConfig(source, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
@@ -149,8 +127,7 @@ def _rows_differ(target: Any, draft: Any, tokenizer: Any, source: str, args: Any
     if compare(tokenizer, own, target.vocab_size, draft.vocab_size).relation == "other":
         raise ValueError(
             f"{source} has another tokenizer than the target ({draft.vocab_size} embedding rows, the target "
-            f"{target.vocab_size}); SGLang's runner needs the target's, and a --spec-stack-scoring-model may have "
-            "another"
+            f"{target.vocab_size}), and SGLang's runner needs the target's"
         )
     return bool(target.vocab_size != draft.vocab_size)
 
@@ -229,8 +206,8 @@ def require_no_state(hf: Any) -> None:
     """Raise ValueError for a draft with a recurrent state, by its text configuration."""
     if any(hasattr(hf, name) for name in _OF_STATES):
         raise ValueError(
-            f"{NAME} cannot draft with a {hf.model_type} model, which has a recurrent state; it can score alone, as "
-            "--spec-stack-scoring-model, beside another --speculative-algorithm or none"
+            f"{NAME} cannot draft with a {hf.model_type} model, which has a recurrent state; spec-stack proxy "
+            "--draft prunes prompts by it in front of this server"
         )
 
 
@@ -280,7 +257,6 @@ def describe(launch: Launch, unrecognised: str, sizes: Sequence[int] | None) -> 
     if launch.prunes:
         report["draft's pool"] = _pool_note(config, _bytes_per_token(launch))
     if not launch.is_own:
-        report["scoring backend"] = launch.backend
         report["drafting"] = f"{launch.algorithm or 'none'}, by SGLang itself"
         return {**report, "warnings": warnings}
     report["drafting"] = f"policy {config.policy}, gammas {list(config.gammas)}"
@@ -297,8 +273,6 @@ def describe(launch: Launch, unrecognised: str, sizes: Sequence[int] | None) -> 
 def _bytes_per_token(launch: Launch) -> int:
     """Bytes of a token's keys and values in the small model, on one rank."""
     small = launch.small
-    if not launch.is_sglang:
-        return int(small.bytes_per_token)
     num_heads = small.num_hidden_layers * small.get_num_kv_heads(launch.args.tp_size)
     return int(num_heads * (small.head_dim + small.v_head_dim) * small.dtype.itemsize)
 
@@ -431,7 +405,7 @@ def _resolve(arguments: list[str]) -> tuple[Launch, str, list[int] | None]:
         draft = ModelConfig.from_server_args(server_args, model_path=source, is_draft_model=True)
         launch = Launch.drafting(args, target, draft, tokenizer, config)
     else:
-        launch = Launch.scoring(algorithm, args, target, tokenizer, config, args.device)
+        launch = Launch.scoring(algorithm, args, target, tokenizer, config)
     return launch, ChatTurns.learn(tokenizer, args.chat_template).unrecognised, _sizes_to_capture(args)
 
 

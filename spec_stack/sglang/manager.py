@@ -363,7 +363,6 @@ class SparsePrefillManager:
         return {
             "settings": asdict(self.config),
             "why_not": self._launch.refusal or "",
-            "scoring_backend": self._launch.backend,
             "num_requests": dict(self._known.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),
             "num_turns_remembered": len(self._known.turns),

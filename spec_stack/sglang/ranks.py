@@ -54,14 +54,6 @@ def least_free_bytes(device: str, gpu_id: int) -> int:
     return int(2**30 * get_available_gpu_memory(device, gpu_id, distributed=is_shared, cpu_group=group.cpu_group))
 
 
-def from_first_rank(values: torch.Tensor) -> torch.Tensor:
-    """The first rank's values, on the host; mutates and returns values."""
-    group = get_tp_group()
-    if group.world_size > 1:
-        torch.distributed.broadcast(values, src=group.first_rank, group=group.cpu_group)
-    return values
-
-
 def over_ranks(values: torch.Tensor, by: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
     """Reduce element-wise over the ranks; mutates and returns values."""
     group = get_tp_group()

@@ -25,8 +25,6 @@ from sglang.srt.model_loader import get_model
 from torch.distributed import ReduceOp
 
 from spec_stack.config import PrefillConfig
-from spec_stack.engine.prompt_scorer import FoundScorer, PromptScorer
-from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import question_layers, voting_heads
 from spec_stack.prefill.importance import (
@@ -44,9 +42,9 @@ from spec_stack.prefill.importance import (
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.draft_pool import DraftScoringRunner, Lease, PoolFullError, Queries, bytes_per_token
+from spec_stack.sglang.draft_pool import DraftScoringRunner, Lease, Queries, bytes_per_token
 from spec_stack.sglang.launch import Launch
-from spec_stack.sglang.ranks import from_first_rank, least_free_bytes, num_ranks, over_ranks, own_rank
+from spec_stack.sglang.ranks import least_free_bytes, num_ranks, over_ranks, own_rank
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -253,81 +251,6 @@ def on_forward_stream(scheduler: Any, device: torch.device) -> Iterator[None]:
         current.wait_stream(stream)
 
 
-class TransformersScorer:
-    """As `DraftScorer`, with all of the model on every rank of a tensor-parallel group, one prompt at a time.
-
-    The KV of the last prompt stays for a follow-up, unless the model has a recurrent state. context_len: the target's.
-    """
-
-    def __init__(
-        self, found: FoundScorer, model: PromptScorer, device: str, num_pool_tokens: int, context_len: int
-    ) -> None:
-        self._found, self._model, self._device, self._context_len = found, model, device, context_len
-        self.num_pool_tokens = num_pool_tokens
-        self._room: torch.Tensor | None = None
-        # The prompt whose KV is there, or is being written.
-        self._held: Prompt | None = None
-        self._is_busy = False
-
-    def allocate(self) -> None:
-        # SGLang's pools leave this room to the model's KV, which is allocated by request.
-        shape = self.num_pool_tokens, self._found.bytes_per_token
-        self._room = torch.empty(shape, dtype=torch.uint8, device=self._device)
-
-    def pool_state(self) -> dict[str, int]:
-        num_held = 0 if self._held is None else len(self._held.token_ids)
-        num_bytes = self.num_pool_tokens * self._found.bytes_per_token
-        return {"num_tokens": self.num_pool_tokens, "num_held": num_held, "num_bytes": num_bytes}
-
-    def num_to_prefill(self, prompt: Prompt) -> int:
-        if self._held is None or self._held.tenant != prompt.tenant:
-            return len(prompt.token_ids)
-        return len(prompt.token_ids) - num_shared(self._held.token_ids, prompt.token_ids[:-1])
-
-    def has_room(self, num_tokens: int) -> bool:
-        return not self._is_busy and num_tokens <= self.num_pool_tokens
-
-    def forget(self) -> None:
-        self._held = None
-        self._model.forget()
-
-    def working(self, scheduler: Any) -> AbstractContextManager[None]:
-        return torch.no_grad()
-
-    def score(
-        self, prompt: Prompt, most_of_a_part: PartSize, pieces: Sequence[str] | None = None, first_query: int = 0
-    ) -> Scoring:
-        self._room = None
-        num_tokens, num_new = len(prompt.token_ids), self.num_to_prefill(prompt)
-        if num_tokens > self.num_pool_tokens:
-            raise PoolFullError(f"the prompt has {num_tokens} tokens, and the draft's KV {self.num_pool_tokens}")
-        if num_new == num_tokens:
-            self.forget()
-        self._held, self._is_busy, is_reusable = prompt, True, False
-        try:
-            importance = yield from self._model.score(
-                prompt.token_ids,
-                prompt.config,
-                lambda: most_of_a_part(prompt.config.prefill_chunk),
-                pieces,
-                prompt.spans,
-                prompt.end_ids,
-                self._context_len - num_tokens,
-                first_query,
-            )
-            # All ranks agree that they have come so far before any waits for another.
-            yield
-            is_reusable = not self._found.is_recurrent
-            return Score(from_first_rank(importance), num_new)
-        finally:
-            self._is_busy = False
-            if not is_reusable:
-                self.forget()
-
-
-Scorer = DraftScorer | TransformersScorer
-
-
 @dataclass(frozen=True)
 class ScoringModel:
     """A launch's scoring model, whose KV is reserved before SGLang divides the memory that the weights leave.
@@ -336,7 +259,7 @@ class ScoringModel:
     """
 
     launch: Launch
-    scorer: Scorer
+    scorer: DraftScorer
 
     def __post_init__(self) -> None:
         if not self.launch.prunes:
@@ -391,18 +314,13 @@ def load_beside(scheduler: Any) -> None:
         return
     worker = scheduler.tp_worker
     runner = worker.model_runner
-    device = runner.device if runner.device == "cpu" else f"{runner.device}:{runner.gpu_id}"
-    launch = Launch.scoring(algorithm, args, runner.model_config, worker.tokenizer, config, device)
+    launch = Launch.scoring(algorithm, args, runner.model_config, worker.tokenizer, config)
     setattr(scheduler, _PLACE, ScoringModel(launch, _scorer(launch, runner)))
 
 
-def _scorer(launch: Launch, target: Any) -> Scorer:
+def _scorer(launch: Launch, target: Any) -> DraftScorer:
     """Load the scoring model. target: SGLang's ModelRunner. Collective."""
     found, config, context_len = launch.small, launch.config, launch.target.context_len
-    if not launch.is_sglang:
-        model = found.load()
-        num_tokens = _pool_tokens(target, found.bytes_per_token, config)
-        return TransformersScorer(found, model, target.device, num_tokens, context_len)
     load_format = "dummy" if launch.args.load_format == "dummy" else "auto"
     with draft_model_build_scope():
         own: torch.nn.Module = get_model(

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 NAME = "SPEC_STACK"
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 MOST_POOL_TOKENS = 65_536
-Backend = Literal["auto", "sglang", "transformers"]
 FollowUp = Literal["recall", "freeze", "afresh"]
 """Rules for the text of earlier turns. freeze: the earlier selection stays. recall: so it does, and dropped text that
 is relevant to the new turn is recalled. afresh: the whole prompt is selected anew."""
@@ -47,11 +46,6 @@ class ServerConfig:
         None,
         "a small model that scores prompts and drafts nothing, while SGLang's own --speculative-algorithm, or none, "
         "decodes; under SPEC_STACK the draft scores",
-    )
-    scoring_backend: Backend = option(
-        "auto",
-        "what runs the scoring_model: 'sglang' is SGLang's own runner, 'transformers' the Transformers backend, also "
-        "for hybrids, GGUF files, adapters and other tokenizers; 'auto' is sglang where that can, else transformers",
     )
     policy: str = option("throughput", f"policy that chooses gamma for the batch: {', '.join(BATCH_POLICIES)}")
     policy_options: Mapping[str, Any] = field(
@@ -110,8 +104,6 @@ class ServerConfig:
             require(value is None or (isinstance(value, str) and value != ""), f"{name} must be a path, got {value!r}")
         if self.scoring_model is not None and self.prefill.sparse_prefill == "draft_only":
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
-        if self.scoring_backend == "transformers" and self.scoring_model is None:
-            raise ValueError("scoring_backend 'transformers' runs a scoring_model alone; name one, or leave it out")
         self.make_policy(self.policy)
 
     @property
@@ -239,7 +231,6 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "sparse_prefill": (_switch, "MODE"),
     "draft_kv_budget": (int, "SLOTS"),
     "scoring_model": (str, "PATH"),
-    "scoring_backend": (str, "BACKEND"),
     "policy": (str, "NAME"),
     "gammas": (int, "N"),
     "calibration": (str, "FILE"),

@@ -150,7 +150,6 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
         "sparse-prefill": defaults.prefill.sparse_prefill,
         "draft-kv-budget": str(defaults.prefill.draft_kv_budget),
         "scoring-model": "",
-        "scoring-backend": defaults.scoring_backend,
         "policy": defaults.policy,
         "gammas": " ".join(map(str, defaults.gammas)),
         "calibration": "",

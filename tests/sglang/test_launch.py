@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spec_stack.config import PrefillConfig
-from spec_stack.sglang.launch import pruning_refusal, require_scoring, untested_refusal
+from spec_stack.sglang.launch import Launch, pruning_refusal, require_scoring, untested_refusal
 from spec_stack.sglang.server_args import ServerConfig
 
 
@@ -89,3 +89,9 @@ def test_what_no_test_covers_is_pruned_on_request_alone(architecture: str, args:
     assert "sparse-prefill on" in (untested_refusal(_args(**args), target, ServerConfig()) or "")
     assert untested_refusal(_args(**args), target, ServerConfig(prefill=PrefillConfig(sparse_prefill="on"))) is None
     assert untested_refusal(_args(), _model(architecture="Gemma3ForCausalLM"), ServerConfig()) is None
+
+
+def test_a_scoring_model_that_sglang_cannot_run_is_left_to_the_proxy() -> None:
+    config = ServerConfig(scoring_model="draft.gguf")
+    with pytest.raises(ValueError, match=r"draft.gguf is a GGUF file; spec-stack proxy --draft"):
+        Launch.scoring("", _args(), _model(), None, config)

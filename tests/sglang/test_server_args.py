@@ -117,23 +117,8 @@ def test_drafting_says_what_it_cannot_work_with(changed: dict[str, object], said
         launch.require_drafting(args, ServerConfig())
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"scoring_backend": "transformers"}, "runs a scoring_model alone"),
-        (
-            {"scoring_backend": "vllm", "scoring_model": "small"},
-            r"scoring_backend must be one of \['auto'",
-        ),
-    ],
-)
-def test_a_scoring_backend_that_cannot_be_is_refused(settings: dict[str, str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        ServerConfig.from_mapping(settings)
-
-
 @pytest.mark.parametrize("field", ["linear_num_key_heads", "mamba_d_state"])
-def test_a_draft_with_a_recurrent_state_only_scores(field: str) -> None:
+def test_a_draft_with_a_recurrent_state_is_left_to_the_proxy(field: str) -> None:
     launch.require_no_state(SimpleNamespace(model_type="llama"))
-    with pytest.raises(ValueError, match="it can score alone, as --spec-stack-scoring-model"):
+    with pytest.raises(ValueError, match="spec-stack proxy --draft"):
         launch.require_no_state(SimpleNamespace(**{"model_type": "mixed", field: 4}))
