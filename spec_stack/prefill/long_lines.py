@@ -1,4 +1,4 @@
-"""Where a line that is too long to be kept whole is cut: between records, pairs and words, never inside of one. Pure."""
+"""Where a line that is too long to be kept whole is cut: between records, pairs and words, never inside one. Pure."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ _GRAPHEME = regex.compile(r"\X")
 
 def cut_long(text: str, start: int, stop: int, size: Size, longest: int) -> Iterator[tuple[int, int]]:
     """The parts of a line, half-open spans of at most `longest` tokens, unless a number is longer."""
+    if size(start, stop) <= longest:
+        yield start, stop
+        return
     line = text[start:stop]
     by_rank: list[list[int]] = [[] for _ in _RANKS]
     for at, rank in _places(line):

@@ -183,7 +183,8 @@ def find_lines(pieces: Sequence[str]) -> Lines:
     if len(pieces) > borders[-1]:
         borders.append(len(pieces))
         overlaps.append(0)
-    heads, labels = [-1] * (len(borders) - 1), set()
+    labels: set[int] = set()
+    heads = [-1] * (len(borders) - 1)
     for unit, segment in zip(reversed(units), reversed(segment_of), strict=True):
         head = segment_of[unit.head] if unit.head >= 0 else -1
         heads[segment] = head if head != segment else -1

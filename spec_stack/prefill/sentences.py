@@ -25,22 +25,23 @@ _QUOTES = "|".join(
     )
 )
 # A run of stops is read once, from its first: otherwise one that ends nothing would take quadratic time.
-_MARKS = re.compile(f"(?:{_QUOTES}|(?<![{_STOPS}])[{_STOPS}]++)[{_STOPS}{_WIDE_STOPS}{_CLOSERS}]*+|[{_WIDE_STOPS}]"
-                    f"[{_STOPS}{_WIDE_STOPS}{_CLOSERS}]*+")
+_MARKS = re.compile(
+    f"(?:{_QUOTES}|(?<![{_STOPS}])[{_STOPS}]++)[{_STOPS}{_WIDE_STOPS}{_CLOSERS}]*+|[{_WIDE_STOPS}]"
+    f"[{_STOPS}{_WIDE_STOPS}{_CLOSERS}]*+"
+)
 _ENDS_WITH_STOP = re.compile(f"[{_STOPS}{_WIDE_STOPS}][{_STOPS}{_WIDE_STOPS}{_CLOSERS}]*+\\Z")
 # Scripts without spaces need no blank behind a stop.
 _WITHOUT_SPACES = re.compile("[\u2010-\u2027\u2030-\u206f\u3000-\u9fff\uac00-\ud7af\uff00-\uffef]")
 _WORD_BEFORE = re.compile("[^\\s(\\[{\"'\u201c\u2018\u00ab]*\\Z")
 _INITIALS = re.compile("(?:[^\\W\\d_]\\.)*[^\\W\\d_]")
 _NUMBER = re.compile("\\(?(?:\\d{1,3}|[ivxlcIVXLC]{1,5})")
-ABBREVIATIONS = frozenset(
-    "mr mrs ms mx dr prof rev hon st sr jr messrs mme mlle mm sra srta hr fr gen col capt cpt lt sgt maj cmdr gov sen "
-    "rep pres supt inc ltd co corp llc bros dept univ assn est vs viz cf etc al ie eg ca bzw usw evtl ggf inkl vgl "
-    "approx jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thur thurs fri ave blvd rd mt ft".split()
+_ABBREVIATION = re.compile(
+    "mr|mrs|ms|mx|dr|prof|rev|hon|st|sr|jr|messrs|mme|mlle|mm|sra|srta|hr|fr|gen|col|capt|cpt|lt|sgt|maj|cmdr|gov|sen|"
+    "rep|pres|supt|inc|ltd|co|corp|llc|bros|dept|univ|assn|est|vs|viz|cf|etc|al|ie|eg|ca|bzw|usw|evtl|ggf|inkl|vgl|"
+    "approx|jan|feb|mar|apr|jun|jul|aug|sep|sept|oct|nov|dec|mon|tues?|wed|thu|thurs?|fri|ave|blvd|rd|mt|ft"
 )
-BEFORE_NUMBERS = frozenset("no nos nr fig figs eq eqs sec art vol ch pp pt para tab abs bd num".split())
-"""Abbreviations only where a number follows."""
-
+# Only where a number follows.
+_BEFORE_NUMBER = re.compile("nos?|nr|figs?|eqs?|sec|art|vol|ch|pp?|pt|para|tab|abs|bd|num")
 _TEMPLATE = re.compile("<\\|[^\\s<>]{1,40}+>|</?s>|</?\\w{1,20}_of_\\w{1,20}>")
 # What tells that a line is code, a row, a log's or a listing's line, once its quotes and brackets are left out.
 _NO_PROSE = re.compile(
@@ -64,7 +65,7 @@ def is_prose(line: str) -> bool:
 
 
 def _without_quotes(match: re.Match[str]) -> str:
-    return "" if match[0][0] in "\"\u201c\u00ab\u300c([{" else match[0]
+    return "" if match[0][0] in '"\u201c\u00ab\u300c([{' else match[0]
 
 
 def label_end(line: str) -> int:
@@ -115,8 +116,8 @@ def _is_end(text: str, start: int, match: re.Match[str]) -> bool:
     before = word[0] if word else ""
     is_first = not text[start : at - len(before)].strip()
     return not (
-        before.lower().replace(".", "") in ABBREVIATIONS
-        or (before.lower() in BEFORE_NUMBERS and first.isdigit())
+        _ABBREVIATION.fullmatch(before.lower().replace(".", ""))
+        or (first.isdigit() and _BEFORE_NUMBER.fullmatch(before.lower()))
         or _INITIALS.fullmatch(before)
         or (is_first and _NUMBER.fullmatch(before))
     )

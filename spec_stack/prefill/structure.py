@@ -32,10 +32,12 @@ _OPENERS = ("{", "[", "(")
 _UNNAMED = re.compile("(?:- )?[\\[({]+|<\\w[^<>]{0,80}>")
 _CLOSER = re.compile("[)\\]}]|</|(?:end|fi|done|esac)\\b")
 # Of diffs: the lines that name a file, and those of a place in it.
-_OF_FILE = re.compile("(?:diff |index |--- |\\+\\+\\+ |(?:new|deleted) file |(?:old|new) mode |similarity |rename |copy )")
+_OF_FILE = re.compile(
+    "(?:diff |index |--- |\\+\\+\\+ |(?:new|deleted) file |(?:old|new) mode |similarity |rename |copy )"
+)
 _PLACE = re.compile("@@ -\\d")
 _KEY = re.compile("(?:- )?[\"']?\\w[\\w ./-]{0,40}[\"']?\\s?(?:[:=]\\s?[\\[{(]?|[\\[{])")
-_SECTION = re.compile("\\[{1,2}[A-Za-z][\\w.:/ \"-]{0,60}\\]{1,2}")
+_SECTION = re.compile('\\[{1,2}[A-Za-z][\\w.:/ "-]{0,60}\\]{1,2}')
 _RULE = re.compile("[-=+|:\u2500-\u257f\\s]*?(?:--|==|\u2500\u2500|\u2550\u2550)[-=+|:\u2500-\u257f\\s]*")
 _QUOTED = re.compile('"[^"]*+"')
 _NO_CELLS = re.compile("[(){}\\[\\]<>=]|, ")
@@ -272,9 +274,7 @@ def _last_line(lines: Sequence[_Line], at: int) -> int:
     return at
 
 
-def _units(
-    text: str, start: int, stop: int, head: int, index: int, is_prose: bool, size: Size
-) -> Iterator[Unit]:
+def _units(text: str, start: int, stop: int, head: int, index: int, is_prose: bool, size: Size) -> Iterator[Unit]:
     """The units of a line, block or paragraph, the first one of this index. A head is a line's index, or -2 less a
     unit's."""
     content = text[start:stop].rstrip()
@@ -284,7 +284,9 @@ def _units(
         yield Unit(start, label, head, is_label=True)
         start, head = label, -2 - index
     for first, last in pairwise([start, *ends, stop]):
-        parts = [(first, last)] if size(first, last) <= LONGEST_UNIT else cut_long(text, first, last, size, LONGEST_UNIT)
+        parts = (
+            [(first, last)] if size(first, last) <= LONGEST_UNIT else cut_long(text, first, last, size, LONGEST_UNIT)
+        )
         for part in parts:
             yield Unit(*part, head)
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from spec_stack import PrefillConfig, SessionConfig
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.segments import LONGEST_UNIT, ChunkSegments, line_borders, make_segments
+from spec_stack.prefill.segments import ChunkSegments, line_borders, make_segments
 from spec_stack.prefill.selection import select
+from spec_stack.prefill.structure import LONGEST_UNIT
 from tests.support import reference_segments
 
 LINES = PrefillConfig(chunk_size=4, keep_first=1, keep_last=2)
