@@ -50,7 +50,7 @@ class Text:
             if spans and spans[-1][1] == first:
                 first = spans.pop()[0]
             elif first and not _BREAK.match(self.text, first - 1):
-                first += len(self.text[first:last]) - len(self.text[first:last].lstrip())
+                first += len(self.text[first:last]) - len(self.text[first:last].lstrip(" \t"))
             spans.append((first, last))
         return spans
 
@@ -63,7 +63,7 @@ def cut_segments(text: str, first: int, starts: Sequence[int], ends: Sequence[in
     start, stop = bisect_left(starts, first), bisect_right(ends, first + len(text))
     inside = range(bisect_right(lines.borders, start), bisect_left(lines.borders, stop))
     borders = [start, *(lines.borders[at] for at in inside), max(start, stop)]
-    edges = [0, *(starts[lines.borders[at]] - lines.overlaps[at] - first for at in inside), len(text)]
+    edges = [0, *(starts[lines.borders[at]] + lines.shifts[at] - first for at in inside), len(text)]
     segments: list[Segment] = []
     blank: Segment | None = None
     for tokens, characters in zip(pairwise(borders), pairwise(edges), strict=True):

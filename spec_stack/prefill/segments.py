@@ -6,7 +6,7 @@ Pure: tensors and strings. `spec_stack.tokenizers.pieces` makes the `pieces`.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.structure import cut_text
+from spec_stack.prefill.structure import Unit, cut_text
 
 # Keeps ceil(0.3 * 10) at 3, whatever 0.3 is in binary.
 _ROUNDING = 1e-9
@@ -152,46 +152,47 @@ def make_segments(num_tokens: int, pieces: Sequence[str] | None, config: Prefill
 class Lines:
     """The units of a text, in tokens.
 
-    borders: (num_segments + 1,), token indices; a token belongs to the unit in which its text begins, and a character
-    of several tokens to the last of them. overlaps: characters of the token before each border that belong to the unit
-    behind it, (num_segments + 1,). heads: as in Segments. labels: units that are never kept but as heads.
+    borders: (num_segments + 1,), token indices; a token belongs to the unit in which its text begins, or in which the
+    line's break does, and a character of several tokens to the last of them. shifts: where a unit's text begins, in characters from the beginning of
+    its first token. heads, labels: as in Segments. breaks: the labels that end a line.
     """
 
     borders: list[int]
-    overlaps: list[int]
+    shifts: list[int]
     heads: list[int]
     labels: frozenset[int]
+    breaks: frozenset[int]
 
 
 def find_lines(pieces: Sequence[str]) -> Lines:
     """The lines, sentences and blocks of a text by the text of every token, each of at most LONGEST_UNIT tokens."""
-    starts = [0, *accumulate(map(len, pieces))]
-    num_chars = starts.pop()
+    starts = [0, *accumulate(map(len, pieces))][:-1]
 
     def size(start: int, stop: int) -> int:
         return bisect_left(starts, stop) - bisect_left(starts, start)
 
     units = cut_text("".join(pieces), size)
-    borders, overlaps, segment_of = [0], [0], []
+    borders: list[int] = []
+    owners: list[Unit] = []
+    segment_of: list[int] = []
     for unit in units:
-        border = bisect_left(starts, unit.stop) if unit.stop < num_chars else len(pieces)
-        if border > borders[-1]:
-            borders.append(border)
-            overlaps.append((starts[border] if border < len(pieces) else num_chars) - unit.stop)
+        begin = bisect_right(starts, unit.start) - 1 if unit.is_break else bisect_left(starts, unit.start)
+        if not borders or borders[-1] < begin < len(pieces):
+            borders.append(begin)
+            owners.append(unit)
         # A unit inside of a token belongs to the one in which the token begins.
-        segment_of.append(max(0, len(borders) - 2))
-    if len(pieces) > borders[-1]:
-        borders.append(len(pieces))
-        overlaps.append(0)
-    labels: set[int] = set()
-    heads = [-1] * (len(borders) - 1)
-    for unit, segment in zip(reversed(units), reversed(segment_of), strict=True):
-        head = segment_of[unit.head] if unit.head >= 0 else -1
-        heads[segment] = head if head != segment else -1
-        (labels.add if unit.is_label else labels.discard)(segment)
-    return Lines(borders, overlaps, heads, frozenset(labels))
+        segment_of.append(len(borders) - 1)
+    heads = [segment_of[unit.head] if unit.head >= 0 else -1 for unit in owners]
+    return Lines(
+        [*borders, len(pieces)] if pieces else [0],
+        [unit.start - starts[border] for unit, border in zip(owners, borders, strict=True)],
+        [head if head != segment else -1 for segment, head in enumerate(heads)],
+        frozenset(at for at, unit in enumerate(owners) if unit.is_label),
+        frozenset(at for at, unit in enumerate(owners) if unit.is_break),
+    )
 
 
 def line_borders(pieces: Sequence[str]) -> list[int]:
-    """The borders of `find_lines`."""
-    return find_lines(pieces).borders
+    """Borders (num + 1,), token indices, of the lines, sentences and blocks of a text, with the breaks behind them."""
+    lines = find_lines(pieces)
+    return [border for at, border in enumerate(lines.borders) if at not in lines.breaks]

@@ -50,12 +50,13 @@ _FEWEST_ROWS = 3
 @dataclass(frozen=True)
 class Unit:
     """Characters start…stop - 1 of a text. head: index of the unit that is kept with it, or -1. is_label: never kept
-    but as a head."""
+    but as a head: what begins a line, or (is_break) the break that ends it."""
 
     start: int
     stop: int
     head: int = -1
     is_label: bool = False
+    is_break: bool = False
 
 
 @dataclass
@@ -278,17 +279,23 @@ def _units(text: str, start: int, stop: int, head: int, index: int, is_prose: bo
     """The units of a line, block or paragraph, the first one of this index. A head is a line's index, or -2 less a
     unit's."""
     content = text[start:stop].rstrip()
-    ends = [start + end for end in sentence_ends(content)] if is_prose else []
-    label = start + label_end(content) if ends else start
-    if start < label < (ends or [stop])[0]:
+    end = start + len(content)
+    ends = [start + at for at in sentence_ends(content)] if is_prose else []
+    label = start + label_end(content) if ends and label_end(content) < ends[0] - start else start
+    spans = pairwise([label, *ends, end if ends else stop])
+    parts = [part for span in spans for part in cut_long(text, *span, size, LONGEST_UNIT)]
+    if len(parts) > 1:
+        # All parts of a line need the break that ends it.
+        parts[-1] = (parts[-1][0], end)
+        if end < stop:
+            head, break_head = -2 - index - len(parts) - (label > start), head
+    if label > start:
         yield Unit(start, label, head, is_label=True)
-        start, head = label, -2 - index
-    for first, last in pairwise([start, *ends, stop]):
-        parts = (
-            [(first, last)] if size(first, last) <= LONGEST_UNIT else cut_long(text, first, last, size, LONGEST_UNIT)
-        )
-        for part in parts:
-            yield Unit(*part, head)
+        head = -2 - index
+    for part in parts:
+        yield Unit(*part, head)
+    if len(parts) > 1 and end < stop:
+        yield Unit(end, stop, break_head, is_label=True, is_break=True)
 
 
 def _with_head(units: Sequence[Unit], at: int, unit_of: Sequence[int], size: Size) -> Unit:
