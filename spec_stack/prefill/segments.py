@@ -171,7 +171,8 @@ def find_lines(pieces: Sequence[str]) -> Lines:
     def size(start: int, stop: int) -> int:
         return bisect_left(starts, stop) - bisect_left(starts, start)
 
-    units = cut_text("".join(pieces), size)
+    # Tokens may have no text at all.
+    units = cut_text("".join(pieces), size) or [Unit(0, 0)]
     borders: list[int] = []
     owners: list[Unit] = []
     segment_of: list[int] = []

@@ -9,6 +9,7 @@ import torch
 
 from spec_stack.prefill.importance import Segment, over_queries
 from spec_stack.prefill.queries import find_candidates, question_words
+from spec_stack.prefill.segments import line_borders
 from tests.support import reference_question
 
 
@@ -26,7 +27,10 @@ def test_the_question_is_where_a_slow_reader_finds_it(seed: int) -> None:
     pieces += ["<t>"] * rng.choice([1, 4, 12])
     protected.append((len(pieces) - rng.choice([0, 1]), len(pieces)))
     protected = protected if rng.random() < 0.8 else []
-    found, expected = find_candidates(len(pieces), pieces, protected), reference_question.question_of(pieces, protected)
+    found, expected = (
+        find_candidates(len(pieces), pieces, protected),
+        reference_question.question_of(pieces, line_borders(pieces), protected),
+    )
     for first in (0, *rng.sample(range(len(pieces)), k=min(4, len(pieces)))):
         new, slow = found.reaching(first), expected.since(first)
         assert [*new.segments] == [*slow.repeated, *slow.in_place]

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from tests.support import reference_segments
-
 Span = tuple[int, int]
-# Of the package: the longest line, and the last tokens of a prompt whose queries are taken in place.
-LONGEST, WINDOW = 128, 160
+# Of the package: the last tokens of a prompt whose queries are taken in place.
+WINDOW = 160
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Question:
         return dict.fromkeys(asked, 1.0) if asked else {at: 2 ** ((at - inside[-1]) / 12) for at in inside}
 
 
-def question_of(pieces: Sequence[str], protected: Sequence[Sequence[int]] = ()) -> Question:
+def question_of(pieces: Sequence[str], borders: Sequence[int], protected: Sequence[Sequence[int]] = ()) -> Question:
     """Look at every token: of which turn it is, of which line, and how far from that turn's ends."""
     size = len(pieces)
     is_free = [not any(start <= at < stop for start, stop in protected) for at in range(size)]
@@ -53,12 +51,12 @@ def question_of(pieces: Sequence[str], protected: Sequence[Sequence[int]] = ()) 
     for turn in earlier[-2:]:
         places += [turn] if len(turn) <= 64 else [turn[:32], turn[-32:]]
     places.append([at for at in last[:64] if at < size - WINDOW])
-    return Question(pieces, _lines(pieces, places), _lines(pieces, [in_place]), opening)
+    ends = set(borders)
+    return Question(pieces, _lines(pieces, ends, places), _lines(pieces, ends, [in_place]), opening)
 
 
-def _lines(pieces: Sequence[str], places: Sequence[Sequence[int]]) -> list[Span]:
+def _lines(pieces: Sequence[str], ends: set[int], places: Sequence[Sequence[int]]) -> list[Span]:
     """The lines of these tokens that are long enough to ask, or have a question mark; all where none is."""
-    ends = set(reference_segments.borders(pieces, LONGEST))
     spans: list[list[int]] = []
     for place in places:
         for index, at in enumerate(place):
