@@ -27,7 +27,7 @@ from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies import published, reproduce
-from spec_stack.bench.leaderboard import Leaderboard
+from spec_stack.bench.leaderboard import ALL, Leaderboard
 from spec_stack.bench.recorded import BASELINE, read, replay_policies
 from spec_stack.bench.replay import Costs
 from spec_stack.controller.base import DraftSignals, StepRecord
@@ -97,10 +97,10 @@ def stress(records: Sequence[StepRecord], num_folds: int, seed: int) -> Iterator
             yield f"{name}, {cost:g} of a plain step a token", board
 
 
-def compact(board: Leaderboard) -> dict[str, Any]:
+def compact(board: Leaderboard, tasks: Sequence[str]) -> dict[str, Any]:
     """Speeds with their intervals by precision, task and policy."""
     report: dict[str, Any] = {"num_prompts": board.lines[0].num_prompts}
-    for line in board.lines:
+    for line in (line for line in board.lines if line.task in tasks):
         ends = [round(each, 4) for each in astuple(line.speed)]
         report.setdefault(line.precision, {}).setdefault(line.task, {})[line.policy] = ends
     return report
@@ -126,7 +126,8 @@ def main() -> None:
         boards |= stress(records, options.folds, options.seed)
     for name, board in boards.items():
         print(f"\n{name}: {board.table()}")
-    reports = {name: compact(board) for name, board in boards.items()}
+    first = next(iter(boards))
+    reports = {name: compact(board, [ALL, *(board.tasks if name == first else ())]) for name, board in boards.items()}
     print_report({**header, "baseline": BASELINE, "boards": reports}, options.out)
 
 
