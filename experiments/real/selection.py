@@ -29,10 +29,11 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.judging import all_prompts
 from experiments.real.judging.prompt import JudgingPrompt, encode
-from experiments.real.rows import Row, Rows, add_row_arguments
+from experiments.real.rows import add_row_arguments
 from experiments.real.scoring import Encoded, Looks, Ranked, Scorer, add_pair_arguments, measure_with
 from experiments.real.settings import calibrated
 from spec_stack import PrefillConfig
+from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.loading import load_tokenizer
 
 RATES = (0.1, 0.2)
