@@ -57,7 +57,7 @@ def register():
     if os.environ.get("SPEC_STACK_TEST_COUNT_KV"):
         _count_written_slots()
     if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
-        _break("ForwardBatch.init_new")
+        _break("Scheduler.get_next_batch_to_run")
     if os.environ.get("SPEC_STACK_TEST_FORK"):
         _fork_processes()
 
