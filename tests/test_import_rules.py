@@ -75,8 +75,8 @@ ALLOWED = {
         "hf.prompt",
     },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
+    "bench": {"config", "records", "controller", "prefill", "hf", "engine", "api"},
     "explain": {"config", "types", "controller.base", "records", "prefill", "decode", "hf", "engine", "api"},
-    "lm_eval": {"config", "records", "settings", "api.generator", "api.unknown_options", "engine"},
     "cli": {
         "config",
         "devices",
@@ -91,7 +91,7 @@ ALLOWED = {
         "engine",
         "api",
     }
-    | {"calibrate", "serve", "proxy", "explain", "sglang"},
+    | {"bench", "calibrate", "serve", "proxy", "explain", "sglang"},
     # Loose files.
     "config": {"settings"},
     "devices": set(),
@@ -109,14 +109,13 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 LIBRARIES = {
-    "transformers": {"hf", "tokenizers", "engine", "api"},
+    "transformers": {"hf", "tokenizers", "engine", "api", "bench"},
     "bitsandbytes": {"hf"},
     "llguidance": {"hf"},
     "peft": {"hf"},
     "fastapi": {"serve", "proxy"},
     "httpx2": {"proxy"},
     "sglang": {"sglang"},
-    "lm_eval": {"lm_eval"},
 }
 MAX_ROOM = 0.25
 MAX_LOOSE = 0.05

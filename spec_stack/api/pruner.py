@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +15,10 @@ from spec_stack.api.generator import calibrated
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
+from spec_stack.engine.progress import OnProgress, Progress, RequestCancelled
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_tokenizer, open_alone
-from spec_stack.hf.prompt import Message, Span, check_unicode, num_shared
+from spec_stack.hf.prompt import Message, Span, num_shared
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
 from spec_stack.prefill.recall import clip_spans, recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
@@ -35,6 +38,8 @@ _Part = tuple[int | None, str]
 _JOINT, _QUESTION = "\n", -1
 # Most attempts to shrink a selection that exceeds max_tokens.
 _MOST_TRIES = 4
+# Halves of characters, which no tokenizer reads: clients cut texts by UTF-16 units.
+_SURROGATE, _REPLACEMENT = re.compile("[\ud800-\udfff]"), "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -253,7 +258,7 @@ class PrunerConversation:
     """Prunes the turns of one conversation: kept text stays, and dropped text is recalled to its place.
 
     Unless text is recalled, a turn's pruned messages start with the previous turn's, so that an engine's prefix cache
-    applies. New answers are kept whole. The draft keeps its cache of the conversation.
+    applies. New answers are kept whole. The draft keeps its cache of the conversation. It prunes one turn at a time.
     """
 
     def __init__(self, pair: ModelPair, config: PrefillConfig, session: SessionConfig) -> None:
@@ -261,6 +266,12 @@ class PrunerConversation:
         self._draft: CachedModel = pair.new_draft_cache(config.prefill_chunk)
         self._token_ids: list[int] = []
         self._kept: set[int] = set()
+        self._pruning = threading.Lock()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens in the draft's cache."""
+        return self._draft.num_cached
 
     @refuses_unknown_options
     def prune(
@@ -272,8 +283,32 @@ class PrunerConversation:
         question: str | None = None,
         protect: Sequence[str] = (),
         marker: str = "",
+        on_progress: OnProgress | None = None,
     ) -> PruneResult:
-        """Prune a turn; messages: the whole conversation (see `Pruner.prune`)."""
+        """Prune a turn; messages: the whole conversation (see `Pruner.prune`).
+
+        on_progress is called as that of `SpecStackGenerator.generate`. An exception of it ends the call, and what the
+        draft has read by then is not read again. Raises RuntimeError while another thread prunes a turn.
+        """
+        if not self._pruning.acquire(blocking=False):
+            raise RuntimeError("this conversation is pruning another turn; open one for each thread")
+        try:
+            return self._prune(messages, keep_rate, max_tokens, question, protect, marker, Progress(on_progress))
+        except RequestCancelled as cancelled:
+            raise cancelled.error or cancelled from None
+        finally:
+            self._pruning.release()
+
+    def _prune(
+        self,
+        messages: Prunable,
+        keep_rate: float | None,
+        max_tokens: int | None,
+        question: str | None,
+        protect: Sequence[str],
+        marker: str,
+        progress: Progress,
+    ) -> PruneResult:
         config = _config_of(self._config, keep_rate, max_tokens)
         if not isinstance(marker, str):
             raise ValueError(f"marker must be a string, got {marker!r}")
@@ -289,7 +324,9 @@ class PrunerConversation:
         if not obstacle:
             scores, reason = self._decide(prompt, config, len(held), num_old, max_tokens)
             if scores or len(held) < num_old:
-                kept, num_recalled = self._select(prompt, config if scores else None, held, num_old, max_tokens)
+                inputs = self._inputs(prompt, progress)
+                rule = config if scores else None
+                kept, num_recalled = self._select(prompt, inputs, rule, held, num_old, max_tokens)
         self._token_ids, self._kept = prompt.token_ids, _whole_segments(prompt, kept, bool(marker))
         if max_tokens is not None and len(self._kept) > max_tokens:
             reason += f"; what is never pruned, or was kept before, is over max_tokens={max_tokens}"
@@ -308,10 +345,15 @@ class PrunerConversation:
         return decide_scoring(config, num_tokens - num_old, new, text=text)
 
     def _select(
-        self, prompt: _Prompt, config: PrefillConfig | None, held: list[int], num_old: int, max_tokens: int | None
+        self,
+        prompt: _Prompt,
+        inputs: ScoringInputs,
+        config: PrefillConfig | None,
+        held: list[int],
+        num_old: int,
+        max_tokens: int | None,
     ) -> tuple[set[int], int]:
         """The kept tokens, and the number of recalled ones. config: None keeps all new text."""
-        inputs = self._inputs(prompt)
         recalled = recall_dropped(inputs, held, num_old, self._config, self._session)
         num_new = len(prompt.token_ids) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.protected, num_old))
@@ -328,14 +370,17 @@ class PrunerConversation:
             room = sum(at >= num_old for at in turn.positions) - num_protected - over
         return kept, len(recalled)
 
-    def _inputs(self, prompt: _Prompt) -> ScoringInputs:
+    def _inputs(self, prompt: _Prompt, progress: Progress) -> ScoringInputs:
         draft, token_ids = self._draft, prompt.token_ids
         draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
             inputs = ScoringInputs(token_ids, protected=prompt.template, pieces=prompt.pieces)
-            return gather_inputs(draft, inputs, lambda *_: Proposal(), self._config)[0]
-        except BaseException:
-            self._draft = self._pair.new_draft_cache(self._config.prefill_chunk)
+            with progress.watch(draft, "scoring", max(1, len(token_ids) - draft.next_position)):
+                return gather_inputs(draft, inputs, lambda *_: Proposal(), self._config)[0]
+        except BaseException as error:
+            # A forward that is cancelled between two layers leaves whole pieces; only a recurrent state is lost.
+            if isinstance(error, Exception) or draft.is_stateful:
+                self._draft = self._pair.new_draft_cache(self._config.prefill_chunk)
             raise
 
     def _read(self, messages: Prunable, question: str | None, protect: Sequence[str]) -> tuple[_Prompt, int]:
@@ -343,7 +388,7 @@ class PrunerConversation:
         chat, contents = _contents(messages)
         _add_question(chat, contents, question)
         written, begins = self._write(chat, contents, isinstance(messages, str))
-        check_unicode(written)
+        written = _SURROGATE.sub(_REPLACEMENT, written)
         encoded = self._pair.tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         token_ids = list(encoded.input_ids)
         starts, ends = ([span[side] for span in encoded.offset_mapping] for side in (0, 1))

@@ -146,7 +146,19 @@ def _rules(kind: str, content: str) -> dict[str, Any]:
 
 def _on_one_line(ebnf: str) -> str:
     """Alternatives of a rule that begin a line are part of the line before, as in EBNF."""
-    return re.sub(r"[ \t]*(?:#[^\n\"]*)?\n\s*\|", " |", ebnf)
+    first, *others = ebnf.split("\n")
+    lines = [first]
+    for line in others:
+        if not line.lstrip().startswith("|"):
+            lines.append(f"\n{line}")
+            continue
+        while len(lines) > 1 and not lines[-1].strip():
+            lines.pop()
+        rule = lines[-1]
+        comment = rule.find("#", rule.rfind('"') + 1)
+        lines[-1] = rule[: None if comment < 0 else comment].rstrip(" \t")
+        lines.append(f" {line.lstrip()}")
+    return "".join(lines)
 
 
 def _with_start(rules: Sequence[dict[str, Any]], closes: str) -> list[dict[str, Any]]:

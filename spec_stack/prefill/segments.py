@@ -21,7 +21,8 @@ LONGEST_UNIT = 128
 # spaces. So 759.41, file.py and "no.", end nothing.
 _CLOSING = "[\"'`*_)\\]}\u2019\u201d\u00bb\u300d\u300f\uff09]*+"
 _FOLLOWING = "(?=\\s|\\Z|[\u2010-\u206f\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])"
-_STOP = f"(?:[.!?]*[\u3002\uff01\uff1f][.!?\u3002\uff01\uff1f]*{_CLOSING}|[.!?]+{_CLOSING}{_FOLLOWING})"
+# A run of stops is read once, from its first: otherwise one that ends nothing would take quadratic time.
+_STOP = f"(?<![.!?])(?:[.!?]*+[\u3002\uff01\uff1f][.!?\u3002\uff01\uff1f]*+{_CLOSING}|[.!?]++{_CLOSING}{_FOLLOWING})"
 # The end of a sentence or a line, with the line breaks behind it, and that of the text.
 _END = re.compile(f"{_STOP}\n*|\n+|\\Z")
 # Keeps ceil(0.3 * 10) at 3, whatever 0.3 is in binary.

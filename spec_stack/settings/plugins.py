@@ -1,5 +1,5 @@
-"""User modules that register components, for processes that cannot import them explicitly. Used by the command line,
-server processes and lm-evaluation-harness; in Python use `import mine`."""
+"""User modules that register components, for processes that cannot import them explicitly: the command line and
+servers. In Python use `import mine`."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,3 +238,45 @@ def test_a_tokenizer_without_offsets_is_refused() -> None:
     for tokenizer in (None, SimpleNamespace(is_fast=False)):
         with pytest.raises(ValueError, match="character offsets"):
             Pruner(models.make_model(), tokenizer)
+
+
+def test_half_a_character_stays_as_it_is(pruner: Pruner) -> None:
+    """Clients cut texts by UTF-16 units, which leaves lone surrogates."""
+    for half in ("\ud83d", "\ude00", "\ud83d\ud83d", "\ude00\ud83d"):
+        line = f"# half {half} here\n"
+        text = f"{CODE}{line}{OTHER}\n{QUESTION}"
+        result = pruner.prune(text, keep_rate=0.3, protect=[line])
+        assert line in result.messages
+        whole = "\ufffd" * len(half)
+        expected = pruner.prune(text.replace(half, whole), keep_rate=0.3, protect=[line.replace(half, whole)])
+        assert result.kept == expected.kept
+
+
+def test_a_second_thread_is_refused_and_the_first_is_not_disturbed(pruner: Pruner) -> None:
+    text, conversation = f"{CODE}\n{QUESTION}", pruner.conversation()
+
+    def from_another_thread(*_: object) -> None:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="one for each thread"):
+            pool.submit(conversation.prune, text, keep_rate=0.2).result()
+
+    result = conversation.prune(text, keep_rate=0.2, on_progress=from_another_thread)
+    assert result == pruner.prune(text, keep_rate=0.2)
+    assert conversation.prune(text, keep_rate=0.2).messages == result.messages
+
+
+def test_a_cancelled_turn_goes_on_from_what_the_draft_has_read(pruner: Pruner) -> None:
+    text, conversation, steps = f"{CODE * 6}\n{QUESTION}", pruner.conversation(), []
+
+    def until_half(num_done: int, num_total: int, phase: str) -> None:
+        steps.append(num_done)
+        if num_done > num_total / 2:
+            raise TimeoutError("late")
+
+    with pytest.raises(TimeoutError, match="late"):
+        conversation.prune(text, keep_rate=0.2, on_progress=until_half)
+    num_read = conversation.num_cached_tokens
+    assert num_read > 1000
+    totals: list[int] = []
+    result = conversation.prune(text, keep_rate=0.2, on_progress=lambda _, total, phase: totals.append(total))
+    assert totals[0] == result.num_tokens - num_read
+    assert result.messages == pruner.prune(text, keep_rate=0.2).messages

@@ -50,12 +50,20 @@ def test_messages_keep_their_form(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_bytes_that_are_no_text_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\udcff\udcfe"))
+    assert main(["prune", "-", "--max-tokens", "20", "--device", "cpu"]) == 2
+    assert "not valid Unicode" in capsys.readouterr().err
+    path = tmp_path / "body.json"
+    path.write_bytes(b"\xff\xfe")
+    assert main(["prune", str(path), "--max-tokens", "20", "--device", "cpu"]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_half_a_character_in_json_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "body.json"
     path.write_text('[{"role": "user", "content": "half a pair \\ud800"}]')
-    monkeypatch.setattr("sys.stdin", io.StringIO("\udcff\udcfe"))
-    for where in ("-", str(path)):
-        assert main(["prune", where, "--max-tokens", "20", "--device", "cpu"]) == 2
-        assert "not valid Unicode" in capsys.readouterr().err
+    assert main(["prune", str(path), "--max-tokens", "200", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
 
 
 def test_json_has_the_counts_and_other_json_is_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

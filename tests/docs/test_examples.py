@@ -42,5 +42,7 @@ def test_an_example_runs_and_prints_its_point(name: str, capsys: pytest.CaptureF
 
 def test_every_example_is_run_and_short() -> None:
     files = {path.name: path for path in EXAMPLES.glob("*.py")}
+    # A model of another library, which tests/docs/test_lm_eval_harness.py runs where that is installed.
+    del files["lm_eval_harness.py"]
     assert set(files) == set(PRINTS)
     assert max(len(path.read_text(encoding="utf-8").splitlines()) for path in files.values()) < 40

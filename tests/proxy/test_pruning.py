@@ -206,7 +206,8 @@ def test_a_draft_that_fails_is_busy_or_too_slow_forwards_the_whole_prompt(start:
         return reason(response)
 
     url = start(max_parsed_bytes=800_000).url
-    assert whole(url, {"messages": [{"role": "user", "content": "\ud800" + CODE}]}).startswith("off: the draft cannot")
+    broken = [{"role": "user", "content": 5}]
+    assert whole(url, {"messages": [*broken, *LONG]}).startswith("off: the draft cannot")
     assert whole(url, {"messages": [{"role": "user", "content": CODE * 100}]}).startswith("off: the prompt is too long")
     assert whole(url, {"messages": LONG, "x": "y" * 800_000}) == "off: the body is too long to parse"
     assert whole(url, {"messages": LONG, "x": float("inf")}) == "off: the body is not JSON"

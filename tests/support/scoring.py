@@ -27,5 +27,5 @@ def score_prompt(
     prompt = ScoringInputs(prompt_ids, protected=protected, pieces=pieces)
     inputs, proposal = gather_inputs(draft, prompt, look_ahead, config)
     selection = select(inputs, config, protected)
-    drop_unselected(draft, inputs, selection, config)
+    drop_unselected(draft, inputs, selection)
     return selection, proposal

@@ -1,4 +1,4 @@
-"""The model of lm-evaluation-harness; left out where the extra `lm-eval` is not installed."""
+"""The example of lm-evaluation-harness; left out where lm-eval is not installed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
-from lm_eval.api.registry import get_model, model_registry
+from lm_eval.api.registry import get_model
 
-from spec_stack.lm_eval.harness_model import SpecStackLM, sampling_of
+from examples.lm_eval_harness import SpecStackLM, sampling_of
 from spec_stack.records import read_records
 
-ROOT = Path(__file__).parents[2]
 TEXT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(60))
 
 
@@ -40,16 +39,8 @@ def sparse() -> SpecStackLM:
     return SpecStackLM(sparse_prefill="on", keep_rate=0.3, device="cpu", precision="fp32")
 
 
-def test_the_entry_point_and_the_launcher_name_one_class() -> None:
-    from importlib.metadata import entry_points
-
-    from spec_stack.lm_eval.__main__ import NAME
-
-    declared = {point.name: point.value for point in entry_points(group="lm_eval.models")}
-    assert declared.get(NAME, "spec_stack.lm_eval.harness_model:SpecStackLM").endswith(":SpecStackLM")
-    if NAME not in model_registry:
-        model_registry.register(NAME, target="spec_stack.lm_eval.harness_model:SpecStackLM")
-    assert get_model(NAME) is SpecStackLM
+def test_the_example_registers_the_model() -> None:
+    assert get_model("spec_stack") is SpecStackLM
 
 
 def test_a_dense_log_likelihood_is_the_targets_own(dense: SpecStackLM) -> None:

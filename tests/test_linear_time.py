@@ -1,0 +1,86 @@
+"""Expressions over users' text take linear time, whatever runs of characters the text has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import process_time
+
+import pytest
+
+from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, ToolFormat, parse_answer
+from spec_stack.prefill.queries import find_candidates
+from spec_stack.prefill.question import shared_rare_words
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.segments import Segments, line_borders
+
+# Runs behind which an expression may have to go back: stops, closers, blanks, breaks, brackets, quotes, marks.
+RUNS = [
+    *".!?。！？।۔…\"'`*_)]}([{<>|,;:#/\\-=~ \t\n\r0a雨กक\u200d\u0301\u0430👍",
+    *(
+        ". ",
+        ".)",
+        '."',
+        "?!",
+        "..a",
+        ".\n",
+        "\r\n",
+        "  \n",
+        '\\"',
+        "a.b",
+        "e.g. ",
+        "1.",
+        "1, ",
+        "[{",
+        '{"a":',
+        "| ",
+        "#\n",
+    ),
+    *(
+        "\n|",
+        " |\n",
+        "//",
+        "/*",
+        "```\n",
+        "- ",
+        "\n\n",
+        "👍🏽",
+        "\u0915\u094d",
+        "<tool_call>",
+        '<tool_call>"',
+        "</tool_call>",
+    ),
+]
+# The time of a text of 1 MB, and of an empty one, at most: a hundred times what the slowest takes of a token.
+SECONDS, ANYWAY = 30.0, 0.3
+SIZES = (2**14, 2**16, 2**18, 2**20)
+
+TOOLS = AnswerFormat(ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"), thinks=True)
+
+
+def pieces_of(text: str) -> list[str]:
+    return [text[at : at + 4] for at in range(0, len(text), 4)]
+
+
+def find_words(text: str) -> None:
+    pieces = pieces_of(text)
+    shared_rare_words(ScoringInputs(range(len(pieces)), pieces=pieces), Segments(line_borders(pieces)))
+
+
+CALLERS: dict[str, Callable[[str], object]] = {
+    "borders": lambda text: line_borders(pieces_of(text)),
+    "queries": lambda text: find_candidates(len(pieces_of(text)), pieces_of(text)),
+    "words": find_words,
+    "answers": lambda text: parse_answer(AnswerParser(TOOLS, ["f"]), text),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("run", RUNS, ids=ascii)
+def test_a_run_of_any_character_takes_linear_time(caller: str, run: str) -> None:
+    for size in SIZES:
+        text = "Tests: " + run * (size // len(run)) + "ok\nThe end."
+        began = process_time()
+        CALLERS[caller](text)
+        spent = process_time() - began
+        assert spent < ANYWAY + SECONDS * size / SIZES[-1], f"{size} characters took {spent:.1f} s"
