@@ -1,6 +1,6 @@
 """Train an EAGLE3 head for the embedded target: minutes on one core, 0.9 MB.
 
-python -m experiments.serving.eagle3_head --corpus FOLDER --out FOLDER [--minutes 10]
+python -m experiments.serving.eagle3_head --corpus FOLDER --out FOLDER [--minutes 5]
 
 Distillation from the target's own distribution over the corpus, with training-time test over three drafted tokens
 (EAGLE-3, arXiv:2503.01840): from the second on, the head reads its own output in place of the target's layers. The head
@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 TARGET = Path(__file__).resolve().parents[2] / "spec_stack" / "assets" / "target"
 AUX_LAYERS = (0, 2, 4)
 _NUM_HEADS, _NUM_KV_HEADS, _INNER = 2, 1, 128
-_CONTEXT, _BATCH, _DRAFTED = 384, 8, 3
+_CONTEXT, _BATCH, _DRAFTED = 256, 4, 3
 
 
 class Head(nn.Module):
@@ -43,6 +43,9 @@ class Head(nn.Module):
         self.fc = nn.Linear(len(AUX_LAYERS) * hidden, hidden, bias=False)
         self.gate, self.up = (nn.Linear(hidden, _INNER, bias=False) for _ in range(2))
         self.down = nn.Linear(_INNER, hidden, bias=False)
+        with torch.no_grad():
+            # It begins with the latest of the target's layers.
+            self.fc.weight.mul_(0.1)[:, -hidden:] += torch.eye(hidden)
         eps = config.rms_norm_eps
         self.hidden_norm, self.input_norm, self.post_norm, self.norm = (nn.RMSNorm(hidden, eps) for _ in range(4))
 
@@ -184,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=10, help="of the processor's time")
+    parser.add_argument("--minutes", type=float, default=5, help="of the processor's time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     train(arguments.corpus, arguments.out, arguments.minutes)
