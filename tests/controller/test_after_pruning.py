@@ -1,4 +1,4 @@
-"""After a pruned prefill the draft has the kept tokens to run before it can draft: what that costs is never lost twice."""
+"""After a pruned prefill the draft has the kept tokens to run before it drafts: what that costs is never lost twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spec_stack.controller.registry import make_policy
 from tests.support.nightly import others_nightly
 from tests.support.simulated_costs import PLAIN_S, Pair, answer
 
-# Over a plain step, as of a 1.5B target and its 0.5B draft on a CPU: a token of the target's prefill, and of the draft's.
+# Over a plain step, as of a 1.5B target and a 0.5B draft on a CPU: a token of the target's prefill, and the draft's.
 PREFILL, READ = 0.066, 0.02
 # Of the draft's layers, those that scoring did not run.
 LATE = 3 / 8
