@@ -58,7 +58,7 @@ class Tuning:
     """The gain that an untried draft may have."""
     untried_speedup: float = 1.15
     """The gain that an untried draft is believed to have, where it must catch up first."""
-    catching_up_margin: float = 1.5
+    catching_up_margin: float = 1.35
     """Factor by which the expected saving exceeds the cost of catching up."""
     long_lag: int = 32
     """Tokens to catch up on from which the draft's prefill is weighed against the answer's expected saving."""
