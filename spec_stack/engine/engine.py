@@ -83,8 +83,8 @@ class Engine:
         clock.resume()
         with request.policy.lend() as policy, self._ngram_policies.lend() as ngram_policy:
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
-            if request.observer is not None:
-                request.observer.selected(selection, proposal)
+            observer = request.observer
+            explanation = None if observer is None else observer.explanation(caches.held, selection)
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
             proposer = Proposer(request, draft, ngram_policy, caches.lookups)
             steps = decode(request, caches.target, selection, proposal, policy, proposer)
@@ -97,7 +97,7 @@ class Engine:
                         metrics.scoring_s = output.record.draft_s
                     if output.finish_reason is not None:
                         metrics.draft_step, metrics.target_step = str(pair.draft_step), str(pair.target_step)
-                        output = replace(output, metrics=metrics)
+                        output = replace(output, metrics=metrics, explanation=explanation)
                     clock.pause()
                     yield output
                     clock.resume()

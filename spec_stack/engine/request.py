@@ -52,6 +52,7 @@ from spec_stack.hf.prompt import (
 )
 from spec_stack.hf.structured import Grammar
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
+from spec_stack.prefill.explainer import Explainer
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.rule import Observer
 from spec_stack.settings.checks import plain, require
@@ -104,6 +105,8 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     task: str
     on_progress: OnProgress | None
+    # What kept each part of the prompt.
+    explain: bool
 
 
 class Call(GenerateOptions, total=False):
@@ -235,6 +238,7 @@ def plan_request(
         num_logprobs=num_logprobs,
         progress=Progress(call.get("on_progress")),
         clock=clock,
+        observer=_explainer(pair, prompt_ids, prefill, num_cached) if call.get("explain") else None,
     )
     clock.pause()
     return request
@@ -249,7 +253,17 @@ def _check(call: Call) -> None:
     require(isinstance(request_id, str | None), f"request_id must be a string, got {request_id!r}")
     require(isinstance(task, str), f"task must be a string, got {task!r}")
     is_callable = on_progress is None or callable(on_progress)
+    explain = call.get("explain", False)
+    require(isinstance(explain, bool), f"explain must be True or False, got {explain!r}")
     require(is_callable, f"on_progress must be a callable over (num_done, num_total, phase), got {on_progress!r}")
+
+
+def _explainer(pair: ModelPair, prompt_ids: Sequence[int], prefill: PrefillConfig, num_cached: int) -> Explainer:
+    """The observer of a call with explain=True."""
+    pieces = pair.pieces(prompt_ids)
+    if pieces is None:
+        raise ValueError("explain=True needs a tokenizer; this generator was made without one")
+    return Explainer(pieces, prefill, num_cached)
 
 
 def _prompt_source(call: Call) -> PromptSource:
