@@ -56,9 +56,9 @@ class Tuning:
     often, and gives up after so many steps of unknown seconds."""
     start_speedup: float = 1.3
     """The gain that an untried draft may have."""
-    untried_speedup: float = 1.15
+    untried_speedup: float = 1.17
     """The gain that an untried draft is believed to have, where it must catch up first."""
-    catching_up_margin: float = 1.35
+    catching_up_margin: float = 1.4
     """Factor by which the expected saving exceeds the cost of catching up."""
     long_lag: int = 32
     """Tokens to catch up on from which the draft's prefill is weighed against the answer's expected saving."""
