@@ -31,7 +31,7 @@ def decode(
     the draft as scoring left it. Both caches are advanced and rolled back.
     """
     draft, sampler, stopper, clock = proposer.draft, request.sampler, request.stopper, request.clock
-    policy.use(proposer.times)
+    policy.use(proposer.ngram_policy.times)
     committed = list(request.prompt_ids)
     unseen_ids, unseen_positions = list(selection.token_ids), list(selection.positions)
     last: StepRecord | None = None

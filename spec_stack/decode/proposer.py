@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.ngram import NgramPolicy, NgramProposal
-from spec_stack.controller.step_times import StepTimes
 from spec_stack.decode.clock import Clock
 from spec_stack.decode.ngram_index import NgramIndex
 from spec_stack.decode.propose import propose
@@ -64,14 +63,9 @@ class Proposer:
         self.draft = draft
         self._source, self._sampler, self._end_ids = request.proposer, request.sampler, request.end_ids
         self._clock = request.clock
-        self._ngram_policy = ngram_policy
+        self.ngram_policy = ngram_policy
         self._index = NgramIndex() if index is None else index
         self._has_begun = self._is_broken = False
-
-    @property
-    def times(self) -> StepTimes:
-        """What the steps of the pair take."""
-        return self._ngram_policy.times
 
     def propose(self, committed_ids: Sequence[int], policy: Policy, context: StepContext) -> Proposal:
         """The tokens to verify in a step. committed_ids: the whole prompt and the output so far."""
@@ -85,8 +79,8 @@ class Proposer:
                 # A session's index holds the text of its last turn.
                 self._index.begin(committed_ids)
                 self._has_begun = True
-        found = self._ngram_policy.offer(self._index.continuations((), self._end_ids), context.max_gamma)
-        if self._source == "ngram" or self._ngram_policy.prefers_ngram(found):
+        found = self.ngram_policy.offer(self._index.continuations((), self._end_ids), context.max_gamma)
+        if self._source == "ngram" or self.ngram_policy.prefers_ngram(found):
             return _as_proposal(found)
         drafted = self._drafted(committed_ids, policy, context)
         return self._with_tail(drafted, context.max_gamma) if drafted.token_ids else _as_proposal(found)
@@ -94,7 +88,7 @@ class Proposer:
     def observe(self, record: StepRecord) -> None:
         """Learn from the step's record."""
         if self._source != "model":
-            self._ngram_policy.observe(record)
+            self.ngram_policy.observe(record)
 
     def _drafted(self, committed_ids: Sequence[int], policy: Policy, context: StepContext) -> Proposal:
         """The draft's tokens. A draft whose logits become non-finite is dropped for the rest of the request, with a
@@ -126,7 +120,7 @@ class Proposer:
         # Of all drafted tokens to be right.
         chance = prod(drafted.signals.confidence)
         continuations = self._index.continuations(drafted.token_ids, self._end_ids)
-        token_ids = self._ngram_policy.tail(continuations, most - num_drafted, chance, num_drafted).token_ids
+        token_ids = self.ngram_policy.tail(continuations, most - num_drafted, chance, num_drafted).token_ids
         if probs is not None and token_ids:
             rows = F.one_hot(torch.tensor(token_ids, device=probs.device), probs.shape[1]).to(probs.dtype)
             probs = torch.cat([probs, rows])
