@@ -24,6 +24,7 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.pool import ObjectPool, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.clock import Clock
+from spec_stack.decode.proposer import DecodeRequest
 from spec_stack.decode.sampler import LogitsProcessors, Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.engine.pair import ModelPair
@@ -115,12 +116,12 @@ class Call(GenerateOptions, total=False):
     encoded: EncodedPrompt | None
 
 
-@dataclass(frozen=True)
-class Request:
-    """A planned call: prompt, pruning, drafting, sampling and stopping."""
+@dataclass(frozen=True, kw_only=True)
+class Request(DecodeRequest):
+    """A planned call: prompt, pruning, drafting, sampling and stopping. Its clock is started with the call, and paused
+    until the first step."""
 
-    # N tokens of the target, and the half-open spans of it that are never pruned.
-    prompt_ids: list[int]
+    # Half-open spans of the prompt that are never pruned.
     protected: list[Span]
     encoded: EncodedPrompt
     # Tokens of the prompt's prefix that a session has prefilled or dropped already.
@@ -135,24 +136,11 @@ class Request:
     # The prompt in the tokens of a draft with another tokenizer, where that draft can be used.
     tokenization: DraftTokenization | None
     params: SamplingParams
-    sampler: Sampler
-    stopper: StopChecker
-    # Tokens that end the request.
-    end_ids: frozenset[int]
     policy: ObjectPool[Policy]
-    # As `decode.proposer.Proposer` takes it.
-    proposer: str
     # Notes on the draft's part in decoding.
     decode_note: str
-    # Labels of the records.
-    request_id: str
-    task: str
     parser: AnswerParser | None
-    # Likeliest tokens given beside each token's log-probability; None gives neither.
-    num_logprobs: int | None
     progress: Progress
-    # Started with the call, and paused until the first step.
-    clock: Clock
     observer: Observer | None = None
 
     @property
@@ -243,6 +231,7 @@ def plan_request(
         policy=policy,
         proposer=proposer,
         decode_note="; ".join(filter(None, notes)),
+        precision=pair.precision,
         request_id=call.get("request_id") or secrets.token_hex(4),
         task=call.get("task", ""),
         parser=_parser(pair, source, encoded) if encoded.text else None,
