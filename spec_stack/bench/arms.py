@@ -130,7 +130,7 @@ def constant_schedule(num_assistant: int) -> dict[str, Any]:
 def our_arms(
     generator: SpecStackGenerator, policies: Mapping[str, Callable[[], Policy]], num_tokens: int, clock: Clock
 ) -> dict[str, Callable[..., Arm]]:
-    """What makes each arm, given num_tokens or not: plain, the default, n-gram lookup, policies with the draft alone."""
+    """What makes each arm, given num_tokens or not: plain, default, n-gram lookup, and policies by the draft alone."""
     default = partial(make_policy, DecodeConfig().policy)
     arms: dict[str, tuple[Callable[[], Policy], Mapping[str, Any]]] = {
         PLAIN: (partial(make_policy, "fixed", gamma=0), DRAFT_ONLY),
