@@ -51,7 +51,7 @@ from spec_stack.hf.prompt import (
 )
 from spec_stack.hf.structured import Grammar
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
-from spec_stack.prefill.recall import clip_spans
+from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.rule import Observer
 from spec_stack.settings.checks import plain, require
 from spec_stack.types import DraftTokenization
@@ -69,6 +69,7 @@ class GenerateOptions(TypedDict, total=False):
     input_ids: Sequence[int] | torch.Tensor | None
     attention_mask: Sequence[int] | torch.Tensor | None
     protected: Sequence[Span]
+    question: str | None
     tools: Sequence[Any] | None
     tool_choice: str | Mapping[str, Any] | None
     documents: Sequence[Mapping[str, Any]] | None
@@ -116,10 +117,8 @@ class Call(GenerateOptions, total=False):
 class Request:
     """A planned call: prompt, pruning, drafting, sampling and stopping."""
 
-    # N tokens of the target, and the half-open spans of it that are never pruned.
-    prompt_ids: list[int]
-    protected: list[Span]
     encoded: EncodedPrompt
+    text: PromptText
     # Tokens of the prompt's prefix that a session has prefilled or dropped already.
     num_cached: int
     # The generator's, with this call's keep_rate and as much look-ahead as the models have positions for.
@@ -151,6 +150,11 @@ class Request:
     # Started with the call, and paused until the first step.
     clock: Clock
     observer: Observer | None = None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """N tokens of the target."""
+        return self.encoded.token_ids
 
     @property
     def num_new_tokens(self) -> int:
@@ -186,7 +190,7 @@ def plan_request(
     end_ids, stop_ids, stop_strings = _what_stops(pair, params)
     policy, proposer = _who_drafts(pool, config.decode, call, params)
     encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
-    prompt_ids = encoded.token_ids
+    prompt_ids, text = encoded.token_ids, pair.read(encoded, call.get("question"))
     # The last token is always new: its logits are needed.
     num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1) if held_ids else 0
 
@@ -200,7 +204,7 @@ def plan_request(
     scores, reason = decide_scoring(
         prefill,
         len(prompt_ids) - num_cached,
-        clip_spans(encoded.protected, num_cached) if num_cached else encoded.protected,
+        clip_spans(text.kept, num_cached),
         obstacle,
         "new text" if num_cached else "prompt",
     )
@@ -222,20 +226,19 @@ def plan_request(
     grammar = None if is_free else _grammar(pair, source, call, end_ids | stop_ids, encoded)
     own = make_processors(params, len(prompt_ids), end_ids | stop_ids, pair.target.device)
     shaper = ProcessedRows([*own, *processors], grammar) if own or processors or grammar is not None else None
-    text = open_text_stream(pair.tokenizer, prompt_ids, pair.answer_format.shown if encoded.text else ())
+    answer = open_text_stream(pair.tokenizer, prompt_ids, pair.answer_format.shown if encoded.text else ())
     request = Request(
-        prompt_ids=prompt_ids,
-        protected=encoded.protected,
         encoded=encoded,
+        text=text,
         num_cached=num_cached,
         prefill=prefill,
         scores=scores,
-        reason=f"{reason}; {encoded.note}" if encoded.note else reason,
+        reason=f"{reason}; {text.note}" if text.note and scores else reason,
         can_score=not obstacle,
         tokenization=tokenization,
         params=params,
         sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
-        stopper=StopChecker(cast(int, params.max_tokens), end_ids, stop_strings, text, stop_ids),
+        stopper=StopChecker(cast(int, params.max_tokens), end_ids, stop_strings, answer, stop_ids),
         end_ids=end_ids | stop_ids,
         policy=policy,
         proposer=proposer,

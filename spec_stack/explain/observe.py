@@ -174,7 +174,7 @@ def states_of(request: Request, held: Sequence[int], selection: Selection) -> st
     states = ["dropped"] * len(request.prompt_ids)
     for position in selection.positions:
         states[position] = "kept" if position >= num_cached else "recalled"
-    for position in (at for start, stop in request.protected for at in range(max(start, num_cached), stop)):
+    for position in (at for start, stop in request.text.kept for at in range(max(start, num_cached), stop)):
         states[position] = "protected"
     for position in (at for at in held if at < len(states)):
         states[position] = "cached"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.prompt_text import PromptText, between
 from spec_stack.prefill.segments import line_borders
 
 WINDOW = 160
@@ -66,14 +67,10 @@ class Candidates:
         )
 
 
-def find_candidates(num_tokens: int, pieces: Sequence[str] | None, protected: Sequence[Span] = ()) -> Candidates:
-    """Find the segments that may hold the question.
-
-    pieces: the text of every token; None without a tokenizer, and segments are runs of tokens. protected: sorted
-    half-open spans of the system message and the template's tokens, with the turns between them; empty for a plain
-    prompt.
-    """
-    turns = _between(protected, num_tokens)
+def find_candidates(text: PromptText) -> Candidates:
+    """Find the segments that may hold the question. Without pieces, segments are runs of tokens."""
+    num_tokens, pieces = len(text), text.pieces
+    turns = between(text.template, num_tokens)
     behind = num_tokens - turns[-1][1] if turns else 0
     opening = min(behind, _OPENING) or min(_NO_OPENING, num_tokens)
     # A turn of nothing but what opens the answer is the template's.
@@ -118,12 +115,6 @@ def question_words(found: Candidates) -> dict[int, float]:
     inside = found.segments[found.num_repeated :]
     end = inside[-1][1] if inside else 0
     return {at: 0.5 ** ((end - 1 - at) / _HALF_LIFE) for segment in inside for at in range(*segment)}
-
-
-def _between(spans: Sequence[Span], num_tokens: int) -> list[Span]:
-    """The gaps between sorted spans in 0…num_tokens."""
-    edges = [0, *(edge for span in spans for edge in span), num_tokens]
-    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
 def _borders(num_tokens: int, pieces: Sequence[str] | None) -> list[int]:

@@ -78,7 +78,7 @@ def run_draft(
     prompt_ids, found = inputs.prompt_ids, None
     num_tokens = len(prompt_ids)
     if config.queries_from_prompt:
-        found = find_candidates(num_tokens, inputs.pieces, inputs.protected).reaching(first_query)
+        found = find_candidates(inputs.text).reaching(first_query)
     start = num_tokens - 1 if found is None else found.start
     draft.rollback(max(0, draft.next_position - start))
     window = config.window_for(num_tokens)

@@ -39,6 +39,7 @@ from spec_stack.prefill.importance import (
     segment_weights,
     weights_by_question,
 )
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
@@ -96,13 +97,13 @@ class DraftScorer:
         return on_forward_stream(scheduler, self._draft.device)
 
     def score(
-        self, prompt: Prompt, most_of_a_part: PartSize, pieces: Sequence[str] | None = None, first_query: int = 0
+        self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0
     ) -> Scoring:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
-        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
-        first_query: first token whose segment may hold the question.
+        PoolFullError where the prompt is longer than the draft's pool. first_query: first token whose segment may hold
+        the question.
 
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
@@ -112,7 +113,7 @@ class DraftScorer:
         weights: Sequence[float] = ()
         repeated: Sequence[Span] = ()
         if config.queries_from_prompt:
-            found = find_candidates(num_tokens, pieces, prompt.spans).reaching(first_query)
+            found = find_candidates(text).reaching(first_query)
             num_in_place, repeated = num_tokens - found.start, found.repeated
             sizes = [stop - start for start, stop in repeated]
             segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
