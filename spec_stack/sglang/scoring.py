@@ -25,7 +25,6 @@ from sglang.srt.model_loader import get_model
 from torch.distributed import ReduceOp
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import question_layers, voting_heads
 from spec_stack.prefill.importance import (
     ScoredLayer,
@@ -96,9 +95,7 @@ class DraftScorer:
     def working(self, scheduler: Any) -> AbstractContextManager[None]:
         return on_forward_stream(scheduler, self._draft.device)
 
-    def score(
-        self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0
-    ) -> Scoring:
+    def score(self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0) -> Scoring:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
@@ -111,11 +108,13 @@ class DraftScorer:
         config, num_tokens, num_in_place, opening = prompt.config, len(prompt.token_ids), 1, 0
         segments: Sequence[Segment] = ()
         weights: Sequence[float] = ()
-        repeated: Sequence[Span] = ()
+        repeated: Sequence[Sequence[int]] = ()
+        is_given = False
         if config.queries_from_prompt:
             found = find_candidates(text).reaching(first_query)
-            num_in_place, repeated = num_tokens - found.start, found.repeated
-            sizes = [stop - start for start, stop in repeated]
+            num_in_place, is_given = num_tokens - found.start, found.is_given
+            repeated = [text.all_ids[slice(*segment)] for segment in found.repeated]
+            sizes = [*map(len, repeated)]
             segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
             opening = min(found.opening, num_in_place)
         # The scoring queries run again whatever the pool has.
@@ -128,7 +127,9 @@ class DraftScorer:
             def layer_of(index: int) -> ScoredLayer:
                 return self._draft.scored_layer(index, captured, lease.slots[:num_tokens])
 
-            if segments:
+            if is_given:
+                weights = [float(segment.is_question) for segment in segments]
+            elif segments:
                 seen = opening_attention(map(layer_of, question_layers(captured, config)), num_in_place, opening)
                 yield
                 weights = segment_weights(over_ranks(seen, ReduceOp.SUM) / num_ranks(), segments, opening)
@@ -152,13 +153,18 @@ class DraftScorer:
             lease.insert(lease.num_agreed)
 
     def _run(
-        self, prompt: Prompt, lease: Lease, num_in_place: int, repeated: Sequence[Span], most_of_a_part: PartSize
+        self,
+        prompt: Prompt,
+        lease: Lease,
+        num_in_place: int,
+        repeated: Sequence[Sequence[int]],
+        most_of_a_part: PartSize,
     ) -> Generator[None, None, Queries]:
         """Run the prompt, and its repeated spans or a look-ahead; the scoring queries by layer."""
         config, token_ids, num_tokens = prompt.config, prompt.token_ids, len(prompt.token_ids)
         # First layers alone cannot predict the next token, so they draft no look-ahead.
         num_layers = config.num_scoring_layers
-        again = [*chain.from_iterable(token_ids[start:stop] for start, stop in repeated)]
+        again = [*chain.from_iterable(repeated)]
         room = self._context_len - num_tokens
         look_ahead = 0 if config.queries_from_prompt else max(0, min(config.look_ahead, room))
         lease.extend(num_tokens - lease.num_shared + look_ahead + len(again))

@@ -107,7 +107,7 @@ def _template_texts(tokenizer: Any, roles: Sequence[str], options: Mapping[str, 
 
 
 def _opening(tokenizer: Any, role: str, before: str, after: str) -> Opening:
-    """The opening of a role's turn between two texts. Raises ValueError without special tokens, which users cannot write."""
+    """A turn's opening, between two texts. Raises ValueError without special tokens, which users cannot write."""
     special = set(tokenizer.added_tokens_decoder)
 
     def is_blank(token_id: int) -> bool:

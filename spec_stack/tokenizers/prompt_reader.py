@@ -16,6 +16,7 @@ from spec_stack.tokenizers.chat_turns import ChatTurns
 from spec_stack.tokenizers.pieces import Pieces
 
 _NO_TURN = "no chat turn was found in the prompt, so nothing but special tokens is protected"
+_EDITED = "the chat template edits a message and its turns are not marked, so the whole chat is kept"
 
 
 class PromptReader:
@@ -66,10 +67,10 @@ class PromptReader:
         """
         turns, note = self.turns.find(token_ids), self.turns.unrecognised
         if written is not None:
-            if note and not written:
-                turns, note = [], f"{note}, and edits a message, so all of it is kept"
-            elif note or (written and _exceeds(turns or (), written)):
+            if written and (note or turns is None or _exceeds(turns, written)):
                 turns, note = list(written), ""
+            elif note:
+                turns, note = [], _EDITED
         elif turns is None and self.turns.openings:
             note = _NO_TURN
         template: list[Span] = []

@@ -78,7 +78,5 @@ def test_scripts_without_spaces_are_searched_by_the_character() -> None:
 def test_without_text_tokens_are_the_words() -> None:
     ids = [*range(100), *[500] * 100, 40, 41]
     config = PrefillConfig(chunk_size=10)
-    assert (
-        int(make_rule("bm25").score(ScoringInputs(PromptText(ids)), make_segments(202, None, config), config).argmax())
-        == 4
-    )
+    inputs, segments = ScoringInputs(PromptText(ids)), make_segments(202, None, config)
+    assert int(make_rule("bm25").score(inputs, segments, config).argmax()) == 4
