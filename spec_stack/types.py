@@ -50,7 +50,7 @@ class DraftingModel(SteppableModel, Protocol):
     """A model that proposes tokens."""
 
     def draft_lag(self, num_tokens: int) -> int:
-        """Tokens of a text of this length that are not cached yet."""
+        """Tokens to run before a text of this length is cached; part of a model's layers counts as that part."""
         ...
 
 

@@ -75,6 +75,7 @@ ALLOWED = {
         "hf.prompt",
     },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
+    "bench": {"config", "records", "controller", "prefill", "hf", "engine", "api"},
     "explain": {"config", "types", "controller.base", "records", "prefill", "decode", "hf", "engine", "api"},
     "cli": {
         "config",
@@ -90,7 +91,7 @@ ALLOWED = {
         "engine",
         "api",
     }
-    | {"calibrate", "serve", "proxy", "explain", "sglang"},
+    | {"bench", "calibrate", "serve", "proxy", "explain", "sglang"},
     # Loose files.
     "config": {"settings"},
     "devices": set(),
@@ -108,7 +109,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 LIBRARIES = {
-    "transformers": {"hf", "tokenizers", "engine", "api"},
+    "transformers": {"hf", "tokenizers", "engine", "api", "bench"},
     "bitsandbytes": {"hf"},
     "llguidance": {"hf"},
     "peft": {"hf"},

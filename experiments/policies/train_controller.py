@@ -22,8 +22,8 @@ import sklearn
 
 from experiments.common.environment import describe
 from experiments.common.script import run_script
-from experiments.policies.evaluate_policies import read
-from experiments.policies.training import as_network, make_estimator, save_predictor, step_examples
+from spec_stack.bench.recorded import read
+from spec_stack.bench.training import as_network, make_estimator, save_predictor, step_examples
 from spec_stack.controller.predictor import FILE_NAME, STEP_FEATURES, load_step_predictor
 
 MODELS = ("ridge", "mlp-16", "mlp-32")
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="mlp-32", help="which one (%(default)s)")
     options = parser.parse_args()
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in options.records)).hexdigest()
-    records = [record for path in options.records for record in read(path)]
+    records = read(options.records)
     versions = {"python": platform.python_version(), "numpy": np.__version__, "scikit-learn": sklearn.__version__}
     inputs, rates, groups = step_examples(records)
     scores = held_out_scores(options.model, inputs, rates, groups, options.folds)

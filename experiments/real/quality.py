@@ -27,10 +27,11 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.answers import DENSE, Arm, Bench
 from experiments.real.longbench import KINDS, LongBenchTask, check_metrics, read_tasks, score
-from experiments.real.rows import Row, Rows, add_row_arguments
+from experiments.real.rows import add_row_arguments
 from experiments.real.scoring import Encoded, add_pair_arguments
 from experiments.real.settings import calibrated
 from spec_stack import PrefillConfig
+from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.prompt import PromptSource, encode_prompt
 from spec_stack.tokenizers.prompt_reader import PromptReader
 

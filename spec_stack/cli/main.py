@@ -1,4 +1,4 @@
-"""spec-stack generate | chat | prune | serve | proxy | demo | explain | calibrate | doctor."""
+"""spec-stack generate | chat | prune | serve | proxy | demo | bench | explain | calibrate | doctor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from time import monotonic
+from time import monotonic, perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.cli.arguments import (
@@ -40,6 +41,7 @@ from spec_stack.settings.plugins import import_plugins
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
     from spec_stack.api.pruner import Pruner
+    from spec_stack.bench.leaderboard import Leaderboard
     from spec_stack.types import StepOutput
 
 
@@ -157,6 +159,51 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    from spec_stack.bench.recorded import read, registered, replay_policies
+
+    for path in filter(None, (arguments.rows, arguments.csv, arguments.plot)):
+        check_writable(path)
+    if arguments.plot and not find_spec("matplotlib"):
+        raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave --plot out")
+    policies = registered(arguments.policies) if arguments.policies else None
+    if arguments.records:
+        if arguments.prompts or arguments.target or arguments.draft:
+            raise ValueError("records are replayed without models and prompts; leave them out, or the records")
+        cold, folds = arguments.cold, arguments.folds
+        board = replay_policies(read(arguments.records), policies, num_folds=folds, experienced=not cold)
+    else:
+        board = _bench_live(arguments)
+    if arguments.csv:
+        board.write_csv(arguments.csv)
+    if arguments.plot:
+        board.plot(arguments.plot)
+    print(json.dumps(board.as_dict()) if arguments.json else board.table())
+    return 0
+
+
+def _bench_live(arguments: argparse.Namespace) -> Leaderboard:
+    from spec_stack.bench.live import bench, predictors
+    from spec_stack.bench.prompts import read_prompts
+    from spec_stack.bench.recorded import registered
+
+    prompts = read_prompts(arguments.prompts) if arguments.prompts else None
+    _tell("loading the pair …")
+    generator = _load(arguments)
+    return bench(
+        generator,
+        prompts,
+        registered(arguments.policies, predictors(generator)),
+        **given(arguments, ("max_tokens", "minutes", "rivals", "rows")),
+        progress=_tell_progress,
+        clock=process_time if arguments.cpu_seconds else perf_counter,
+    )
+
+
+def _tell_progress(num_done: int, num_total: int, text: str) -> None:
+    _tell(f"[{num_done:3d}/{num_total}] {text}")
+
+
 def _calibrate(arguments: argparse.Namespace) -> int:
     from spec_stack.calibrate.config import CalibrateConfig
     from spec_stack.calibrate.search import calibrate, format_calibration
@@ -256,9 +303,6 @@ def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     from spec_stack.api.fidelity import KEEP_RATES, measure_fidelity
     from spec_stack.cli.fidelity import document_prompts, fidelity_lines, read_prompts
 
-    def show(num_done: int, num_total: int, text: str) -> None:
-        _tell(f"[{num_done:3d}/{num_total}] {text}")
-
     first = arguments.prompts or arguments.documents[0]
     rows = arguments.rows or first.with_suffix(".measured.jsonl")
     prompts = read_prompts(arguments.prompts) if arguments.prompts else []
@@ -269,7 +313,9 @@ def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     generator = _load(arguments)
     prompts += document_prompts(arguments.documents, generator.tokenizer, min(generator.pair.max_positions))
     keep_rates = arguments.keep_rates or KEEP_RATES
-    report = measure_fidelity(generator, prompts, keep_rates, minutes=arguments.minutes, rows=rows, progress=show)
+    report = measure_fidelity(
+        generator, prompts, keep_rates, minutes=arguments.minutes, rows=rows, progress=_tell_progress
+    )
     _tell(f"every prompt has a row in {rows}; delete it to measure again")
     return report.as_dict() if arguments.json else fidelity_lines(report)
 
@@ -279,6 +325,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "chat": _chat,
     "prune": _prune,
     "demo": _demo,
+    "bench": _bench,
     "calibrate": _calibrate,
     "explain": _explain,
     "serve": _serve,

@@ -49,7 +49,10 @@ def decode(
     last: StepRecord | None = None
     for step in count():
         num_seen, draft_lag = draft.next_position, draft.draft_lag(len(committed))
-        num_target_slots, num_draft_slots = target.num_cached + len(unseen_ids), draft.num_cached + draft_lag
+        reads_prompt = num_seen < len(prompt_ids) or draft_lag > len(committed) - len(prompt_ids)
+        num_target_slots = target.num_cached + len(unseen_ids)
+        # What the draft has cached and has to run again lags too.
+        num_draft_slots = draft.num_cached + min(draft_lag, len(committed) - num_seen)
         if last is not None:
             context = StepContext(
                 step=step,
@@ -97,7 +100,7 @@ def decode(
             draft_s=clock.take("scoring") + clock.take("draft"),
             verify_s=clock.take("verify"),
             policy_s=clock.take("controller"),
-            draft_prefilled_prompt=has_drafted and num_seen < len(prompt_ids),
+            draft_prefilled_prompt=has_drafted and reads_prompt,
             num_recomputed=num_recomputed,
             draft_lag=draft_lag if has_drafted else 0,
             proposer=proposal.proposer,

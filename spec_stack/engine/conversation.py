@@ -150,7 +150,7 @@ class Turn:
             recalled = recall_dropped(inputs, self.held, request.num_cached, request.prefill, self._config)
         selection = self._select(inputs, recalled, request.prefill if request.scores else None)
         if not self._keeps_index:
-            drop_unselected(self.draft, inputs, selection, request.prefill)
+            drop_unselected(self.draft, inputs, selection)
         return selection, proposal
 
     def select_everything(self) -> Selection:

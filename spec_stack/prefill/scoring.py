@@ -205,12 +205,9 @@ def gather_inputs(
     return inputs, proposal
 
 
-def drop_unselected(draft: ScoringModel, inputs: ScoringInputs, selection: Selection, config: PrefillConfig) -> None:
-    """Leave to the draft the kept slots of the prompt, and any look-ahead."""
-    prompt_ids = inputs.prompt_ids
-    num_layers = num_layers_needed(config, draft.num_layers)
-    if inputs.attention is None or num_layers is not None:
-        # The last token is left to the first proposal.
-        draft.reset_to(prompt_ids, [position for position in selection.positions if position < len(prompt_ids) - 1])
+def drop_unselected(draft: ScoringModel, inputs: ScoringInputs, selection: Selection) -> None:
+    """Leave to the draft the kept slots of the prompt, and any look-ahead; without a score the kept tokens, unread."""
+    if inputs.attention is None:
+        draft.reset_to(inputs.prompt_ids, selection.positions)
     else:
-        draft.keep_slots([*selection.positions, *range(len(prompt_ids), draft.next_position)])
+        draft.keep_slots([*selection.positions, *range(len(inputs.prompt_ids), draft.next_position)])

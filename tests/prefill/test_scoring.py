@@ -232,17 +232,16 @@ def test_whoever_scores_the_tokens_are_those_of_the_pruned_prompt(way: str) -> N
     assert result.token_ids == reference.sparse_greedy(make_model(seed=1), kept_ids, kept, len(PROMPT), 24)
 
 
-@pytest.mark.parametrize("way", ["early exit", "bm25"])
-def test_a_draft_whose_layers_did_not_all_see_the_prompt_holds_the_kept_tokens_anew(way: str) -> None:
+def test_a_draft_that_has_not_seen_the_prompt_holds_the_kept_tokens_and_reads_them_when_it_is_fed() -> None:
     draft = open_draft()
-    selection, proposal = scored(draft, PrefillConfig(**BASE, **WAYS[way]))  # type: ignore[arg-type]
+    selection, proposal = scored(draft, PrefillConfig(**BASE, **WAYS["bm25"]))  # type: ignore[arg-type]
     kept = list(selection.positions)
-    # Nothing is drafted before the target's first token, and the last prompt token is left to what comes after it.
+    # Nothing is drafted before the target's first token.
     assert not proposal.token_ids
-    assert draft.next_position == len(PROMPT) - 1
-    got = draft.forward([PROMPT[-1], 7], [len(PROMPT) - 1, len(PROMPT)], 2)
+    assert (draft.next_position, draft.draft_lag(len(PROMPT) + 1)) == (len(PROMPT), len(kept) + 1)
+    got = draft.forward([7], [len(PROMPT)], 1)
     expected = reference.logits(make_model(), [*(PROMPT[at] for at in kept), 7], [*kept, len(PROMPT)])
-    torch.testing.assert_close(got, expected[-2:], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(got, expected[-1:], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

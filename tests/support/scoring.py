@@ -28,5 +28,5 @@ def score_prompt(
     prompt = ScoringInputs(PromptText(prompt_ids, pieces, protected))
     inputs, proposal = gather_inputs(draft, prompt, look_ahead, config)
     selection = select(inputs, config)
-    drop_unselected(draft, inputs, selection, config)
+    drop_unselected(draft, inputs, selection)
     return selection, proposal

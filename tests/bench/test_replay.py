@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.policies.evaluate_policies import read
-from experiments.policies.oracles import best_fixed, oracle
-from experiments.policies.replay import (
+from spec_stack.bench.oracles import best_fixed, oracle
+from spec_stack.bench.recorded import read
+from spec_stack.bench.replay import (
     CostTable,
     ReplayText,
     fit_costs,
@@ -194,6 +194,6 @@ def test_runs_that_are_mixed_up_are_refused() -> None:
 @pytest.mark.slow
 def test_the_profile_in_the_repository_can_be_replayed() -> None:
     pytest.importorskip("pyarrow")
-    records = read(ROOT / "experiments" / "results" / "profile.parquet")
+    records = read([ROOT / "experiments" / "results" / "profile.parquet"])
     assert {record.precision for record in records} == {"fp32", "bf16", "int8", "nf4"}
     assert len(merge_runs(records).texts) == 24 * 4

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.policies.training import as_network, make_estimator, save_predictor, step_examples
+from spec_stack.bench.training import as_network, make_estimator, save_predictor, step_examples
 from spec_stack.controller.predictor import (
     STEP_FEATURES,
     Network,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.policies.replay import Costs, ReplayText, Score, replay
+from spec_stack.bench.replay import Costs, ReplayText, Score, replay
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.simple import Fixed
 
