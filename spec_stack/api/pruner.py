@@ -325,7 +325,9 @@ class PrunerConversation:
         reason = f"off: {obstacle}" if obstacle else ""
         if not obstacle:
             scores, reason = self._decide(prompt, config, len(held), num_old, max_tokens)
-            if scores or len(held) < num_old:
+            # The same prompt again keeps what it kept.
+            is_again = list(prompt.token_ids) == list(self._token_ids)
+            if scores or (len(held) < num_old and not is_again):
                 inputs = self._inputs(prompt, progress)
                 rule = config if scores else None
                 kept, num_recalled = self._select(prompt, inputs, rule, held, num_old, max_tokens)

@@ -23,7 +23,7 @@ from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.calibration import fingerprint
 from spec_stack.prefill.prompt_text import ChatTurn
 
-VERSION = 4
+VERSION = 5
 _KIND = "spec_stack session"
 # A GPU's threshold is counted, and decides over later text alone.
 _NO_SETTINGS = ("given", "calibrated_by", "min_prompt_tokens")

@@ -190,7 +190,7 @@ def plan_request(
     end_ids, stop_ids, stop_strings = _what_stops(pair, params)
     policy, proposer = _who_drafts(pool, config.decode, call, params)
     encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
-    prompt_ids, text = encoded.token_ids, pair.read(encoded, call.get("question"))
+    prompt_ids, text, question = encoded.token_ids, PromptText(encoded.token_ids), call.get("question")
     # The last token is always new: its logits are needed.
     num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1) if held_ids else 0
 
@@ -201,13 +201,12 @@ def plan_request(
     num_draft_tokens = len(prompt_ids if tokenization is None else tokenization.token_ids)
     draft_room = pair.max_positions[1] - num_draft_tokens
     obstacle = obstacle or scoring_obstacle(prefill, num_draft_tokens, pair.max_positions[1], pair.scoring_limit)
-    scores, reason = decide_scoring(
-        prefill,
-        len(prompt_ids) - num_cached,
-        clip_spans(text.kept, num_cached),
-        obstacle,
-        "new text" if num_cached else "prompt",
-    )
+    num_new, what = len(prompt_ids) - num_cached, "new text" if num_cached else "prompt"
+    scores, reason = decide_scoring(prefill, num_new, (), obstacle, what)
+    if scores or num_cached or question is not None:
+        # A short prompt is not read.
+        text = pair.read(encoded, question)
+        scores, reason = decide_scoring(prefill, num_new, clip_spans(text.kept, num_cached), obstacle, what)
     notes = [pair.vocabulary.decode_reason, skipped_note(processors) if processors else ""]
     if not is_readable:
         notes.append(f"{obstacle}, so it proposes nothing")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.decide import CachedPrefix, KnownTexts, NeedsScore, Prompt, TurnStore, plan_scored
-from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.request import RequestOptions
+from spec_stack.sglang.server_args import ServerConfig
 from tests.support.reference_session import dropped_chunks_to_restore
 
 CONFIG = PrefillConfig(chunk_size=4, keep_rate=0.3, keep_last=1)
