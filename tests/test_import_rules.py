@@ -95,7 +95,7 @@ ALLOWED = {
     # Loose files.
     "config": {"settings"},
     "devices": set(),
-    "types": {"config", "controller.base"},
+    "types": {"config", "controller.base", "prefill.explanation"},
     "records": {"controller.base"},
     # The first two are loaded at once (they hold names alone), the others where they are asked for.
     "__init__": {

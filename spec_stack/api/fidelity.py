@@ -24,9 +24,7 @@ from spec_stack.engine.request import Call
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import Message
 from spec_stack.prefill.calibration import fingerprint
-from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.segments import Segments
-from spec_stack.types import Proposal, Selection
+from spec_stack.prefill.rule import Observer, ScoringInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -369,8 +367,8 @@ def _digest_of(model: PreTrainedModel) -> str:
     return sha256(f"{fingerprint(text_config(model.config))} {numbers}".encode()).hexdigest()
 
 
-class _Seen:
-    """Finds a prompt's kind and question where it is scored (`prefill.rule.Observer`)."""
+class _Seen(Observer):
+    """Finds a prompt's kind and question where it is scored."""
 
     def __init__(self, config: PrefillConfig) -> None:
         self._config = config
@@ -389,12 +387,6 @@ class _Seen:
             self.kind = "question first"
         else:
             self.kind = "instructions behind the question" if num_behind >= _INSTRUCTIONS else "question last"
-
-    def voted(self, segments: Segments, scores: object) -> None:
-        """Scores are not needed."""
-
-    def selected(self, selection: Selection, look_ahead: Proposal) -> None:
-        """The selection is `PrefilledPrompt`'s."""
 
 
 def prompt_of(given: object, place: str) -> str | Sequence[Message]:

@@ -147,7 +147,9 @@ def replay_policies(
         For records of fewer than two prompts, of one gamma, or of incomplete runs.
     """
     merged = merge_runs(records)
-    costs = fit_costs(records) if costs is None else costs
+    # A step that prefilled the draft says nothing of later ones.
+    usual = (record for record in records if not record.draft_prefilled_prompt)
+    costs = fit_costs(usual) if costs is None else costs
     fold_of = _split(merged.texts, num_folds)
     if len(fold_of) < 2:
         raise ValueError("the records are of one prompt; record two or more, so that one is left to compare on")

@@ -227,14 +227,14 @@ def _add_calibrate(commands: Any) -> None:
 
 def _add_explain(commands: Any) -> None:
     parser = commands.add_parser(
-        "explain", help="write an HTML page with the kept text, the proposer of each token, and the time"
+        "explain", help="write an HTML page with the answer, what was kept of the prompt, and what kept it"
     )
     _add_pair_arguments(parser)
     _add_prompt_arguments(parser)
     _add_list(parser, "--turn", "user message after the prompt's answer, in a session")
     parser.add_argument("--demo", action="store_true", help="use the demo's document and question as the prompt")
-    parser.add_argument("--compare", action="store_true", help="run dense prefill too, and show both")
-    parser.add_argument("--out", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
+    parser.add_argument("--compare", action="store_true", help="show the answer to the whole prompt too")
+    parser.add_argument("--out", type=Path, help="the page (default: a file named after the prompt)")
     _add_answer_arguments(parser)
 
 

@@ -234,13 +234,14 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from spec_stack.explain.observe import explain_live
-    from spec_stack.explain.page import render
+    from spec_stack.explain.page import explain_live, file_name, render
 
-    check_writable(arguments.out)
     if arguments.demo and (arguments.prompt is not None or arguments.file is not None):
         raise ValueError("--demo explains a prompt of its own; leave it out, or the prompt and --file")
     text, options = None if arguments.demo else read_prompt(arguments), answer_options(arguments)
+    source = "demo" if arguments.demo else "prompt" if arguments.file is None else arguments.file.name
+    out = arguments.out or Path(file_name(Path(source).stem, text or ""))
+    check_writable(out)
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
     if text is None:
         from spec_stack.cli.demo import hide_fact
@@ -249,17 +250,17 @@ def _explain(arguments: argparse.Namespace) -> int:
     is_chat = arguments.demo or arguments.chat or arguments.turn or arguments.system is not None
     explanation = explain_live(
         generator,
-        title="What was kept, and who wrote it",
+        source=source,
         pair=f"{arguments.target or 'embedded target'} with {arguments.draft or 'embedded draft'}",
         options=options,
         messages=system_messages(arguments.system) if is_chat else None,
         questions=[text, *arguments.turn],
         compare=arguments.compare,
     )
-    page, turns = render(explanation), [turn for run in explanation["runs"] for turn in run["turns"]]
-    arguments.out.write_text(page, encoding="utf-8")
-    print(f"{arguments.out}: {len(page) / 1000:.0f} kB, runs: {len(explanation['runs'])}, turns: {len(turns)}")
-    for query in (query for turn in turns for query in turn["prompt"]["queries"][:3]):
+    page, turns = render(explanation), explanation["turns"]
+    out.write_text(page, encoding="utf-8")
+    print(f"{out}: {len(page) / 1000:.0f} kB, turns: {len(turns)}")
+    for query in (query for turn in turns for query in turn["queries"][:3]):
         print(f"scoring query, weight {query['weight']:.2f}: {shorten(query['text'], 96, placeholder=' …')}")
     return 0
 

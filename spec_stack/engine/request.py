@@ -24,6 +24,7 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.pool import ObjectPool, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.clock import Clock
+from spec_stack.decode.proposer import DecodeRequest
 from spec_stack.decode.sampler import LogitsProcessors, Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.engine.pair import ModelPair
@@ -51,6 +52,7 @@ from spec_stack.hf.prompt import (
 )
 from spec_stack.hf.structured import Grammar
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
+from spec_stack.prefill.explainer import Explainer
 from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.rule import Observer
 from spec_stack.settings.checks import plain, require
@@ -104,6 +106,8 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     task: str
     on_progress: OnProgress | None
+    # What kept each part of the prompt.
+    explain: bool
 
 
 class Call(GenerateOptions, total=False):
@@ -113,9 +117,10 @@ class Call(GenerateOptions, total=False):
     encoded: EncodedPrompt | None
 
 
-@dataclass(frozen=True)
-class Request:
-    """A planned call: prompt, pruning, drafting, sampling and stopping."""
+@dataclass(frozen=True, kw_only=True)
+class Request(DecodeRequest):
+    """A planned call: prompt, pruning, drafting, sampling and stopping. Its clock is started with the call, and paused
+    until the first step."""
 
     encoded: EncodedPrompt
     text: PromptText
@@ -131,30 +136,12 @@ class Request:
     # The prompt in the tokens of a draft with another tokenizer, where that draft can be used.
     tokenization: DraftTokenization | None
     params: SamplingParams
-    sampler: Sampler
-    stopper: StopChecker
-    # Tokens that end the request.
-    end_ids: frozenset[int]
     policy: ObjectPool[Policy]
-    # As `decode.proposer.Proposer` takes it.
-    proposer: str
     # Notes on the draft's part in decoding.
     decode_note: str
-    # Labels of the records.
-    request_id: str
-    task: str
     parser: AnswerParser | None
-    # Likeliest tokens given beside each token's log-probability; None gives neither.
-    num_logprobs: int | None
     progress: Progress
-    # Started with the call, and paused until the first step.
-    clock: Clock
     observer: Observer | None = None
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """N tokens of the target."""
-        return self.encoded.token_ids
 
     @property
     def num_new_tokens(self) -> int:
@@ -227,6 +214,7 @@ def plan_request(
     shaper = ProcessedRows([*own, *processors], grammar) if own or processors or grammar is not None else None
     answer = open_text_stream(pair.tokenizer, prompt_ids, pair.answer_format.shown if encoded.text else ())
     request = Request(
+        prompt_ids=prompt_ids,
         encoded=encoded,
         text=text,
         num_cached=num_cached,
@@ -242,12 +230,14 @@ def plan_request(
         policy=policy,
         proposer=proposer,
         decode_note="; ".join(filter(None, notes)),
+        precision=pair.precision,
         request_id=call.get("request_id") or secrets.token_hex(4),
         task=call.get("task", ""),
         parser=_parser(pair, source, encoded) if encoded.text else None,
         num_logprobs=num_logprobs,
         progress=Progress(call.get("on_progress")),
         clock=clock,
+        observer=_explainer(pair, prompt_ids, prefill, num_cached) if call.get("explain") else None,
     )
     clock.pause()
     return request
@@ -262,7 +252,17 @@ def _check(call: Call) -> None:
     require(isinstance(request_id, str | None), f"request_id must be a string, got {request_id!r}")
     require(isinstance(task, str), f"task must be a string, got {task!r}")
     is_callable = on_progress is None or callable(on_progress)
+    explain = call.get("explain", False)
+    require(isinstance(explain, bool), f"explain must be True or False, got {explain!r}")
     require(is_callable, f"on_progress must be a callable over (num_done, num_total, phase), got {on_progress!r}")
+
+
+def _explainer(pair: ModelPair, prompt_ids: Sequence[int], prefill: PrefillConfig, num_cached: int) -> Explainer:
+    """The observer of a call with explain=True."""
+    pieces = pair.pieces(prompt_ids)
+    if pieces is None:
+        raise ValueError("explain=True needs a tokenizer; this generator was made without one")
+    return Explainer(pieces, prefill, num_cached)
 
 
 def _prompt_source(call: Call) -> PromptSource:

@@ -59,6 +59,8 @@ def raise_named(worth: torch.Tensor, inputs: ScoringInputs, segments: Segments) 
     raised = scores.clone()
     for heading, section in _named_sections(shared, inputs.pieces, segments):
         raised[..., section] = raised[..., section].maximum(_OF_HEADING * scores[..., heading, None])
+    inputs.note_part("rare word", scores)
+    inputs.note_part("heading", raised)
     return raised
 
 

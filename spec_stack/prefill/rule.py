@@ -6,35 +6,45 @@ Subclass `SelectionRule`, add a line to `registry.SCORERS`, and name it: `Prefil
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.explanation import Explanation
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import Candidates, find_candidates, question_words
 from spec_stack.prefill.segments import Segments
-from spec_stack.types import Proposal, Selection
+from spec_stack.types import Selection
 
 
-class Observer(Protocol):
-    """Observes a selection (`spec-stack explain`) without changing it."""
+class Observer:
+    """Observes a selection (`generate(explain=True)`) without changing it. In a session all but `scored` receive the
+    new text's part."""
 
     def scored(self, inputs: ScoringInputs) -> None:
         """Receive the inputs of the whole prompt, after the draft's pass."""
-        ...
 
-    def voted(self, segments: Segments, scores: torch.Tensor) -> None:
-        """Receive the rule's scores (num_segments,), in a session those of the new text."""
-        ...
+    def part(self, name: str, scores: torch.Tensor) -> None:
+        """Receive scores (num_segments,) after what is named raised them; the last part is the rule's score."""
 
-    def selected(self, selection: Selection, look_ahead: Proposal) -> None:
-        """Receive the selection, and the tokens that the draft proposed before it."""
-        ...
+    def chosen(
+        self,
+        segments: Segments,
+        scores: torch.Tensor,
+        kept: Collection[int],
+        ends: Collection[int],
+        always: Collection[int],
+    ) -> None:
+        """Receive the rule's scores (num_segments,), the kept tokens, and those kept for their place or always."""
+
+    def explanation(self, held: Sequence[int], selection: Selection) -> Explanation | None:
+        """The explanation, if this observer makes one. held: positions in the target's cache before the prefill."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,11 @@ class ScoringInputs:
             return self
         importance = None if self.importance is None else self.importance[first:]
         return ScoringInputs(self.text.starting_at(first), None, importance, self.observer)
+
+    def note_part(self, name: str, scores: torch.Tensor) -> None:
+        """Tell the observer, if any, the scores (num_segments,) after what is named raised them."""
+        if self.observer is not None:
+            self.observer.part(name, scores)
 
     def token_importance(self, config: PrefillConfig) -> torch.Tensor:
         """Importance (N,) of every token by the draft's attention. Raises ValueError without a pass of the draft."""

@@ -24,8 +24,8 @@ def select(inputs: ScoringInputs, config: PrefillConfig) -> Selection:
             f"the rule {config.scorer!r} gave scores of shape {tuple(scores.shape)}, not one for each of "
             f"{len(segments)} segments"
         )
-    if inputs.observer is not None:
-        inputs.observer.voted(segments, scores)
     anyway = {at for start, stop in inputs.text.kept for at in range(start, stop)}
     positions = sorted(segments.chosen(scores, config, config.rate_for(num_tokens), anyway) | anyway)
+    if inputs.observer is not None:
+        inputs.observer.chosen(segments, scores, positions, segments.ends(config), anyway)
     return Selection([prompt_ids[position] for position in positions], positions, num_tokens)
