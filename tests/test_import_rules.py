@@ -75,7 +75,7 @@ ALLOWED = {
         "hf.prompt",
     },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
-    "bench": {"config", "records", "controller", "prefill", "hf", "engine", "api"},
+    "bench": {"config", "types", "records", "controller", "prefill", "hf", "engine", "api", "calibrate"},
     "explain": {"config", "types", "controller.base", "records", "prefill", "decode", "hf", "engine", "api"},
     "cli": {
         "config",
@@ -105,6 +105,7 @@ ALLOWED = {
         "controller.base",
         "types",
         "api",
+        "bench.fidelity",
     },
     "__main__": {"cli"},
 }

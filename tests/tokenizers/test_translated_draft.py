@@ -12,7 +12,7 @@ import torch
 from tokenizers import processors
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.cli.demo import hide_fact
+from spec_stack.bench.demo import hide_fact
 from spec_stack.hf.attention import install
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.model import CachedModel
