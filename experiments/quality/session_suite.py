@@ -28,8 +28,9 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.common.streams import timed
-from experiments.real.rows import Row, Rows, add_row_arguments
+from experiments.real.rows import add_row_arguments
 from spec_stack import PrefillConfig, Session, SpecStackConfig, SpecStackGenerator
+from spec_stack.bench.rows import Row, Rows
 
 DENSE, SESSION = "dense", "session"
 ARMS = (DENSE, SESSION)

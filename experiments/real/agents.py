@@ -26,8 +26,9 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.common.streams import timed
-from experiments.real.rows import Rows, add_row_arguments
+from experiments.real.rows import add_row_arguments
 from spec_stack import Session, SpecStackGenerator
+from spec_stack.bench.rows import Rows
 
 KEPT, SESSION = "kept", "session"
 _SYSTEM = "You are a coding agent. Work in small steps, use the tools, and say what you did in one sentence."

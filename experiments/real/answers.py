@@ -30,7 +30,7 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.evidence import everything, having
 from experiments.real.evidence_prompts import SHAPES, EvidencePrompt, shaped_prompts
-from experiments.real.rows import Row, Rows, add_row_arguments
+from experiments.real.rows import add_row_arguments
 from experiments.real.scoring import (
     Encoded,
     Ranked,
@@ -44,6 +44,7 @@ from experiments.real.scoring import (
 from experiments.real.settings import calibrated
 from experiments.real.target import DensePrefix, Prefilled, Target
 from spec_stack import PrefillConfig
+from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.loading import load_tokenizer
 
 DENSE = "dense"

@@ -1,14 +1,14 @@
-"""Decoding, live: every policy of ours and transformers' own, greedily, over prompts that tuned nothing.
+"""Decoding, live: `spec_stack.bench.live` over data sets, with more arms, and with commit and machine in its report.
 
 Every prompt goes through all arms, the order turning by one from prompt to prompt, so that a change of the machine's
 speed meets all of them; seconds are CPU seconds, since machines are shared: of whole calls, and of ours also of what
 follows the first token (decode_s). All arms run the same weights in the same layout. Ours keep over a run what they
 learn, as in a generator: *default* (draft and n-gram lookup), *draft* (the draft alone), *fixed* (--gamma tokens a
 step, by the draft alone), *whole* (the same, the draft over the whole of a long prompt), *own look-up* (no draft), and
-any policy by name, with the draft alone; *static* and *compiled* are *draft* with that `draft_step`. Transformers':
-*assisted* (its dynamic rule), *assisted 3, 5, 10* (so many tokens a step), *look-up 10* and *look-up 10 by 3-grams*,
-its best setting over recorded texts; *assisted 5 static*, *assisted 5 compiled* and *look-up 10 static*, whose target
-has a static cache and is compiled (its assistant cannot have one in 5.24).
+any registered policy by name, with the draft alone; *static* and *compiled* are *draft* with that `draft_step`.
+Transformers': *assisted* (its dynamic rule), *assisted 3, 5, 10* (so many tokens a step), *look-up 10* and *look-up 10
+by 3-grams*, its best setting over recorded texts; *assisted 5 static*, *assisted 5 compiled* and *look-up 10 static*,
+whose target has a static cache and is compiled (its assistant cannot have one in 5.24).
 
 Prompts are files, or standard-library modules of --documents tokens, to be continued. --random-draft gives the draft
 random weights: the floor. Greedy answers must be those of *plain*; where one parts from it, the row says at which
@@ -21,16 +21,15 @@ ones. Ends in one JSON line with intervals of a bootstrap over prompts.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import zip_longest
 from time import process_time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, CompileConfig, MaxLengthCriteria, PreTrainedModel
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
 from experiments.common.bootstrap import ratio_interval
 from experiments.common.environment import describe
@@ -38,18 +37,18 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import Prompt, choose_prompts
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.common.streams import timed
-from experiments.real.rows import Rows, add_row_arguments, first_divergence
+from experiments.real.rows import add_row_arguments, first_divergence
 from spec_stack import SpecStackGenerator
+from spec_stack.bench.arms import DRAFT_ONLY, PLAIN, Arm, Ours, Theirs, constant_schedule, our_arms, their_arms
+from spec_stack.bench.leaderboard import ALL, Leaderboard, Line
+from spec_stack.bench.live import Encoded, left, lines_of, predictors, rows_of, run_prompt
+from spec_stack.bench.recorded import registered
+from spec_stack.bench.rows import Row, Rows
 from spec_stack.calibrate.documents import MODULES, module_source
 from spec_stack.config import DecodeConfig, DraftStep
-from spec_stack.controller.base import Policy
-from spec_stack.controller.registry import POLICY_NAMES, make_policy
+from spec_stack.controller.registry import POLICIES, make_policy
+from spec_stack.settings.plugins import import_plugins
 
-Row = dict[str, Any]
-Ask = Callable[[list[int]], Row]
-Partings = dict[str, tuple[int, float]]
-PLAIN = "plain"
 _PARTINGS = "partings"
 _ASK_FOR = {
     "code": "Complete this Python function:\n\n```python\n{}\n```",
@@ -57,142 +56,51 @@ _ASK_FOR = {
 }
 # Behind it the project's own texts to copy begin to copy themselves.
 _COPY = "\n\n\n# The same once more"
-_DRAFT: dict[str, Any] = {"proposer": "model"}
-# Transformers sizes a static cache by the longest answer, and a proposal at the answer's end runs beyond it.
-_STATIC_ROOM = 16
 _STATIC: dict[str, Any] = {"cache_implementation": "static"}
-
-
-@dataclass
-class Ours:
-    """The generator under one policy, which learns, with more options of `stream`."""
-
-    generator: SpecStackGenerator
-    num_tokens: int
-    policy: Policy
-    options: dict[str, Any]
-
-    def __call__(self, prompt_ids: list[int]) -> Row:
-        options = {"sparse_prefill": "draft_only", "max_tokens": self.num_tokens} | self.options
-        start = partial(self.generator.stream, input_ids=prompt_ids, policy=self.policy, **options)
-        answer = timed(start, process_time)
-        metrics = answer.metrics
-        return {
-            "cpu_s": answer.total_s,
-            "decode_s": answer.total_s - answer.first_s,
-            "token_ids": answer.token_ids,
-            "num_steps": metrics.num_steps,
-            "num_proposed": metrics.num_proposed,
-            "num_accepted": metrics.num_accepted,
-        }
-
-
-@dataclass
-class Theirs:
-    """Transformers' generate over the same models.
-
-    settings: of the draft's generation configuration; what transformers adapts there, it keeps from call to call.
-    options: more arguments of `generate`.
-    """
-
-    target: PreTrainedModel
-    num_tokens: int
-    draft: PreTrainedModel | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.draft is not None:
-            self._config = deepcopy(self.draft.generation_config)
-            for name, value in self.settings.items():
-                setattr(self._config, name, value)
-
-    def __call__(self, prompt_ids: list[int]) -> Row:
-        fed: list[int] = []
-        hook = self.target.register_forward_pre_hook(
-            lambda _, positional, named: fed.append(named["input_ids"].shape[1]), with_kwargs=True
-        )
-        inputs = torch.tensor([prompt_ids], device=self.target.device)
-        if self.draft is not None:
-            self.draft.generation_config = self._config
-        began = process_time()
-        try:
-            output = self.target.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                do_sample=False,
-                repetition_penalty=1.0,
-                max_new_tokens=self.num_tokens + _STATIC_ROOM,
-                stopping_criteria=[MaxLengthCriteria(len(prompt_ids) + self.num_tokens)],
-                assistant_model=self.draft,
-                **self.options,
-            )
-        finally:
-            hook.remove()
-        seconds = process_time() - began
-        token_ids = [int(token) for token in output[0, len(prompt_ids) :]][: self.num_tokens]
-        # A forward is fed what is not in the cache, one token or the prompt, and the proposal behind it.
-        proposed = sum(fed) - len(prompt_ids) - (len(fed) - 1)
-        return {
-            "cpu_s": seconds,
-            "token_ids": token_ids,
-            "num_steps": len(fed),
-            "num_proposed": proposed,
-            "num_accepted": len(token_ids) - len(fed),
-        }
-
-
-def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dict[str, Callable[[], Ask]]:
-    """Return what makes each arm, by name."""
-    target, draft, policy = generator.target, generator.draft, DecodeConfig().policy
-
-    def ours(policy: str, options: dict[str, Any], **settings: Any) -> Callable[[], Ask]:
-        return lambda: Ours(generator, num_tokens, make_policy(policy, **settings), options)
-
-    def by_draft(name: str) -> Callable[[], Ask]:
-        # `speckv` gets the predictor that a user of the pair gets.
-        files = generator.pair.predictors
-        return ours(name, _DRAFT, **({"predictor": files[name]} if name in files else {}))
-
-    def by_step(draft_step: DraftStep) -> Callable[[], Ask]:
-        return lambda: Ours(with_step(generator, draft_step), num_tokens, make_policy(policy), _DRAFT)
-
-    def assisted(settings: dict[str, Any], **options: Any) -> Callable[[], Ask]:
-        return lambda: Theirs(target, num_tokens, draft, settings, options)
-
-    def constant(num_assistant: int, **options: Any) -> Callable[[], Ask]:
-        return assisted(constant_schedule(num_assistant), **options)
-
-    def look_up(**options: Any) -> Callable[[], Ask]:
-        return lambda: Theirs(target, num_tokens, options={"prompt_lookup_num_tokens": 10, **options})
-
-    return {
-        PLAIN: ours("fixed", _DRAFT, gamma=0),
-        "assisted": assisted({}),
-        "assisted 3": constant(3),
-        "assisted 5": constant(5),
-        "assisted 10": constant(10),
-        "assisted 5 static": constant(5, **_STATIC),
-        "assisted 5 compiled": lambda: compiled_assisted(target, draft, num_tokens),
-        "look-up 10 static": look_up(**_STATIC),
-        "look-up 10": look_up(),
-        "look-up 10 by 3-grams": look_up(max_matching_ngram_size=3),
-        "default": ours(policy, {"proposer": "both"}),
-        "draft": by_draft(policy),
-        "static": by_step("static"),
-        "compiled": by_step("compiled"),
-        "fixed": ours("fixed", _DRAFT, gamma=gamma),
-        "whole": ours("fixed", _DRAFT | {"sparse_prefill": "off"}, gamma=gamma),
-        "own look-up": ours(policy, {"proposer": "ngram"}),
-        **{name: by_draft(name) for name in OTHER_POLICIES},
-    }
-
-
-THEIRS = ("assisted", "assisted 3", "assisted 5", "assisted 10", "look-up 10", "look-up 10 by 3-grams")
-ARMS = (PLAIN, *THEIRS, "default", "draft", "fixed", "own look-up")
-OTHER_POLICIES = tuple(name for name in POLICY_NAMES if name not in ("fixed", DecodeConfig().policy))
+# The names of earlier rows, and those of `spec_stack.bench`.
+NAMES = {
+    PLAIN: PLAIN,
+    "assisted": "Transformers, assisted, dynamic",
+    "assisted 3": "Transformers, assisted, 3",
+    "assisted 5": "Transformers, assisted, 5",
+    "assisted 10": "Transformers, assisted, 10",
+    "look-up 10": "Transformers, lookup, 10",
+    "look-up 10 by 3-grams": "Transformers, lookup, 10 by 3-grams",
+    "default": "default",
+    "draft": DecodeConfig().policy,
+    "fixed": "fixed",
+    "own look-up": "n-gram lookup",
+}
 FIXED_SHAPES = ("static", "compiled", "assisted 5 static", "assisted 5 compiled", "look-up 10 static")
-MORE_ARMS = ("whole", *FIXED_SHAPES, *OTHER_POLICIES)
+
+
+def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dict[str, Callable[[], Arm]]:
+    """Return what makes each arm, by name."""
+    target, draft = generator.target, generator.draft
+    policies = registered(options=predictors(generator) | {"fixed": {"gamma": gamma}})
+    made = our_arms(generator, policies, num_tokens, process_time) | their_arms(generator, num_tokens, process_time)
+
+    def by_step(draft_step: DraftStep) -> Arm:
+        twin, policy = with_step(generator, draft_step), make_policy(DecodeConfig().policy)
+        return Ours(twin, policy, DRAFT_ONLY, num_tokens, process_time)
+
+    def whole() -> Arm:
+        options = {**DRAFT_ONLY, "sparse_prefill": "off"}
+        return Ours(generator, make_policy("fixed", gamma=gamma), options, num_tokens, process_time)
+
+    static_lookup = {"prompt_lookup_num_tokens": 10, **_STATIC}
+    return {
+        **{name: made[known] for name, known in NAMES.items()},
+        **{name: made[name] for name in POLICIES if name not in (*NAMES, DecodeConfig().policy)},
+        "whole": whole,
+        "static": partial(by_step, "static"),
+        "compiled": partial(by_step, "compiled"),
+        "assisted 5 static": partial(
+            Theirs, target, num_tokens, draft, constant_schedule(5), _STATIC, clock=process_time
+        ),
+        "assisted 5 compiled": partial(compiled_assisted, target, draft, num_tokens),
+        "look-up 10 static": partial(Theirs, target, num_tokens, options=static_lookup, clock=process_time),
+    }
 
 
 def as_chat(prompt: Prompt) -> Prompt:
@@ -224,86 +132,58 @@ def choose(sources: list[str], per_task: int) -> list[tuple[str, Prompt]]:
     return [each for row in zip_longest(*by_task.values()) for each in row if each is not None]
 
 
-def run_prompt(
-    generator: SpecStackGenerator, arms: dict[str, Ask], turn: int, key: str, prompt: Prompt, ids: list[int], rows: Rows
-) -> None:
-    """Ask the arms that have no row yet, in this prompt's order, and keep their rows and where they part from plain."""
-    names = list(arms)
-    turn %= len(names)
-    for name in names[turn:] + names[:turn]:
-        if (key, name) not in rows:
-            row = arms[name](ids)
-            row["token_ids"] = [token for token in row["token_ids"] if token not in generator.pair.end_ids]
-            rows.add(key, name, {"task": prompt.task, **row})
-    plain_ids = rows.of_arm(PLAIN)[key]["token_ids"]
-    found = {name: first_divergence(generator, ids, plain_ids, rows.of_arm(name)[key]["token_ids"]) for name in names}
-    rows.add(key, _PARTINGS, {"partings": {name: parting for name, parting in found.items() if parting}})
+def note_partings(
+    generator: SpecStackGenerator, by_arm: Mapping[str, Mapping[str, Row]], prompt: Encoded, rows: Rows
+) -> dict[str, tuple[int, float]]:
+    """Where the arms' answers to a prompt part from plain's, kept among the rows."""
+    if (prompt.key, _PARTINGS) not in rows:
+        ends = generator.pair.end_ids
+        answers = {
+            name: [token for token in own[prompt.key]["token_ids"] if token not in ends] for name, own in by_arm.items()
+        }
+        found = {
+            name: first_divergence(generator, prompt.token_ids, answers[PLAIN], tokens)
+            for name, tokens in answers.items()
+        }
+        rows.add(prompt.key, _PARTINGS, {"partings": {name: parting for name, parting in found.items() if parting}})
+    partings: dict[str, tuple[int, float]] = rows.of_arm(_PARTINGS)[prompt.key]["partings"]
+    return partings
 
 
-def told(key: str, by_arm: dict[str, Row], partings: Partings) -> str:
+def told(key: str, by_arm: Mapping[str, Mapping[str, Row]], partings: Mapping[str, Any]) -> str:
     """A line of the table: plain's seconds, the others' speed over it, and where an answer parts from plain's."""
-    plain = by_arm[PLAIN]
-    line = f"{key:12s}{len(plain['token_ids']):5d} tokens {plain['cpu_s']:7.1f} s"
-    for name, row in by_arm.items():
+    plain = by_arm[PLAIN][key]
+    line = f"{key:12s}{len(plain['token_ids']):5d} tokens {plain['seconds']:7.1f} s"
+    for name, own in by_arm.items():
         if name != PLAIN:
-            line += f"  {name} {plain['cpu_s'] / row['cpu_s']:.2f}"
+            line += f"  {name} {plain['seconds'] / own[key]['seconds']:.2f}"
     return line + (f"  parts from plain (token, logits apart): {partings}" if partings else "")
 
 
-def summary(rows: Rows, arms: Sequence[str]) -> dict[str, Any]:
-    """Speed over plain with intervals, pooled acceptance and tokens a step, by task; over prompts that all arms did."""
-    by_arm = {name: rows.of_arm(name) for name in arms}
-    keys = [key for key in by_arm[PLAIN] if all(key in of_arm for of_arm in by_arm.values())]
-    tasks = list(dict.fromkeys(by_arm[PLAIN][key]["task"] for key in keys))
-    report: dict[str, Any] = {"num_prompts": len(keys)}
-    for task in [*tasks, "all"] if keys else []:
-        where = [key for key in keys if task in (by_arm[PLAIN][key]["task"], "all")]
-        print(f"\n{task}: {len(where)} prompts; speed over plain [95 %], acceptance, tokens a step")
-        report[task] = {}
-        for name in arms:
-            done = [by_arm[name][key] for key in where]
-            found = compare(done, [by_arm[PLAIN][key] for key in where])
-            report[task][name] = found
-            speed, low, high = found["speed_over_plain"]
-            print(
-                f"  {name:22s}{speed:6.2f} [{low:.2f}, {high:.2f}]  "
-                f"{found['acceptance']:.2f}  {found['tokens_per_step']:.2f}  {found['cpu_s']:.1f} s"
-            )
+def summary(lines: Sequence[Line], by_arm: Mapping[str, Mapping[str, Row]], prompts: Sequence[Encoded]) -> Row:
+    """The leaderboard as a report, by task and arm."""
+    report: Row = {"num_prompts": len(prompts)}
+    for line in lines:
+        keys = [prompt.key for prompt in prompts if line.task in (ALL, prompt.task)]
+        done, plain = ([by_arm[name][key] for key in keys] for name in (line.policy, PLAIN))
+        later = [[row.get("decode_s") for row in rows] for rows in (plain, done)]
+        report.setdefault(line.task, {})[line.policy] = {
+            "speed_over_plain": [*astuple(line.speed)],
+            "decode_over_plain": None if None in later[1] else ratio_interval(*later),
+            "cpu_s": sum(row["seconds"] for row in done),
+            "acceptance": line.acceptance or 0.0,
+            "tokens_per_step": line.tokens_per_step,
+            "same_tokens": line.num_same,
+        }
     return report
-
-
-def compare(done: Sequence[Row], plain: Sequence[Row]) -> dict[str, Any]:
-    """Some prompts' rows of an arm beside plain's."""
-
-    def over_plain(name: str) -> list[float]:
-        return ratio_interval([row[name] for row in plain], [row[name] for row in done])
-
-    return {
-        "speed_over_plain": over_plain("cpu_s"),
-        "decode_over_plain": over_plain("decode_s") if "decode_s" in done[0] else None,
-        "cpu_s": sum(row["cpu_s"] for row in done),
-        "acceptance": sum(row["num_accepted"] for row in done) / max(sum(row["num_proposed"] for row in done), 1),
-        "tokens_per_step": sum(len(row["token_ids"]) for row in done) / sum(row["num_steps"] for row in done),
-        "same_tokens": sum(row["token_ids"] == text["token_ids"] for row, text in zip(done, plain, strict=True)),
-    }
-
-
-def constant_schedule(num_assistant: int) -> dict[str, Any]:
-    """So many tokens of the assistant in every step."""
-    return {
-        "num_assistant_tokens": num_assistant,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
 
 
 def compiled_assisted(target: PreTrainedModel, draft: PreTrainedModel, num_tokens: int) -> Theirs:
     """Five tokens a step, the target compiled; transformers compiles on a CPU only under its tests' switch."""
     config = CompileConfig(mode="default", fullgraph=False)
     config._compile_all_devices = True
-    return Theirs(
-        with_plain_weights(target), num_tokens, draft, constant_schedule(5), {**_STATIC, "compile_config": config}
-    )
+    options = {**_STATIC, "compile_config": config}
+    return Theirs(with_plain_weights(target), num_tokens, draft, constant_schedule(5), options, process_time)
 
 
 def with_step(generator: SpecStackGenerator, draft_step: DraftStep) -> SpecStackGenerator:
@@ -332,9 +212,7 @@ def main() -> None:
     parser.add_argument("--random-draft", action="store_true", help="a draft of random weights")
     add_pair_arguments(parser)
     add_row_arguments(parser)
-    parser.add_argument(
-        "--arms", nargs="+", choices=(*ARMS, *MORE_ARMS), default=list(ARMS), help="plain is always one of them"
-    )
+    parser.add_argument("--arms", nargs="+", default=list(NAMES), help="plain is always one of them (%(default)s)")
     parser.add_argument("--per-task", type=int, default=5, help="prompts per task (%(default)s)")
     parser.add_argument("--leave-out", nargs="+", default=[], help="keys of prompts that tuned something")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
@@ -343,7 +221,7 @@ def main() -> None:
     add_out_argument(parser)
     arguments = parser.parse_args()
     rows = Rows(arguments.rows, arguments.minutes)
-    names = [name for name in (*ARMS, *MORE_ARMS) if name in (PLAIN, *arguments.arms)]
+    import_plugins()
     generator = load_generator(arguments)
     if arguments.random_draft:
         generator = with_random_draft(generator)
@@ -353,23 +231,29 @@ def main() -> None:
         prompts = choose(arguments.prompts, arguments.per_task)[: arguments.limit]
     prompts = [(key, prompt) for key, prompt in prompts if key not in arguments.leave_out]
     make = make_arms(generator, arguments.tokens, arguments.gamma)
+    if unknown := [name for name in arguments.arms if name not in make]:
+        parser.error(f"unknown arms {unknown}; known: {', '.join(make)}")
+    names = [name for name in make if name in (PLAIN, *arguments.arms)]
     arms = {name: make[name]() for name in names}
+    done = []
     for turn, (key, prompt) in enumerate(prompts):
-        if any((key, name) not in rows for name in (*names, _PARTINGS)):
-            if not rows.has_time:
-                break
-            most = None if arguments.documents else arguments.max_prompt_tokens
-            ids = prompt.encode(generator.tokenizer, most)
-            run_prompt(generator, arms, turn, key, prompt, ids, rows)
-        partings = rows.of_arm(_PARTINGS)[key]["partings"]
-        print(told(key, {name: rows.of_arm(name)[key] for name in names}, partings), flush=True)
-    done = rows.of_arm(_PARTINGS)
+        most = None if arguments.documents else arguments.max_prompt_tokens
+        encoded = Encoded(key, prompt.task, prompt.encode(generator.tokenizer, most))
+        if left(arms, encoded, rows) and not rows.has_time:
+            break
+        run_prompt(arms, turn, encoded, rows)
+        by_arm = rows_of(arms, rows)
+        print(told(key, by_arm, note_partings(generator, by_arm, encoded, rows)), flush=True)
+        done.append(encoded)
+    lines = lines_of(generator.pair.precision, arms, done, rows) if done else []
+    print(Leaderboard("decoding", PLAIN, lines).table())
+    partings = {key: row["partings"] for key, row in rows.of_arm(_PARTINGS).items() if row["partings"]}
     report = {
         "experiment": "decode",
         **describe(),
-        "num_left": sum(key not in done for key, _ in prompts),
-        "partings": {key: row["partings"] for key, row in done.items() if row["partings"]},
-        **summary(rows, names),
+        "num_left": len(prompts) - len(done),
+        "partings": partings,
+        **summary(lines, rows_of(arms, rows), done),
     }
     print_report(report, arguments.out)
 

@@ -34,7 +34,7 @@ from experiments.real.evidence_prompts import (
     multi_hop,
     shaped_prompts,
 )
-from experiments.real.rows import Row, Rows, add_row_arguments
+from experiments.real.rows import add_row_arguments
 from experiments.real.scoring import (
     Encoded,
     Looks,
@@ -47,6 +47,7 @@ from experiments.real.scoring import (
 )
 from experiments.real.settings import calibrated
 from spec_stack import PrefillConfig
+from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.loading import load_tokenizer
 
 RATES = (0.1, 0.2, 0.3)

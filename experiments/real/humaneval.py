@@ -29,9 +29,10 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import lines_of
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.rows import Rows, add_row_arguments, first_divergence
+from experiments.real.rows import add_row_arguments, first_divergence
 from experiments.real.target import Target
 from spec_stack import SpecStackGenerator
+from spec_stack.bench.rows import Rows
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.hf.prompt import PromptSource, encode_prompt
 

@@ -24,7 +24,8 @@ from experiments.common.conversations import Conversation, make_conversation
 from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.rows import Row, Rows, add_row_arguments
+from experiments.real.rows import add_row_arguments
+from spec_stack.bench.rows import Row, Rows
 
 Messages = list[dict[str, str]]
 

@@ -172,9 +172,9 @@ def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) 
         layer.values = layer.values.index_select(2, index)
 
 
-def crop(cache: DynamicCache, num_slots: int) -> None:
-    """Keep the first num_slots slots of every attention layer; recurrent states are unchanged."""
-    for layer in _attention_layers(cache):
+def crop(cache: DynamicCache, num_slots: int, first_layer: int = 0) -> None:
+    """Keep the first num_slots slots of every attention layer from first_layer on; recurrent states are unchanged."""
+    for layer in _attention_layers(cache, first_layer):
         # After an aborted forward either tensor may be uninitialized.
         layer.keys, layer.values = (
             tensor[:, :, :num_slots] if tensor.numel() else tensor for tensor in (layer.keys, layer.values)
@@ -193,8 +193,8 @@ def show(cache: DynamicCache, num_slots: int) -> None:
         layer.show(num_slots)
 
 
-def _attention_layers(cache: DynamicCache) -> Iterable[Any]:
-    return [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+def _attention_layers(cache: DynamicCache, first_layer: int = 0) -> Iterable[Any]:
+    return [layer for layer in cache.layers[first_layer:] if getattr(layer, "keys", None) is not None]
 
 
 class States:

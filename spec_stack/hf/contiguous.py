@@ -85,17 +85,22 @@ class ContiguousModel(CachedModel):
         return SlotPositions(range(len(self.positions)), window, num_sinks, last_layer)
 
     def _call(
-        self, token_ids: Sequence[int], positions: Sequence[int], slots: SlotPositions, num_logits: int
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        slots: SlotPositions,
+        num_logits: int,
+        model: PreTrainedModel,
     ) -> torch.Tensor:
         at = slots.positions[-len(token_ids) :]
         if self._is_installed:
-            return super()._call(token_ids, at, slots, num_logits)
+            return super()._call(token_ids, at, slots, num_logits, model)
         device = self.model.device
         placed: dict[str, Any] = {"position_ids": torch.tensor([at], device=device)} if self._takes_positions else {}
         if self._takes_logits_to_keep:
             placed["logits_to_keep"] = max(num_logits, 1)
         with nullcontext() if self._switch == sys.maxsize else _angles:
-            output = self.model(
+            output = model(
                 input_ids=torch.tensor([token_ids], device=device),
                 use_cache=True,
                 **placed,

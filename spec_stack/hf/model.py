@@ -15,6 +15,7 @@ from spec_stack.devices import to_device
 from spec_stack.hf import cache as model_cache
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention, is_capturing
+from spec_stack.hf.early_layers import EarlyLayers
 from spec_stack.hf.fixed_step import WIDTHS, FixedCache, FixedStep, padded
 from spec_stack.hf.slots import KeysCached, RecalledSlots, SlotPositions
 
@@ -67,6 +68,8 @@ class CachedModel:
         self.num_to_recompute = 0
         # End of the slots with recalled positions; positions increase from there on.
         self._recalled_end = 0
+        # After a prefill of the first layers alone: what the next forward of all layers goes on from.
+        self._early: EarlyLayers | None = None
 
     @property
     def _cache(self) -> DynamicCache:
@@ -81,6 +84,7 @@ class CachedModel:
         self._states = model_cache.States(cache) if is_stateful else None
         self._fixed: FixedCache | None = None
         self._is_ahead = False
+        self._early = None
 
     def _settle(self) -> None:
         """Let the layers show what fixed forwards wrote."""
@@ -102,8 +106,10 @@ class CachedModel:
         return max(self.positions, default=-1) + 1
 
     def draft_lag(self, num_tokens: int) -> int:
-        """Tokens of a text of this length that are not cached yet."""
-        return num_tokens - self.next_position
+        """Tokens to run before a text of this length is cached: the new ones, and cached ones without keys. Those whose
+        late layers alone are missing count as that share of them."""
+        share = 0.0 if self._early is None else self._early.share
+        return num_tokens - self.next_position + self.num_to_recompute + round(share * self.num_cached)
 
     @property
     def can_recall(self) -> bool:
@@ -133,6 +139,7 @@ class CachedModel:
             other._cache = model_cache.fork(self._cache)
         other.positions, other.token_ids = list(self.positions), list(self.token_ids)
         other.num_to_recompute, other._recalled_end = self.num_to_recompute, self._recalled_end
+        other._early = self._early and self._early.fork()
         return other
 
     def release(self) -> None:
@@ -166,6 +173,8 @@ class CachedModel:
         uncached earlier positions, may precede them. Raises ValueError for invalid ones, before any change."""
         if num_logits < 1:
             raise ValueError(f"{num_logits} logits do not fit; `prefill` gives none")
+        if self._early is not None:
+            self._resume(self._early)
         if self.num_to_recompute > _MAX_RIDING:
             self.prefill(*self._pop_pending())
         token_ids, positions = self._take(token_ids, positions, num_logits)
@@ -193,15 +202,45 @@ class CachedModel:
         num_layers: int | None = None,
     ) -> None:
         """Append tokens without logits. window: each attends to so many positions and to those below num_sinks.
-        num_layers: run only so many layers; the cache then serves scoring only, until `reset_to`."""
-        token_ids, positions = self._take(token_ids, positions, 0)
-        last_layer = self._last_layer
+        num_layers: run only so many layers, from the first call on an empty cache to the last; the next forward of all
+        layers runs the others over what is cached by then."""
+        last_layer, model = self._last_layer, self.model
         if num_layers is not None:
             last_layer = model_cache.last_scoring_layer(self._cache, num_layers)
+            self._early = self._early or EarlyLayers(self.model, last_layer)
+            model = self._early.first()
+        elif self._early is not None:
+            self._resume(self._early)
+        token_ids, positions = self._take(token_ids, positions, 0)
         ends = piece_ends(len(token_ids), 0, self._most_in_piece, own_piece=False)
         with torch.inference_mode():
             for first, last in pairwise([0, *ends]):
-                self._run(token_ids[first:last], positions[first:last], 1, window, num_sinks, last_layer)
+                self._run(token_ids[first:last], positions[first:last], 1, window, num_sinks, last_layer, model)
+
+    def _resume(self, early: EarlyLayers) -> None:
+        """Run the layers that a prefill of the first layers left out, over the cached tokens alone."""
+        self._early = None
+        if not early.can_resume:
+            self._read_again(range(self.num_cached))
+            return
+        try:
+            with torch.inference_mode():
+                # The last of the first layers cached keys, but attended to nothing.
+                model_cache.crop(self._cache, 0, early.end)
+                for first, last in pairwise([0, *piece_ends(self.num_cached, 0, self._most_in_piece, own_piece=False)]):
+                    slots = SlotPositions(self.positions[:last], last_layer=self._last_layer)
+                    piece = self.token_ids[first:last], self.positions[first:last]
+                    with suppress(KeysCached):
+                        self._call(*piece, slots, 1, early.rest(first, last))
+        except BaseException:
+            # Whoever goes on computes all layers anew.
+            self._read_again(range(self.num_cached))
+            raise
+
+    def _read_again(self, slots: Sequence[int]) -> None:
+        """Keep the tokens of these slots, which the next forward computes."""
+        texts = dict(zip(self.positions, self.token_ids, strict=True))
+        self.reset_to(texts, [self.positions[slot] for slot in slots])
 
     def _numbered(self, positions: Sequence[int]) -> Sequence[int]:
         """The positions that the model gets for those of the next tokens."""
@@ -265,8 +304,10 @@ class CachedModel:
         window: int | None = None,
         num_sinks: int = 0,
         last_layer: int | None = None,
+        model: PreTrainedModel | None = None,
     ) -> torch.Tensor:
-        """One eager forward; logits (num_logits, rows), none where it ends at an attention layer's keys."""
+        """One eager forward; logits (num_logits, rows), none where it ends at an attention layer's keys. model: other
+        than the own one."""
         num_whole, cache = len(self.positions), self._cache
         self.token_ids += token_ids
         self.positions += positions
@@ -274,10 +315,12 @@ class CachedModel:
         logits = torch.empty(0)
         try:
             with suppress(KeysCached):
-                logits = self._call(token_ids, positions, slots, num_logits)
+                logits = self._call(token_ids, positions, slots, num_logits, model or self.model)
         except BaseException:
             if not self.is_stateful:
                 model_cache.crop(cache, num_whole)
+                if self._early is not None:
+                    self._early.crop(num_whole)
                 del self.positions[num_whole:], self.token_ids[num_whole:]
             raise
         if self.on_piece is not None:
@@ -295,13 +338,18 @@ class CachedModel:
         return logits[-num_logits:]
 
     def _call(
-        self, token_ids: Sequence[int], positions: Sequence[int], slots: SlotPositions, num_logits: int
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        slots: SlotPositions,
+        num_logits: int,
+        model: PreTrainedModel,
     ) -> torch.Tensor:
         device = self.model.device
         slots.on_piece = self.on_piece
         slots.num_layers = self.num_layers if slots.last_layer is None else slots.last_layer + 1
         with attend_by_position(slots):
-            output = self.model(
+            output = model(
                 input_ids=to_device(torch.tensor([token_ids]), device),
                 position_ids=to_device(torch.tensor([positions]), device),
                 use_cache=True,
@@ -339,22 +387,29 @@ class CachedModel:
         elif num_left < num_slots and not self._is_ahead:
             with torch.inference_mode():
                 model_cache.crop(self._cache, num_left)
+                if self._early is not None:
+                    self._early.crop(num_left)
         del self.positions[num_left:], self.token_ids[num_left:]
         self.num_to_recompute = max(0, num_left - num_slots)
         if self._states is not None:
             self._states.keep_latest()
 
     def keep_slots(self, slots: Sequence[int]) -> None:
-        """Keep only these cache slots, with their positions. A model with a recurrent state keeps its whole context."""
+        """Keep only these cache slots, with their positions. A model with a recurrent state keeps its whole context,
+        unless its late layers have not seen it."""
+        if self._early is not None and not self._early.can_resume:
+            self._read_again(slots)
         if self.is_stateful or len(slots) == self.num_cached:
             return
         with torch.inference_mode():
             model_cache.keep_slots(self._cache, slots, self.model.device)
+            if self._early is not None:
+                self._early.keep_slots(slots)
         self._recalled_end = len(slots) if self._recalled_end else 0
         self.positions = [self.positions[slot] for slot in slots]
         self.token_ids = [self.token_ids[slot] for slot in slots]
 
-    def reset_to(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
+    def reset_to(self, prompt_ids: Sequence[int] | Mapping[int, int], positions: Sequence[int]) -> None:
         """Reset the cache to the prompt's tokens at these increasing positions; the next forward computes them."""
         self._cache = model_cache.new_cache(self.model.config)
         self.token_ids, self.positions = [prompt_ids[position] for position in positions], list(positions)

@@ -15,8 +15,9 @@ from fastapi.responses import Response
 
 from spec_stack.api.pruner import Pruner
 from spec_stack.api.request_body import BodyPrompt, find_prompt
+from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.proxy.config import LOOPBACK, PRUNED, ProxyConfig
-from spec_stack.proxy.pruning import KEEP_RATE_HEADER, PromptPruner, Pruning, body_options, header_options
+from spec_stack.proxy.pruning import PromptPruner, Pruning, body_options, header_options
 from spec_stack.proxy.upstream import Upstream, UpstreamError, UpstreamResponse
 from spec_stack.serve.http import (
     client_of,

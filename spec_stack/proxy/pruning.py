@@ -21,7 +21,7 @@ from prometheus_client import Counter, Histogram
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
-from spec_stack.config import SessionConfig
+from spec_stack.config import KEEP_RATE_HEADER, SessionConfig
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, QueueFullError, RequestCancelled
 from spec_stack.serve.http import AppMetrics
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 _BYTES_PER_POSITION, _BYTES_PER_TOKEN = 16, 8
 # More tokens than a template writes around a message, and than any prompt has.
 _TEMPLATE_TOKENS, _ALL_TOKENS = 64, 1 << 30
-KEEP_RATE_HEADER = "x-spec-stack-keep-rate"
 _MAX_PROTECTED, _MAX_CHARS = 64, 4000
 
 Prompt = str | list[dict[str, Any]]

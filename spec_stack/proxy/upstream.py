@@ -18,8 +18,8 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.proxy.config import LOOPBACK, ProxyConfig
-from spec_stack.proxy.pruning import KEEP_RATE_HEADER
 from spec_stack.serve.protocol import BadRequestError
 
 logger = logging.getLogger(__name__)

@@ -24,6 +24,8 @@ from spec_stack.sglang.server_args import ServerConfig
 # Without captured graphs.
 _SHOWN_SIZES = (1, 2, 4, 8, 16, 32)
 _NO_SIGNALS = DraftSignals()
+# Steps without a result when one arrives: its own, and under overlap scheduling the next one.
+_MOST_PENDING = 2
 # A request's stays the same for many steps.
 _member = lru_cache(maxsize=4096)(BatchRequest)
 
@@ -143,14 +145,17 @@ class BatchPolicy:
             num_target_slots=_mean_slots(self._requests),
         )
 
-    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
-        """Learn from the oldest pending step."""
+    def on_state_activated(self, steps: int) -> None:
+        """SGLang runs with this gamma from now on."""
+
+    def on_verify_complete(
+        self, num_correct_drafts_per_req: list[int], batch_size: int, num_steps: int | None = None
+    ) -> None:
+        """Learn from the pending step that this is the result of. num_steps: its gamma, where SGLang tells it."""
         now = self._clock()
-        while self._pending and len(self._pending[0].requests) != batch_size:
-            self._pending.popleft()
-        if not self._pending:
+        step = self._step_of(batch_size, max(num_correct_drafts_per_req, default=0), num_steps)
+        if step is None:
             return
-        step = self._pending.popleft()
         # Each request's share of the step's seconds; NaN where other work may be in them.
         share_s = (now - self._previous_end) / batch_size if step.follows_a_step else math.nan
         self._previous_end = now
@@ -168,6 +173,18 @@ class BatchPolicy:
                 step.policy.observe(record)
             except Exception:
                 log_failure("learning from a step", "nothing is learned from it")
+
+    def _step_of(self, batch_size: int, most_correct: int, num_steps: int | None) -> Pending | None:
+        """Take the oldest pending step with such a result; the ones before it have lost theirs."""
+        while len(self._pending) > _MOST_PENDING:
+            self._pending.popleft()
+        for number, step in enumerate(self._pending):
+            fits = step.gamma >= most_correct if num_steps is None else step.gamma == num_steps
+            if fits and len(step.requests) == batch_size:
+                for _ in range(number + 1):
+                    self._pending.popleft()
+                return step
+        return None
 
     def _record(
         self, step: Pending, request: RunningRequest, gamma: int, num_correct: int, share_s: float

@@ -65,7 +65,8 @@ class TranslatedDraft:
         self._draft.on_piece = tell
 
     def draft_lag(self, num_tokens: int) -> int:
-        return num_tokens - self.next_position
+        """Target tokens to feed, and the draft's own that it has to run again."""
+        return num_tokens - self.next_position + self._draft.draft_lag(self._draft.next_position)
 
     def capture(self, first: int = 0) -> AbstractContextManager[dict[int, LayerCapture]]:
         """Queries and keys of the draft's own tokens, at its own positions."""

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.policies.oracles import oracle
-from experiments.policies.replay import merge_runs, replay
+from spec_stack.bench.oracles import oracle
+from spec_stack.bench.replay import merge_runs, replay
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext
 from spec_stack.controller.batch import BatchThroughput
@@ -34,8 +34,8 @@ from tests.support.controller_data import Greedy, StepCosts, context, step
 def test_importing_the_controller_loads_no_torch_and_no_scikit_learn() -> None:
     code = (
         "import sys, spec_stack.controller, spec_stack.controller.registry, spec_stack.controller.throughput, "
-        "spec_stack.controller.predictor, experiments.policies.replay, experiments.policies.training, "
-        "spec_stack.controller.speckv, spec_stack.records, experiments.policies.oracles, "
+        "spec_stack.controller.predictor, spec_stack.bench.replay, spec_stack.bench.training, "
+        "spec_stack.controller.speckv, spec_stack.records, spec_stack.bench.oracles, "
         "spec_stack.controller.batch; "
         "print([name for name in ('torch', 'transformers', 'sklearn', 'pyarrow') if name in sys.modules])"
     )

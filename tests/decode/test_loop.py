@@ -17,6 +17,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.processors import make_warp
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
@@ -137,7 +138,7 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
     if queries == "look_ahead":
         scores = reference.importance(eager, prompt, look.token_ids, prefill.pool_kernel)
     else:
-        found = find_candidates(len(prompt), None)
+        found = find_candidates(PromptText(prompt))
         options = {"marked": found.is_question, "opening": found.opening, "pool_kernel": prefill.pool_kernel}
         scores = reference.question_importance(eager, prompt, (), found.segments, **options)
     positions = reference.selected_positions(scores, 0.3, 8, 1, 1)
@@ -343,3 +344,28 @@ def test_a_policy_that_chooses_nonsense_is_named(
 
     with pytest.raises(TypeError, match=r"policy 'dreamer' \(Dreamer\) must give a whole number"):
         SpecStackGenerator(target, draft).generate(input_ids=[3, 4], max_tokens=5, policy=Dreamer())
+
+
+class OneEach(Greedy16):
+    def choose(self, context: StepContext) -> int:
+        super().choose(context)
+        self.contexts.append(context)
+        return 1
+
+
+@pytest.mark.parametrize(("rule", "share"), [({"scorer": "bm25"}, 1.0), ({"scoring_heads": ((1, 0), (1, 2))}, 2 / 3)])
+def test_a_policy_is_told_what_the_draft_runs_again_after_a_pruned_prefill(
+    rule: dict[str, Any], share: float, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    prefill = PrefillConfig(keep_rate=0.3, granularity="chunks", chunk_size=8, **rule)
+    generator = SpecStackGenerator(target, draft, config=SpecStackConfig(prefill))
+    policy = OneEach(0)
+    result = generator.generate(
+        input_ids=random_prompt(200), max_tokens=6, sparse_prefill="on", policy=policy, return_records=True
+    )
+    num_kept = result.metrics.num_kept_tokens
+    first, second, *_ = policy.contexts
+    assert first.draft_lag == 1 + round(share * num_kept)
+    assert first.num_draft_slots == second.num_draft_slots - (result.records or [])[1].num_tokens == num_kept + 1
+    assert second.draft_lag <= 2
+    assert [record.draft_prefilled_prompt for record in (result.records or [])[1:3]] == [True, False]

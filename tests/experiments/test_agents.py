@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from experiments.real.agents import KEPT, SESSION, replay, report_of, shared_tokens, turns_of
-from experiments.real.rows import Rows
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.bench.rows import Rows
 
 LOG: dict[str, Any] = {
     "messages": [

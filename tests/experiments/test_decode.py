@@ -29,7 +29,7 @@ def test_every_arm_gives_the_tokens_of_plain_and_a_second_run_asks_for_nothing_a
     told = capsys.readouterr().out.splitlines()
     report = json.loads(told[-1])
     assert (report["num_prompts"], report["num_left"], report["partings"]) == (2, 0, {})
-    for name in decode.ARMS:
+    for name in decode.NAMES:
         of_arm = report["all"][name]
         assert of_arm["same_tokens"] == 2, name
         assert 0 <= of_arm["acceptance"] <= 1, name

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.real import longbench, quality
 from experiments.real.longbench import LongBenchTask, check_metrics, read_tasks, score
-from experiments.real.rows import Rows
+from spec_stack.bench.rows import Rows
 from spec_stack.hf.loading import resolve_pair
 
 _TASK = LongBenchTask("qasper", "0", "A question", ("The red car.", "a bicycle"), (), 10)

@@ -217,7 +217,7 @@ def test_the_seconds_of_a_step_are_not_those_of_a_request_that_it_was_cut_for() 
     assert set(chosen[60:]) <= {4, 8}
 
 
-@pytest.mark.parametrize("num_pending", [1, 2, 3])
+@pytest.mark.parametrize("num_pending", [1, 2])
 def test_a_step_says_which_record_is_its_newest(num_pending: int, monkeypatch: pytest.MonkeyPatch) -> None:
     newest: list[int | None] = []
 
@@ -344,3 +344,52 @@ def test_the_first_step_of_a_shape_and_one_stall_move_little() -> None:
     for seconds in (9.0, *[0.01] * 20, 5.0):
         _run(gamma, clock, [request_of("a")], 1, lambda drafted, seconds=seconds: seconds)
     assert gamma.state()["step_seconds"][1][4] < 0.0125
+
+
+def _steps_of_three(gammas: list[int]) -> tuple[BatchPolicy, list[Any]]:
+    """A policy that has chosen these gammas for the same three requests, without a result yet."""
+    left = iter(gammas)
+    policy = BatchPolicy(ServerConfig(), "fp32", agree=lambda chosen, knows: (next(left), knows))
+    requests = [request_of(str(number)) for number in range(3)]
+    for _ in gammas:
+        policy.begin_step(requests)
+        policy.get_steps_for_batch(3)
+    return policy, requests
+
+
+def _noted(requests: list[Any]) -> list[list[int]]:
+    """[gamma, accepted] of the only step that each request has heard of."""
+    found = [[item for item in request.customized_info[KEY] if isinstance(item, list)] for request in requests]
+    assert all(len(items) == 1 for items in found)
+    return [items[0] for items in found]
+
+
+def test_after_a_lost_result_a_step_gets_its_own_figures_where_its_gamma_is_told() -> None:
+    policy, requests = _steps_of_three([4, 2])
+    policy.on_state_activated(2)
+    policy.on_verify_complete([2, 1, 0], 3, 2)
+    assert _noted(requests) == [[2, 2], [2, 1], [2, 0]]
+    policy, requests = _steps_of_three([4, 2])
+    policy.on_verify_complete([2, 1, 0], 3, 4)
+    assert _noted(requests) == [[4, 2], [4, 1], [4, 0]]
+
+
+def test_a_result_of_more_tokens_than_a_step_drafted_is_that_of_a_later_one() -> None:
+    policy, requests = _steps_of_three([2, 4])
+    policy.on_verify_complete([3, 1, 0], 3)
+    assert _noted(requests) == [[4, 3], [4, 1], [4, 0]]
+
+
+def test_a_result_is_no_more_than_one_step_behind() -> None:
+    policy, requests = _steps_of_three([1, 4, 8])
+    policy.on_verify_complete([1, 1, 0], 3)
+    assert _noted(requests) == [[4, 1], [4, 1], [4, 0]]
+
+
+def test_a_result_that_fits_no_step_teaches_nothing() -> None:
+    policy, requests = _steps_of_three([4, 2])
+    policy.on_verify_complete([1, 1, 1], 3, 8)
+    assert policy.num_steps == 0
+    assert [len(request.customized_info[KEY]) for request in requests] == [1, 1, 1]
+    policy.on_verify_complete([1, 1, 1], 3, 4)
+    assert policy.num_steps == 1

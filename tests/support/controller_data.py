@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from experiments.policies.replay import Costs
+from spec_stack.bench.replay import Costs
 from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
 
 

@@ -1,0 +1,220 @@
+"""Policies by replay of recorded steps, on prompts that tuned none of them. Loads no model.
+
+Prompts are split into folds. What a policy needs to know beforehand (the best fixed gamma, a threshold, SpecKV's
+predictor) comes from the other folds' prompts, and policies that learn run over these first, as in a running program.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from spec_stack.bench.intervals import ratio_interval
+from spec_stack.bench.leaderboard import ALL, ORACLE, Leaderboard, Line
+from spec_stack.bench.oracles import best_fixed, oracle
+from spec_stack.bench.replay import Costs, ReplayText, Score, fit_costs, merge_runs, replay
+from spec_stack.bench.training import as_network, make_estimator, step_examples
+from spec_stack.config import MAX_GAMMA
+from spec_stack.controller.base import Policy, StepRecord
+from spec_stack.controller.registry import POLICIES, make_policy
+from spec_stack.controller.simple import Confidence
+from spec_stack.controller.speckv import SpecKV
+from spec_stack.records import as_record, read_records
+
+Maker = Callable[[], Policy]
+BASELINE = "best fixed"
+_FIXED = (0, 1, 2, 4, 6, 8, 10, 12, 16)
+_THRESHOLDS = tuple(number / 20 for number in range(2, 20))
+
+
+def read(paths: Iterable[str | Path]) -> list[StepRecord]:
+    """The records of .jsonl files, or of .parquet files with the same fields for columns (needs pyarrow)."""
+    return [record for path in map(Path, paths) for record in _read(path)]
+
+
+def _read(path: Path) -> list[StepRecord]:
+    if path.suffix != ".parquet":
+        return read_records(path)
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError(f"{path}: a .parquet file needs pyarrow; pip install pyarrow") from error
+    table = parquet.read_table(path)
+    # The shipped profile has a column of an earlier version.
+    rows = table.drop_columns([name for name in table.column_names if name == "lag"]).to_pylist()
+    return [as_record(row, f"{path}, row {number}") for number, row in enumerate(rows)]
+
+
+def registered(names: Sequence[str] = (), options: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Maker]:
+    """Makers of registered policies, a user's included; by default one of each.
+
+    names: as `confidence`, or with options as `confidence:threshold=0.3`. options: further ones by policy. Raises
+    ValueError for an unknown one.
+    """
+    makers: dict[str, Maker] = {}
+    for name in names or POLICIES:
+        policy, _, given = name.partition(":")
+        named = map(_option, filter(None, given.split(",")))
+        makers[name] = partial(make_policy, policy, **{**(options or {}).get(policy, {}), **dict(named)})
+        makers[name]()
+    return makers
+
+
+def _option(text: str) -> tuple[str, int | float | str]:
+    """ "threshold=0.3" as a name and a number, or a string."""
+    name, _, value = text.partition("=")
+    for read_as in (int, float):
+        try:
+            return name, read_as(value)
+        except ValueError:
+            continue
+    return name, value
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """What policies may know before the prompts of a fold: the texts of the others, at one precision."""
+
+    train: list[ReplayText]
+    tests: list[ReplayText]
+    costs: Costs
+    records: list[StepRecord]
+
+    def makers(self, policies: Mapping[str, Maker], with_predictor: bool) -> dict[str, Maker]:
+        """All policies; the tuned ones, and SpecKV with a predictor trained as in the paper, among them."""
+        makers: dict[str, Maker] = {f"fixed {gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in _FIXED}
+        makers |= {name: make for name, make in policies.items() if name != "fixed"}
+        precision = self.tests[0].precision
+        gamma = best_fixed(self.train, {precision: self.costs})[precision]
+        makers[BASELINE] = partial(make_policy, "fixed", gamma=gamma)
+        makers["confidence, tuned"] = partial(Confidence, max(_THRESHOLDS, key=self._tokens_per_s))
+        if with_predictor:
+            inputs, rates, _ = step_examples(self.records)
+            trained = as_network(make_estimator("mlp-16").fit(inputs, rates))
+            makers["speckv, trained"] = partial(SpecKV, predictor=trained)
+            makers["speckv, as published"] = partial(SpecKV, predictor=trained, objective="per_step")
+        return makers
+
+    def _tokens_per_s(self, threshold: float) -> float:
+        scores = [replay(text, Confidence(threshold), self.costs) for text in self.train]
+        return sum(score.num_tokens for score in scores) / sum(score.seconds for score in scores)
+
+
+def replay_policies(
+    records: Sequence[StepRecord],
+    policies: Mapping[str, Maker] | None = None,
+    *,
+    num_folds: int = 5,
+    max_gamma: int = MAX_GAMMA,
+    experienced: bool = True,
+    costs: Mapping[str, Costs] | None = None,
+    seed: int = 0,
+) -> Leaderboard:
+    """Compare policies on recorded runs.
+
+    Parameters
+    ----------
+    records : sequence of StepRecord
+        Greedy runs of the same prompts at several fixed gammas, two or more prompts.
+    policies : mapping of str to callable, optional
+        What makes each policy; by default one of every registered name. Fixed gammas, the best fixed gamma and
+        the best `confidence` threshold of the training prompts, SpecKV trained on them (with scikit-learn), and
+        the oracle are added.
+    num_folds : int
+        Parts that the prompts are split into, at most one a prompt.
+    max_gamma : int
+        Most tokens in a step.
+    experienced : bool
+        Whether policies run over the training prompts first. False starts them anew in each fold.
+    costs : mapping of str to Costs, optional
+        Seconds of steps by precision, in place of the recorded ones.
+    seed : int
+        Of the bootstrap.
+
+    Returns
+    -------
+    Leaderboard
+        Speeds are over the best fixed gamma of the training prompts; a policy's own seconds do not count.
+
+    Raises
+    ------
+    ValueError
+        For records of fewer than two prompts, of one gamma, or of incomplete runs.
+    """
+    merged = merge_runs(records)
+    # A step that prefilled the draft says nothing of later ones.
+    usual = (record for record in records if not record.draft_prefilled_prompt)
+    costs = fit_costs(usual) if costs is None else costs
+    fold_of = _split(merged.texts, num_folds)
+    if len(fold_of) < 2:
+        raise ValueError("the records are of one prompt; record two or more, so that one is left to compare on")
+    with_predictor = find_spec("sklearn") is not None
+    scores: dict[str, dict[str, dict[str, Score]]] = defaultdict(lambda: defaultdict(dict))
+    for precision in dict.fromkeys(text.precision for text in merged.texts):
+        for number in range(max(fold_of.values()) + 1):
+            own = [text for text in merged.texts if text.precision == precision]
+            fold = _Fold(
+                [text for text in own if fold_of[text.prompt] != number],
+                [text for text in own if fold_of[text.prompt] == number],
+                costs[precision],
+                [record for record in records if fold_of[record.request_id] != number],
+            )
+            if not (fold.train and fold.tests):
+                continue
+            makers = fold.makers(registered() if policies is None else policies, with_predictor)
+            for name, make in makers.items():
+                policy = make()
+                for text in fold.train if experienced else ():
+                    replay(text, policy, fold.costs, max_gamma=max_gamma)
+                for text in fold.tests:
+                    scores[precision][name][text.prompt] = replay(text, policy, fold.costs, max_gamma=max_gamma)
+            for text in fold.tests:
+                scores[precision][ORACLE][text.prompt] = oracle(text, fold.costs, max_gamma=max_gamma)
+    task_of = {text.prompt: text.task for text in merged.texts}
+    lines = [line for precision, own in scores.items() for line in _lines(precision, own, task_of, seed)]
+    agreement = f"{merged.num_unanimous / max(merged.num_shared, 1):.1%} of positions agree between runs"
+    start = "after the training prompts" if experienced else "started anew for each fold"
+    source = f"replay of {len(merged.texts)} recorded texts, {agreement}; policies {start}"
+    notes = ["oracle: the bound of any choice of gammas. A policy's own seconds do not count."]
+    notes += [] if with_predictor else ["scikit-learn is not installed: no row of SpecKV with a trained predictor"]
+    return Leaderboard(source, BASELINE, lines, notes)
+
+
+def _split(texts: Sequence[ReplayText], num_folds: int) -> dict[str, int]:
+    """Fold of every prompt, tasks spread evenly; a prompt is in one fold at every precision."""
+    by_task: dict[str, dict[str, None]] = defaultdict(dict)
+    for text in texts:
+        by_task[text.task][text.prompt] = None
+    prompts = [prompt for of_task in by_task.values() for prompt in of_task]
+    num_folds = max(2, min(num_folds, len(prompts)))
+    return {prompt: number % num_folds for number, prompt in enumerate(prompts)}
+
+
+def _lines(
+    precision: str, scores: Mapping[str, Mapping[str, Score]], task_of: Mapping[str, str], seed: int
+) -> Iterable[Line]:
+    prompts = list(scores[BASELINE])
+    for task in [ALL, *dict.fromkeys(map(task_of.__getitem__, prompts))]:
+        own = [prompt for prompt in prompts if task in (ALL, task_of[prompt])]
+        base = [scores[BASELINE][prompt].seconds for prompt in own]
+        for name, by_prompt in scores.items():
+            done = [by_prompt[prompt] for prompt in own]
+            num_tokens, num_steps = sum(score.num_tokens for score in done), sum(score.num_steps for score in done)
+            seconds, num_proposed = [score.seconds for score in done], sum(sum(score.gammas) for score in done)
+            yield Line(
+                precision,
+                task,
+                name,
+                len(own),
+                ratio_interval(base, seconds, seed),
+                num_tokens / sum(seconds),
+                num_tokens / num_steps,
+                num_proposed / num_steps,
+                (num_tokens - num_steps) / num_proposed if num_proposed else None,
+                None,
+            )

@@ -1,0 +1,73 @@
+"""A leaderboard as a table, CSV and a plot."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from spec_stack.bench.intervals import Interval
+from spec_stack.bench.leaderboard import Leaderboard, Line, aligned
+
+
+def line(policy: str, speed: float, task: str = "all", precision: str = "fp32", num_same: int | None = 3) -> Line:
+    acceptance = None if policy == "plain" else 0.5
+    return Line(
+        precision, task, policy, 4, Interval(speed, speed - 0.1, speed + 0.2), 10.0, 2.0, 1.5, acceptance, num_same
+    )
+
+
+BOARD = Leaderboard(
+    "live: a pair",
+    "plain",
+    [line("plain", 1.0), line("mine", 2.0), line("plain", 1.0, "code"), line("mine", 3.0, "code")],
+    ["a note"],
+)
+
+
+def test_the_table_ranks_by_speed_and_shows_single_tasks_and_notes() -> None:
+    told = BOARD.table().split("\n")
+    assert told[0] == "live: a pair"
+    assert told[2] == "fp32, 4 prompts; speed over plain with 95 % intervals"
+    assert told[3].split()[-1] == "code"
+    assert told[5].split() == ["mine", "2.00", "[1.90,", "2.20]", "10.0", "2.00", "1.50", "50%", "3/4", "3.00"]
+    assert told[6].split() == ["plain", "1.00", "[0.90,", "1.20]", "10.0", "2.00", "1.50", "–", "3/4", "1.00"]
+    assert told[-1] == "a note"
+
+
+def test_the_csv_has_a_row_per_line_and_json_the_same(tmp_path: Path) -> None:
+    BOARD.write_csv(tmp_path / "board.csv")
+    with (tmp_path / "board.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["task"], row["policy"], float(row["speed"]), float(row["speed_high"])) for row in rows] == [
+        ("all", "plain", 1.0, 1.2),
+        ("all", "mine", 2.0, 2.2),
+        ("code", "plain", 1.0, 1.2),
+        ("code", "mine", 3.0, 3.2),
+    ]
+    assert json.loads(json.dumps(BOARD.as_dict()))["lines"][1]["speed"] == {"value": 2.0, "low": 1.9, "high": 2.2}
+
+
+@pytest.mark.slow
+def test_the_plot_is_a_picture_with_a_panel_per_precision(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one, two = tmp_path / "one.png", tmp_path / "two.png"
+    BOARD.plot(one)
+    Leaderboard("", "plain", [*BOARD.lines, line("mine", 1.5, precision="nf4")]).plot(two)
+    from PIL import Image
+
+    with Image.open(one) as narrow, Image.open(two) as wide:
+        assert wide.width == pytest.approx(2 * narrow.width, abs=2)
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        BOARD.plot(tmp_path / "board.png")
+
+
+def test_columns_are_aligned_with_a_rule_below_the_head() -> None:
+    assert aligned([("a", "bb"), ("ccc", "d")]) == ["a    bb", "-------", "ccc  d"]

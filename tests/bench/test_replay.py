@@ -1,0 +1,199 @@
+"""Replay: what is merged from runs, and that a policy over it sees the past only."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec_stack.bench.oracles import best_fixed, oracle
+from spec_stack.bench.recorded import read
+from spec_stack.bench.replay import (
+    CostTable,
+    ReplayText,
+    fit_costs,
+    merge_runs,
+    replay,
+)
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.registry import make_policy
+from tests.support.controller_data import COSTS, Greedy, StepCosts, runs
+from tests.support.reference_controller import fixed_gamma_steps, least_seconds
+
+ROOT = Path(__file__).parents[2]
+
+
+def text_of(correct: list[bool]) -> ReplayText:
+    confidence = [0.9 if right else 0.2 for right in correct]
+    return ReplayText("a", "fp16", "chat", 0, len(correct), correct, [1.0] * len(correct), confidence, {})
+
+
+@settings(max_examples=60, deadline=None)
+@given(correct=st.lists(st.booleans(), min_size=1, max_size=40), gamma=st.integers(0, 9), reserve=st.integers(0, 1))
+def test_replaying_a_fixed_gamma_takes_the_steps_decoding_would(correct: list[bool], gamma: int, reserve: int) -> None:
+    text = text_of(correct)
+    expected = fixed_gamma_steps(correct, 0, len(correct), gamma, reserve)
+    score = replay(text, make_policy("fixed", gamma=gamma), COSTS, reserve=reserve)
+    assert score.gammas == [drafted for drafted, _ in expected]
+    assert score.num_tokens == sum(accepted + 1 for _, accepted in expected)
+    assert score.seconds == pytest.approx(sum(0.03 + 0.01 * drafted for drafted, _ in expected))
+
+
+@settings(max_examples=40, deadline=None)
+@given(correct=st.lists(st.booleans(), min_size=1, max_size=9), draft_s=st.floats(0.001, 0.05))
+def test_the_oracle_is_the_best_of_all_sequences_of_gammas(correct: list[bool], draft_s: float) -> None:
+    costs = StepCosts(0.002, draft_s, 0.03, 0.001)
+    expected = least_seconds(correct, 0, len(correct), [costs.step_s(gamma) for gamma in range(5)], 1)
+    assert oracle(text_of(correct), costs, max_gamma=4).seconds == pytest.approx(expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    correct=st.lists(st.booleans(), min_size=1, max_size=9),
+    verifies_s=st.lists(st.floats(0.01, 0.05), min_size=5, max_size=5),
+)
+def test_the_oracle_is_the_best_though_a_longer_proposal_was_measured_as_quicker(
+    correct: list[bool], verifies_s: list[float]
+) -> None:
+    costs = CostTable(tuple(range(5)), (0.001,) * 5, tuple(verifies_s))
+    expected = least_seconds(correct, 0, len(correct), [costs.step_s(gamma) for gamma in range(5)], 1)
+    assert oracle(text_of(correct), costs, max_gamma=4).seconds == pytest.approx(expected)
+
+
+def test_runs_at_several_gammas_merge_to_the_text_behind_them() -> None:
+    greedy = Greedy(5)
+    merged = merge_runs([record for gamma in (2, 4, 6, 8) for record in greedy.record("a", gamma)])
+    text = merged.texts[0]
+    assert merged.num_unanimous == merged.num_shared > 0
+    differing = [position for position in range(60) if text.correct[position] != greedy.correct[position]]
+    assert len(differing) <= merged.num_unknown
+    assert text.signal(0, 0, text.run_length(0, 8)) == (greedy.entropy[0], greedy.confidence[0])
+    wrong = greedy.correct.index(False)
+    assert text.tails[wrong].confidence == greedy.tails[wrong][: len(text.tails[wrong])]
+
+
+@pytest.mark.parametrize("gamma", [2, 4, 6, 8])
+def test_replay_of_a_recorded_gamma_is_the_recorded_run(gamma: int) -> None:
+    records = runs()
+    text = merge_runs(records).texts[0]
+    recorded = [record for record in records if record.request_id == text.prompt and record.policy == f"fixed-{gamma}"]
+    score = replay(text, make_policy("fixed", gamma=gamma), COSTS)
+    assert score.gammas == [record.gamma for record in recorded]
+    assert score.seconds == pytest.approx(sum(record.draft_s + record.verify_s for record in recorded))
+
+
+def test_decoding_is_replayed_from_where_the_prefill_step_ended() -> None:
+    records = Greedy(7).record("a", 4, prefill=6)
+    text = merge_runs(records).texts[0]
+    assert text.start == records[0].num_tokens
+    score = replay(text, make_policy("fixed", gamma=4), COSTS)
+    assert score.gammas == [record.gamma for record in records[1:]]
+    longer = [record for gamma in (2, 4) for record in Greedy(7, 200).record("a", gamma, prefill=6)]
+    assert fit_costs(longer)["fp16"].verify_s(4) == pytest.approx(COSTS.verify_s(4))
+
+
+class Spy(Policy):
+    """A policy that notes what it is shown. It drafts until told to stop by its own count."""
+
+    name = "spy"
+
+    def __init__(self) -> None:
+        self.shown: list[list[float]] = []
+        self.contexts: list[StepContext] = []
+
+    def choose(self, context: StepContext) -> int:
+        self.contexts.append(context)
+        self.shown.append([])
+        return 5
+
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        self.shown[-1] = list(signals.confidence)
+        return len(signals) < 3
+
+    def observe(self, record: StepRecord) -> None:
+        assert record.gamma <= 3
+
+
+def test_a_policy_sees_no_signal_of_a_token_it_has_not_drafted() -> None:
+    greedy = Greedy(11)
+    text = merge_runs(greedy.record("a", 8)).texts[0]
+    hidden = dataclasses.replace(
+        text, confidence=[value if at < 2 else 0.123 for at, value in enumerate(text.confidence)]
+    )
+    spies = Spy(), Spy()
+    for spy, seen in zip(spies, (text, hidden), strict=True):
+        replay(seen, spy, COSTS)
+    assert spies[0].shown[0][:2] == spies[1].shown[0][:2]
+    assert all(len(shown) <= 3 for shown in spies[0].shown)
+    assert spies[0].contexts[0].last is None
+    lasts = [context.last for context in spies[0].contexts[1:]]
+    assert [last.step for last in lasts if last] == list(range(len(lasts)))
+
+
+def test_best_fixed_depends_on_costs_alone_where_texts_are_equal() -> None:
+    merged = merge_runs(runs(p_right=0.9))
+    cheap = best_fixed(merged.texts, {"fp16": StepCosts(0.0, 0.0001, 0.03, 0.0)})["fp16"]
+    dear = best_fixed(merged.texts, {"fp16": StepCosts(0.0, 1.0, 0.03, 0.0)})["fp16"]
+    assert cheap > 8
+    assert dear == 0
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 2, 5, 8, 12])
+def test_costs_are_the_measured_means_and_straight_lines_between_and_beyond(gamma: int) -> None:
+    costs = StepCosts(0.004, 0.01, 0.03, 0.002)
+    records = [record for number in (2, 8) for record in Greedy(1).record("a", number, costs=costs)]
+    fitted = fit_costs(records, least=5)["fp16"]
+    assert fitted.draft_s(gamma) == pytest.approx(costs.draft_s(gamma))
+    assert fitted.verify_s(gamma) == pytest.approx(costs.verify_s(gamma))
+    assert fitted.step_s(gamma) == fitted.draft_s(gamma) + fitted.verify_s(gamma)
+
+
+def test_costs_beyond_what_was_measured_never_fall_nor_turn_negative() -> None:
+    table = CostTable((2, 4), (0.05, 0.01), (0.03, 0.02))
+    assert table.draft_s(9) == 0.01
+    assert table.draft_s(3) == pytest.approx(0.03)
+    assert CostTable((4, 8), (0.001, 0.1), (0.03, 0.03)).draft_s(1) == 0.0
+
+
+def test_costs_need_two_gammas_with_enough_steps() -> None:
+    records = Greedy(1).record("a", 2)
+    with pytest.raises(ValueError, match=r"fp16: \{.*2: \d+.*two gammas"):
+        fit_costs(records)
+    with pytest.raises(ValueError, match="rise"):
+        CostTable((4, 2), (1.0, 1.0), (1.0, 1.0))
+    with pytest.raises(ValueError, match="two or more"):
+        CostTable((4,), (1.0,), (1.0,))
+
+
+def test_runs_that_disagree_are_settled_by_majority_and_counted() -> None:
+    one = Greedy(2)
+    other = Greedy(2)
+    other.correct[0] = not one.correct[0]
+    records = [*one.record("a", 2), *one.record("a", 4), *other.record("a", 6)]
+    merged = merge_runs(records)
+    assert merged.texts[0].correct[0] == one.correct[0]
+    assert merged.num_unanimous < merged.num_shared
+
+
+def test_missing_records_are_refused() -> None:
+    with pytest.raises(ValueError, match="no records"):
+        merge_runs([])
+
+
+def test_runs_that_are_mixed_up_are_refused() -> None:
+    one, other = Greedy(0).record("a", 4), Greedy(1).record("b", 4)
+    with pytest.raises(ValueError, match=r"'a'.*a second time"):
+        merge_runs([one[0], other[0], one[1]])
+    with pytest.raises(ValueError, match="step 2 after 0"):
+        merge_runs([one[0], one[2]])
+
+
+@pytest.mark.slow
+def test_the_profile_in_the_repository_can_be_replayed() -> None:
+    pytest.importorskip("pyarrow")
+    records = read([ROOT / "experiments" / "results" / "profile.parquet"])
+    assert {record.precision for record in records} == {"fp32", "bf16", "int8", "nf4"}
+    assert len(merge_runs(records).texts) == 24 * 4
