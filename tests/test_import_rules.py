@@ -21,7 +21,7 @@ ALLOWED = {
     "controller": {"config", "settings"},
     "prefill": {"config", "devices", "settings", "types", "controller.base"},
     "decode": {"config", "settings", "types", "controller.base", "controller.ngram"},
-    "hf": {"config", "devices", "settings.warning", "types", "controller", "decode"},
+    "hf": {"config", "devices", "settings.warning", "types", "controller", "decode", "prefill.prompt_text"},
     "tokenizers": {"types", "prefill", "hf"},
     "engine": {
         "config",
@@ -44,7 +44,7 @@ ALLOWED = {
         "hf",
         "engine",
     },
-    "calibrate": {"config", "settings", "types", "decode", "prefill", "hf", "engine"},
+    "calibrate": {"config", "settings", "types", "decode", "prefill", "hf", "tokenizers.prompt_reader", "engine"},
     "serve": {
         "config",
         "settings",
@@ -59,6 +59,7 @@ ALLOWED = {
         "config",
         "settings",
         "api.pruner",
+        "api.request_body",
         "serve.fair_executor",
         "serve.http",
         "serve.protocol",
@@ -115,6 +116,7 @@ LIBRARIES = {
     "llguidance": {"hf"},
     "peft": {"hf"},
     "fastapi": {"serve", "proxy"},
+    "httpcore2": {"proxy"},
     "httpx2": {"proxy"},
     "sglang": {"sglang"},
 }
