@@ -23,6 +23,7 @@ from spec_stack.hf.loading import ASSETS
 
 Progress = Callable[[int, int, str], None]
 _FEW = 12
+_WARM_UP_TOKENS = 4
 _ERROR_CHARACTERS = 160
 _SAME = "same text: greedy answers with exactly plain decoding's tokens; in low precision near-ties may differ."
 
@@ -129,12 +130,12 @@ def encode(generator: SpecStackGenerator, prompts: Sequence[Prompt], *decisive: 
     return encoded
 
 
-def warmed_up(makers: Mapping[str, Callable[[], Arm]], prompt_ids: list[int]) -> tuple[dict[str, Arm], list[str]]:
-    """The arms, each after an answer by a twin that does not count; a note for each of Transformers' that fails."""
+def warmed_up(makers: Mapping[str, Callable[..., Arm]], prompt_ids: list[int]) -> tuple[dict[str, Arm], list[str]]:
+    """The arms, each after a short answer by a twin that does not count; a note for each of Transformers' that fail."""
     arms, notes = {}, []
     for name, make in makers.items():
         try:
-            make()(prompt_ids)
+            make(num_tokens=_WARM_UP_TOKENS)(prompt_ids)
         # Transformers raises many kinds of error for pairs that it does not support.
         except Exception as error:
             if name.startswith(THEIRS):

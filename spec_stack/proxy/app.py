@@ -15,9 +15,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from spec_stack.api.pruner import Pruner
+from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.proxy.config import LOOPBACK, ProxyConfig
 from spec_stack.proxy.pruning import PromptPruner, Pruning
-from spec_stack.proxy.upstream import KEEP_RATE_HEADER, Upstream, UpstreamResponse
+from spec_stack.proxy.upstream import Upstream, UpstreamResponse
 from spec_stack.serve.http import client_of, new_app, read_body, run_app, unless_disconnected
 from spec_stack.serve.protocol import BadRequestError
 

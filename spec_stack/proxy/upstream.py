@@ -11,13 +11,13 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.protocol import BadRequestError
 
 logger = logging.getLogger(__name__)
 
 # The request headers that are the proxy's own.
-KEEP_RATE_HEADER = "x-spec-stack-keep-rate"
 # Headers of one connection (RFC 9110, section 7.6.1), and those that the client writes itself.
 _HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),

@@ -20,7 +20,7 @@ from spec_stack import (
     SpecStackGenerator,
     StepContext,
 )
-from spec_stack.cli.demo import hide_fact
+from spec_stack.bench.demo import hide_fact
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.registry import POLICIES, POLICY_NAMES, make_policy
