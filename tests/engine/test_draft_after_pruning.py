@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.cli.demo import hide_fact
+from spec_stack.bench.demo import hide_fact
 
 NUM_ANSWERS = 10
 
