@@ -14,7 +14,7 @@ NUM_ANSWERS = 10
 
 @pytest.fixture
 def fed() -> Iterator[tuple[SpecStackGenerator, list[int]]]:
-    """A new generator, whose default policy has learned nothing, and how many tokens each forward of its draft is fed."""
+    """A new generator, whose policy has learned nothing, and the tokens that each forward of its draft is fed."""
     config = SpecStackConfig(PrefillConfig(scoring_heads=((0, 0), (0, 1))))
     generator = SpecStackGenerator.from_pretrained(device="cpu", calibration=False, config=config)
     sizes: list[int] = []
