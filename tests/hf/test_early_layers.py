@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -122,7 +121,8 @@ def test_a_draft_with_a_state_or_wrapped_forwards_reads_the_kept_tokens_again(na
     prompt, model = random_prompt(NUM_PROMPT), make_model(name)
     if name == "Qwen3":
         # As a model that is split over devices.
-        add_hook_to_module(model, ModelHook())
+        hooks = pytest.importorskip("accelerate.hooks")
+        hooks.add_hook_to_module(model, hooks.ModelHook())
     draft = early(model, prompt, 2)
     draft.keep_slots(KEPT)
     assert draft.draft_lag(NUM_PROMPT) == len(KEPT)
