@@ -1,4 +1,4 @@
-"""A rule of one's own for how far the draft runs ahead, beside the default.
+"""A rule of one's own for how far the draft runs ahead, next to the default.
 
 python examples/own_policy.py
 """
@@ -28,7 +28,8 @@ class CautiousAfterRejection(Policy):
 def main() -> None:
     generator = SpecStackGenerator.from_pretrained()
     for policy in (CautiousAfterRejection(), "throughput", "fixed"):
-        result = generator.generate("def main(argv):\n", max_tokens=64, policy=policy)
+        # All by the draft alone: by default "throughput" has n-gram lookup too.
+        result = generator.generate("def main(argv):\n", max_tokens=64, policy=policy, proposer="model")
         metrics = result.metrics
         print(f"{metrics.policy:10s} {metrics.num_steps:3d} steps, drafted {metrics.gamma_trace}")
 

@@ -37,6 +37,8 @@ ProposerName = Literal["auto", "model", "ngram", "both"]
 KNOWN_POLICIES: list[str] = []
 KNOWN_SCORERS: list[str] = []
 MAX_GAMMA = 16
+# Of HTTP requests to the proxy and to SGLang: a keep rate, and 1 for the whole prompt.
+KEEP_RATE_HEADER = "x-spec-stack-keep-rate"
 MAX_LOOKED_UP = 64
 """Most tokens of one look-up: they cost a verification, but no draft."""
 MAX_LOOK_AHEAD = 64

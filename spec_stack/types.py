@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from spec_stack.controller.base import DraftSignals, StepRecord
+from spec_stack.prefill.explanation import Explanation
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -325,6 +326,8 @@ class StepOutput:
         With the last step only.
     logprobs : list of TokenLogprobs or None
         One per token, if requested.
+    explanation : Explanation or None
+        With the last step, if requested.
     """
 
     token_ids: list[int]
@@ -333,6 +336,7 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     metrics: Metrics | None = None
     logprobs: list[TokenLogprobs] | None = None
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True)
@@ -359,6 +363,8 @@ class GenerationResult:
         The text for the user, and the reasoning before it if the chat template has reasoning.
     tool_calls : list of ToolCall
         Parsed tool calls; text that does not parse stays in `content`.
+    explanation : Explanation or None
+        What was kept of the prompt, and why, with `explain=True`.
     """
 
     token_ids: list[int]
@@ -371,6 +377,7 @@ class GenerationResult:
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+    explanation: Explanation | None = None
 
     @property
     def choices(self) -> list[GenerationResult]:

@@ -4,22 +4,22 @@ RECORDS are .jsonl files that `records=` of generate wrote (greedy runs of the s
 or the profile of the embedded pair, experiments/results/profile.parquet. `spec_stack.bench.recorded` says how prompts
 are split and what policies may know.
 
---draft-costs replays the same texts at other costs of a drafted token, as shares of a plain step, and --useless with
-a draft that is always wrong and never sure, or always wrong and always sure.
+--stress adds what a default must bear: policies that start anew, drafted tokens at other shares of a plain step, and a
+draft that is always wrong, unsure of it (confidence 0.05) or sure (0.98).
 
 --as-published instead repeats the SpecKV paper's own tables, from the folder of the authors' CSVs, beside the paper's
 figures.
 
     python -m experiments.policies.evaluate_policies RECORDS...
-    python -m experiments.policies.evaluate_policies RECORDS... --draft-costs 0.1 0.5 --useless unsure
+    python -m experiments.policies.evaluate_policies RECORDS... --stress
     python -m experiments.policies.evaluate_policies CSV_FOLDER --as-published
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies import published, reproduce
-from spec_stack.bench.recorded import read, replay_policies
+from spec_stack.bench.leaderboard import ALL, Leaderboard
+from spec_stack.bench.recorded import BASELINE, read, replay_policies
 from spec_stack.bench.replay import Costs
-from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.settings.plugins import import_plugins
 
+_COSTS = (0.1, 0.25, 0.5)
 # Entropy in bits and confidence of a draft that is always wrong.
 _WRONG = {"unsure": (10.0, 0.05), "sure": (0.1, 0.98)}
 
@@ -70,6 +71,7 @@ def always_wrong(records: Sequence[StepRecord], entropy: float, confidence: floa
 
 def as_published(folder: Path, num_resamples: int) -> dict[str, Any]:
     """Print the paper's tables beside ours."""
+    published.check_folder(folder)
     table = published.read_steps(folder / published.STEPS_FILE)
     cells = reproduce.reproduce(table, published.best_gammas(folder / published.RUNS_FILE), num_resamples)
     print(f"{'table':6s} {'cell':30s} {'paper':>10s} {'ours':>10s} {'difference':>10s}")
@@ -82,36 +84,51 @@ def as_published(folder: Path, num_resamples: int) -> dict[str, Any]:
     return {"cells": len(cells), "within": len(cells) - len(off), "off": off, "largest_difference": largest}
 
 
+def stress(records: Sequence[StepRecord], num_folds: int, seed: int) -> Iterator[tuple[str, Leaderboard]]:
+    """Leaderboards under conditions that a default must bear; costs and wrong drafts at the first precision."""
+    yield "started anew", replay_policies(records, num_folds=num_folds, experienced=False, seed=seed)
+    first = records[0].precision
+    own = [record for record in records if record.precision == first]
+    drafts = {"the draft": own} | {f"always wrong, {how}": always_wrong(own, *_WRONG[how]) for how in _WRONG}
+    for name, runs in drafts.items():
+        for cost in _COSTS:
+            costs = {first: ShareOfPlain(cost)}
+            board = replay_policies(runs, num_folds=num_folds, experienced=False, costs=costs, seed=seed)
+            yield f"{name}, {cost:g} of a plain step a token", board
+
+
+def compact(board: Leaderboard, tasks: Sequence[str]) -> dict[str, Any]:
+    """Speeds with their intervals by precision, task and policy."""
+    report: dict[str, Any] = {"num_prompts": board.lines[0].num_prompts}
+    for line in (line for line in board.lines if line.task in tasks):
+        ends = [round(each, 4) for each in astuple(line.speed)]
+        report.setdefault(line.precision, {}).setdefault(line.task, {})[line.policy] = ends
+    return report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path, help="files of records, or the authors' folder")
     parser.add_argument("--as-published", action="store_true", help="repeat the SpecKV paper's tables")
     parser.add_argument("--folds", type=int, default=5)
-    parser.add_argument("--cold", action="store_true", help="start policies anew in each fold")
-    parser.add_argument("--draft-costs", type=float, nargs="+", help="of a drafted token, in plain steps")
-    parser.add_argument("--useless", choices=_WRONG, help="a draft that is always wrong")
-    parser.add_argument("--max-gamma", type=int, default=MAX_GAMMA)
+    parser.add_argument("--stress", action="store_true", help="also other starts, costs and drafts")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     add_out_argument(parser)
     options = parser.parse_args()
-    if not 1 <= options.max_gamma <= MAX_GAMMA:
-        parser.error(f"--max-gamma must be 1 to {MAX_GAMMA}, got {options.max_gamma}")
     header = {"experiment": "evaluate_policies", **describe()}
     if options.as_published:
         print_report({**header, **as_published(options.records[0], 10_000)}, options.out)
         return
     import_plugins()
     records = read(options.records)
-    if options.useless:
-        records = always_wrong(records, *_WRONG[options.useless])
-    boards = {}
-    for cost in options.draft_costs or [None]:
-        costs = None if cost is None else {record.precision: ShareOfPlain(cost) for record in records}
-        how = {"num_folds": options.folds, "max_gamma": options.max_gamma, "seed": options.seed}
-        board = replay_policies(records, experienced=not options.cold, costs=costs, **how)
-        print(board.table() if cost is None else f"\na drafted token costs {cost:g} of a plain step; {board.table()}")
-        boards["as recorded" if cost is None else f"{cost:g}"] = board.as_dict()
-    print_report({**header, "boards": boards}, options.out)
+    boards = {"as recorded": replay_policies(records, num_folds=options.folds, seed=options.seed)}
+    if options.stress:
+        boards |= stress(records, options.folds, options.seed)
+    for name, board in boards.items():
+        print(f"\n{name}: {board.table()}")
+    first = next(iter(boards))
+    reports = {name: compact(board, [ALL, *(board.tasks if name == first else ())]) for name, board in boards.items()}
+    print_report({**header, "baseline": BASELINE, "boards": reports}, options.out)
 
 
 if __name__ == "__main__":

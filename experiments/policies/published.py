@@ -24,6 +24,8 @@ PUBLISHED_COLUMNS = {
 """The authors' name of a column -> the table's."""
 STEPS_FILE = "phase2_step_results.csv"
 RUNS_FILE = "phase2_experiment_results.csv"
+SOURCE = "https://github.com/Amorfati123/SpecKV"
+"""The authors' repository, as the paper's reproducibility statement names it; its folder `results` has the files."""
 _TEXTS = ("precision", "task")
 _COUNTS = ("gamma", "num_accepted", "num_tokens")
 
@@ -31,6 +33,13 @@ _COUNTS = ("gamma", "num_accepted", "num_tokens")
 StepTable = np.recarray[Any, Any]
 """Decode steps that drafted something, a field (n,) for each column. gamma is the loop's setting: the last step of a
 run may have proposed fewer tokens."""
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError for a folder without the authors' files, with the place that has them."""
+    missing = [name for name in (STEPS_FILE, RUNS_FILE) if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} lacks {' and '.join(missing)}; git clone {SOURCE} and give its folder results")
 
 
 def read_steps(path: Path) -> StepTable:

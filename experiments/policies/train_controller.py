@@ -3,7 +3,8 @@
 A step predictor (ridge, MLP-16, MLP-32) gives a step's acceptance rate from the signals of the step before, as the
 paper has it. It is scored on prompts left out, then fitted to all of them and written as JSON with a card. --ship
 copies it into the draft's folder, where `from_pretrained`, the command line and `spec-stack doctor` find it. Elsewhere
-the policy is given the file: `policy=make_policy("speckv", predictor=FILE)`.
+the policy is given the file: `policy=make_policy("speckv", predictor=FILE)`. It takes records of as many prompts as
+--folds, 5 by default; the shipped one has 24.
 
     python -m experiments.policies.train_controller mine.jsonl --out predictors
 """
@@ -52,6 +53,12 @@ def main() -> None:
     records = read(options.records)
     versions = {"python": platform.python_version(), "numpy": np.__version__, "scikit-learn": sklearn.__version__}
     inputs, rates, groups = step_examples(records)
+    num_prompts = len(set(groups))
+    if not 2 <= options.folds <= num_prompts:
+        raise ValueError(
+            f"--folds {options.folds} needs drafted steps of as many prompts (request_ids), two or more; these records "
+            f"have {num_prompts}. Record more prompts, or give fewer folds"
+        )
     scores = held_out_scores(options.model, inputs, rates, groups, options.folds)
     network = as_network(make_estimator(options.model).fit(inputs, rates))
     card = {
@@ -60,7 +67,7 @@ def main() -> None:
         "features": STEP_FEATURES,
         "data_sha256": digest,
         "num_examples": len(rates),
-        "num_prompts": len(set(groups)),
+        "num_prompts": num_prompts,
         "versions": versions,
         "scores": scores,
     }

@@ -2,8 +2,9 @@
 
 Each arm is a server of its own: *off* (no speculation, none of ours), *STANDALONE* (SGLang's own, same draft), *dense*
 (SPEC_STACK with keep_rate 1), *slots* (a dense target whose draft decodes over its own slots), *SPEC_STACK* at its
-defaults, and any other: --arm NAME='--LAUNCH FLAGS'. All run at once and sleep while they have nothing to do; every
-request goes to one arm after the other, in a rotating order. Times are from sending a request to its first chunk.
+defaults, and any other: --arm NAME='--LAUNCH FLAGS', where DRAFT stands for the draft beside another algorithm. All run
+at once and sleep while they have nothing to do; every request goes to one arm after the other, in a rotating order.
+Times are from sending a request to its first chunk.
 
 - conversations: documents with facts, one asked for in every turn: seconds to the first token, tokens given to the
   target, right answers. With --check every reply beside Transformers' greedy text over the kept tokens: where they
@@ -60,11 +61,14 @@ def launch_of(flags: str, options: argparse.Namespace) -> tuple[list[str], dict[
     arguments = ["--model-path", str(target), "--device", options.device, "--chunked-prefill-size", str(options.chunk)]
     arguments += CPU_ARGUMENTS if options.device == "cpu" else []
     # Servers that wait by looking again and again would take turns with the one that is measured.
-    arguments += ["--sleep-on-idle", *shlex.split(options.server_args), *shlex.split(flags)]
-    if "--speculative-algorithm" in flags:
-        arguments += ["--speculative-draft-model-path", str(draft)]
+    arguments += ["--sleep-on-idle", *shlex.split(options.server_args)]
+    if "--spec-stack-scoring-model" in flags:
+        flags = flags.replace("DRAFT", str(draft))
+    elif "--speculative-algorithm" in flags:
+        flags = f"{flags} --speculative-draft-model-path {draft}"
+    arguments += shlex.split(flags)
     environment = dict(CPU_ENVIRONMENT) if options.device == "cpu" else {}
-    if SPEC_STACK not in flags:
+    if SPEC_STACK not in flags and "--spec-stack" not in flags:
         environment["SGLANG_PLUGINS"] = other_plugins()
     return arguments, environment
 

@@ -115,14 +115,16 @@ def lengths(arms: Arms, tokenizer: Any, tried: Sequence[int], repeats: int, num_
 
 
 def decode_row(answer: Answer) -> dict[str, float]:
-    """Seconds to the first token, tokens/s after it, and the share of drafted tokens that was accepted."""
-    report = answer.meta_info.get("spec_stack", answer.meta_info)
+    """Seconds to the first token, tokens/s after it, the share of drafted tokens that was accepted, tokens per step."""
+    info = answer.meta_info
+    report = info.get("spec_stack", info)
     seconds = answer.chunk_times[-1] - answer.chunk_times[0]
     proposed, accepted = (report.get(name, 0) for name in ("num_proposed", "num_accepted"))
     return {
         "ttft_s": answer.ttft_s,
         "tokens_per_s": (len(answer.output_ids) - 1) / seconds,
-        "accepted": accepted / proposed if proposed else report.get("spec_accept_rate", 0.0),
+        "accepted": accepted / proposed if proposed else info.get("spec_accept_rate", 0.0),
+        "per_step": info.get("spec_accept_length", 1.0),
     }
 
 

@@ -25,7 +25,7 @@ from spec_stack.types import GenerationResult, StepOutput
 
 _DEFAULTS: dict[str, Any] = {
     **{entry.name: getattr(SamplingParams, entry.name) for entry in fields(SamplingParams)},
-    **{"stop": None, "protected": (), "continue_final_message": False, "task": ""},
+    **{"stop": None, "protected": (), "continue_final_message": False, "task": "", "explain": False},
 }
 
 
@@ -74,6 +74,9 @@ class GenerationMixin(ABC):
             removed.
         protected : sequence of (int, int), optional
             Half-open spans that are never pruned: token spans with `input_ids`, character spans with `prompt`.
+        question : str, optional
+            The question about the prompt, wherever it is in it, or not in it at all; it then finds what is kept, and
+            the target does not read it. None finds the question.
         tools, documents : sequence, optional
             Passed to the chat template, which writes them into the prompt; never pruned.
         tool_choice : str or mapping, optional
@@ -112,6 +115,8 @@ class GenerationMixin(ABC):
         on_progress : callable, optional
             Called with (num_done, num_total, phase) after every chunk of a prefill, in tokens; the phase is "scoring"
             (the draft's) or "prefill" (the target's). An exception ends the call.
+        explain : bool
+            Tell which parts of the prompt were kept, and what kept each: `result.explanation`.
         n : int
             Samples of the prompt, which is prefilled once for all of them: `result.choices`. Sample i is drawn with
             seed + i.
@@ -157,7 +162,9 @@ class GenerationMixin(ABC):
             add_records([step for result in results for step in result.records or []], path)
         if not keeps_records:
             results = [replace(result, records=None) for result in results]
-        return replace(results[0], others=results[1:])
+        # Samples share one prefill.
+        others = [replace(result, explanation=results[0].explanation) for result in results[1:]]
+        return replace(results[0], others=others)
 
     @shows_options(GenerateOptions, **_DEFAULTS)
     def stream(
@@ -266,6 +273,7 @@ def collect(
         metrics=last.metrics,
         records=[output.record for output in outputs],
         logprobs=logprobs,
+        explanation=last.explanation,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spec_stack.api.generator import calibrated
 from spec_stack.api.pruned_text import Text, cut_segments, protected_spans, whole_segments, write_spans
+from spec_stack.api.request_body import as_functions
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
@@ -19,7 +21,8 @@ from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_tokenizer, open_alone
 from spec_stack.hf.prompt import Message, Span, num_shared
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
-from spec_stack.prefill.recall import clip_spans, recall_dropped, select_turn
+from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
+from spec_stack.prefill.recall import recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import find_lines
@@ -33,8 +36,8 @@ if TYPE_CHECKING:
 Prunable = str | Sequence[Message]
 # A content part's index (None: the content is a string) and its text.
 _Part = tuple[int | None, str]
-# Separates a message's texts; the question follows on its own.
-_JOINT, _QUESTION = "\n", -1
+# Separates a message's texts.
+_JOINT = "\n"
 # Most attempts to fit a selection into max_tokens, and the share of it that may be left.
 _MOST_TRIES, _UNUSED = 8, 0.02
 # Halves of characters, which no tokenizer reads: clients cut texts by UTF-16 units.
@@ -88,17 +91,15 @@ class PruneResult:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt to score: token ids, their pieces and texts; token spans that are kept, and that hold no question.
-
-    parts: what is written, the template's texts and the indices of messages.
-    """
+    """A prompt to score, and the texts of its messages. parts: the template's texts and the messages' indices."""
 
     parts: list[str | int]
-    token_ids: list[int]
-    pieces: list[str]
+    read: PromptText
     texts: list[Text]
-    protected: list[Span]
-    template: list[Span]
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.read.token_ids
 
 
 class Pruner:
@@ -212,7 +213,7 @@ class Pruner:
         max_tokens : int, optional
             Most tokens to keep, by the draft's tokenizer, protected tokens included.
         question : str, optional
-            The question about the prompt, if the prompt does not contain it.
+            The question about the prompt, which need not contain it.
         protect : sequence of str
             Strings whose lines are kept.
         marker : str, optional
@@ -249,7 +250,7 @@ class PrunerConversation:
     def __init__(self, pair: ModelPair, config: PrefillConfig, session: SessionConfig) -> None:
         self._pair, self._config, self._session = pair, config, session
         self._draft: CachedModel = pair.new_draft_cache(config.prefill_chunk)
-        self._token_ids: list[int] = []
+        self._token_ids: Sequence[int] = []
         self._kept: set[int] = set()
         self._pruning = threading.Lock()
 
@@ -309,7 +310,9 @@ class PrunerConversation:
         inputs = None
         if not obstacle:
             scores, reason = self._decide(prompt, config, len(held), num_old, max_tokens)
-            if scores or len(held) < num_old:
+            # The same prompt again keeps what it kept.
+            is_again = list(prompt.token_ids) == list(self._token_ids)
+            if scores or (len(held) < num_old and not is_again):
                 inputs, rule = self._inputs(prompt, progress), config if scores else None
         # A budget that leaves no room for markers goes without.
         for own_marker in (None, "") if marker is None and max_tokens is not None else (marker,):
@@ -323,9 +326,8 @@ class PrunerConversation:
         self._token_ids, self._kept = prompt.token_ids, whole
         if max_tokens is not None and num_kept > max_tokens:
             reason += f"; what is never pruned, or was kept before, is over max_tokens={max_tokens}"
-        own = [(kept, text) for kept, text in texts if kept.part != _QUESTION]
-        shorter = _shortened(messages, own)
-        return PruneResult(shorter, [kept for kept, _ in own], num_tokens, num_kept, num_recalled, reason)
+        shorter = _shortened(messages, texts)
+        return PruneResult(shorter, [own for own, _ in texts], num_tokens, num_kept, num_recalled, reason)
 
     def _num_written(self, prompt: _Prompt, whole: set[int], texts: Sequence[tuple[KeptText, str]]) -> int:
         """Tokens of a pruned prompt, with its markers."""
@@ -347,7 +349,7 @@ class PrunerConversation:
         if max_tokens is not None and num_left <= max_tokens:
             return False, f"off: {num_left} tokens are no more than max_tokens={max_tokens}"
         text = "new text" if num_old else "prompt"
-        new = clip_spans(prompt.protected, num_old)
+        new = clip_spans(prompt.read.kept, num_old)
         return decide_scoring(config, num_tokens - num_old, new, text=text)
 
     def _select(
@@ -363,13 +365,13 @@ class PrunerConversation:
         """The kept tokens, and the number of recalled ones. config: None keeps all new text."""
         recalled = recall_dropped(inputs, held, num_old, self._config, self._session)
         num_new = len(prompt.token_ids) - num_old
-        num_protected = sum(stop - start for start, stop in clip_spans(prompt.protected, num_old))
+        num_protected = sum(stop - start for start, stop in clip_spans(prompt.read.kept, num_old))
         room = max(1, (max_tokens or 0) - len(held) - len(recalled) - num_protected)
         best: tuple[int, set[int]] | None = None
         for _ in range(_MOST_TRIES):
             if config is not None and max_tokens is not None:
                 config = replace(config, keep_rate=min(1.0, room / num_new))
-            turn = select_turn(inputs, held, num_old, recalled, config, prompt.protected)
+            turn = select_turn(inputs, held, num_old, recalled, config)
             kept = {*held, *recalled, *turn.positions}
             if max_tokens is None or config is None:
                 return kept, len(recalled)
@@ -387,7 +389,7 @@ class PrunerConversation:
         draft, token_ids = self._draft, prompt.token_ids
         draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
-            inputs = ScoringInputs(token_ids, protected=prompt.template, pieces=prompt.pieces)
+            inputs = ScoringInputs(prompt.read)
             with progress.watch(draft, "scoring", max(1, len(token_ids) - draft.next_position)):
                 return gather_inputs(draft, inputs, lambda *_: Proposal(), self._config)[0]
         except BaseException as error:
@@ -398,8 +400,9 @@ class PrunerConversation:
 
     def _read(self, messages: Prunable, question: str | None, protect: Sequence[str]) -> tuple[_Prompt, int]:
         """The prompt as the draft reads it, and its number of tokens from earlier turns."""
+        if question is not None and not isinstance(question, str):
+            raise ValueError(f"question must be a string or None, got {question!r}")
         chat, contents = _contents(messages)
-        _add_question(chat, contents, question)
         parts = self._parts(chat, contents, isinstance(messages, str))
         joined = [_JOINT.join(text for _, text in each) for each in contents]
         written, begins = "", []
@@ -413,28 +416,37 @@ class PrunerConversation:
         starts, ends = ([span[side] for span in encoded.offset_mapping] for side in (0, 1))
         num_old = max(0, min(num_shared(self._token_ids, token_ids), len(token_ids) - 1))
         pieces = self._pair.pieces(token_ids) or []
-        lines, texts = find_lines(pieces), []
+        lines, texts, turns = find_lines(pieces), [], []
         for message, char in begins:
-            # An answer is told by its role: it is the model's own, whoever has seen it before.
-            is_whole = chat[message]["role"] in (*KEPT_ROLES, "assistant")
+            role = chat[message]["role"]
             for part, text in contents[message]:
+                # An answer is told by its role: it is the model's own, whoever has seen it before.
                 segments = cut_segments(text, char, starts, ends, lines)
-                texts.append(Text(message, part, text, is_whole or part == _QUESTION, segments))
+                texts.append(Text(message, part, text, role in (*KEPT_ROLES, "assistant"), segments))
+                start, stop = bisect_left(starts, char), bisect_right(ends, char + len(text))
                 char += len(text) + len(_JOINT)
+                if role not in KEPT_ROLES and start < stop:
+                    turns.append(ChatTurn(role, (start, stop)))
         protected = protected_spans(len(token_ids), texts, protect)
-        # Questions, answers and protected lines are kept, but the question is searched in them too.
-        turns = [replace(text, is_whole=chat[text.message]["role"] in KEPT_ROLES) for text in texts]
-        template = protected_spans(len(token_ids), turns, ())
-        return _Prompt(parts, token_ids, pieces, texts, protected, template), num_old
+        # A text alone is read as a text: it may be a rendered chat.
+        written_turns = None if isinstance(messages, str) else turns
+        read = self._pair.reader.read(token_ids, protected, question, written_turns)
+        return _Prompt(parts, self._pair.reader.with_pieces(read), texts), num_old
 
     def _parts(self, chat: Sequence[Message], contents: Sequence[Sequence[_Part]], is_text: bool) -> list[str | int]:
         """The whole prompt: the template's texts, and the indices of messages."""
         tokenizer = self._pair.tokenizer
-        if not is_text or getattr(tokenizer, "chat_template", None):
-            joined = [_JOINT.join(text for _, text in each) for each in contents]
-            return chat_parts(tokenizer, [{**each, "content": text} for each, text in zip(chat, joined, strict=True)])
-        starts_text = tokenizer(_JOINT).input_ids[:1] == [tokenizer.bos_token_id]
-        return [tokenizer.bos_token, 0] if starts_text else [0]
+        joined = [_JOINT.join(text for _, text in each) for each in contents]
+        if not is_text:
+            return chat_parts(tokenizer, [_as_read(each, text) for each, text in zip(chat, joined, strict=True)])
+        needs_token = _has_leading_token(tokenizer) and not joined[0].startswith(tokenizer.bos_token)
+        return [tokenizer.bos_token, 0] if needs_token else [0]
+
+
+def _as_read(message: Message, text: str) -> dict[str, Any]:
+    """A message with its text, and with calls in the form that templates write."""
+    calls = {"tool_calls": as_functions(message["tool_calls"])} if message.get("tool_calls") else {}
+    return {**message, "content": text, **calls}
 
 
 def _checked(config: PrefillConfig | None) -> PrefillConfig:
@@ -479,16 +491,8 @@ def _contents(messages: Prunable) -> tuple[list[Message], list[list[_Part]]]:
     return chat, contents
 
 
-def _add_question(chat: list[Message], contents: list[list[_Part]], question: str | None) -> None:
-    """Append a question to the last user message, or as one."""
-    if question is None:
-        return
-    if not isinstance(question, str):
-        raise ValueError(f"question must be a string or None, got {question!r}")
-    if chat[-1]["role"] != "user":
-        chat.append({"role": "user"})
-        contents.append([])
-    contents[-1].append((_QUESTION, question))
+def _has_leading_token(tokenizer: Any) -> bool:
+    return bool(tokenizer(_JOINT).input_ids[:1] == [tokenizer.bos_token_id])
 
 
 def _whole(prompt: _Prompt, kept: set[int], marker: str | None) -> set[int]:

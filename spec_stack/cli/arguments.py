@@ -202,6 +202,7 @@ def _add_bench(commands: Any) -> None:
     add("--max-tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
     add("--minutes", type=float, default=10.0, help="start no prompt after so many minutes (%(default)s)")
     add("--rows", type=Path, help="file for a row per answer, from which a run resumes")
+    add("--record", type=Path, help="new .jsonl file for the steps of gammas 0, 2, 4 and 8, to be replayed")
     add("--no-rivals", dest="rivals", action="store_false", help="leave Transformers' arms out")
     add("--cpu-seconds", action="store_true", help="measure processor seconds, on a CPU that other programs use too")
     add("--folds", type=int, default=5, help="of a replay: parts of the prompts, each left out once (%(default)s)")
@@ -227,14 +228,14 @@ def _add_calibrate(commands: Any) -> None:
 
 def _add_explain(commands: Any) -> None:
     parser = commands.add_parser(
-        "explain", help="write an HTML page with the kept text, the proposer of each token, and the time"
+        "explain", help="write an HTML page with the answer, what was kept of the prompt, and what kept it"
     )
     _add_pair_arguments(parser)
     _add_prompt_arguments(parser)
     _add_list(parser, "--turn", "user message after the prompt's answer, in a session")
     parser.add_argument("--demo", action="store_true", help="use the demo's document and question as the prompt")
-    parser.add_argument("--compare", action="store_true", help="run dense prefill too, and show both")
-    parser.add_argument("--out", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
+    parser.add_argument("--compare", action="store_true", help="show the answer to the whole prompt too")
+    parser.add_argument("--out", type=Path, help="the page (default: a file named after the prompt)")
     _add_answer_arguments(parser)
 
 
@@ -273,7 +274,7 @@ def _add_doctor(commands: Any) -> None:
     add("--minutes", type=float, default=10.0, help="time budget of --measure (%(default)s)")
     what = "with --measure: measure speed-up and fidelity on these prompts, a JSON object per line with messages, "
     add("--prompts", type=Path, help=f"{what}prompt or text")
-    what = "with --measure: text files, with generated questions"
+    what = "with --measure: text files, in which facts are hidden and asked for"
     add("--documents", type=Path, nargs="+", default=[], help=what)
     what = "with --prompts or --documents: settings to compare (default: 0.1 0.2 0.3 and the calibrated one)"
     add("--keep-rates", type=float, nargs="+", help=what)

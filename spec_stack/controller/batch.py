@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from spec_stack.config import DecodeConfig
 from spec_stack.controller.base import BatchRequest, Policy, StepContext, StepRecord, check_gammas
-from spec_stack.controller.step_cost import SHORTEST_S, DiscountedCurve, PerContextLength, length_scale
+from spec_stack.controller.step_times import SHORTEST_S, DiscountedCurve, PerContextLength, length_scale
 from spec_stack.controller.tuning import TUNING
 
 Floats = NDArray[np.float64]

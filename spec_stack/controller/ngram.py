@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.acceptance import OnlineLogistic, sigmoid
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.step_cost import TOLERANCE, USUAL_UNREAD, Allowance, PerContextLength, RequestRate, StepCost
+from spec_stack.controller.step_times import TOLERANCE, Allowance, RequestRate, StepCost, StepTimes
 from spec_stack.controller.tuning import TUNING
 
 # Steps by which a policy that takes plain ones has taken one.
@@ -52,42 +52,20 @@ class NgramProposal:
         return [each.token_id for each in self.found]
 
 
-@dataclass
-class _Measured:
-    """The costs, what n-gram lookup may lose, the steps so far and the most tokens that one verified, at one length of
-    the context.
-    """
-
-    cost: StepCost = field(default_factory=StepCost)
-    allowance: Allowance = field(default_factory=Allowance)
-    num_steps: int = 0
-    most_verified: int = 0
-
-    @property
-    def left_s(self) -> float:
-        """Seconds that n-gram lookup may lose now; unbounded under a policy that takes no plain steps."""
-        if self.cost.knows_plain:
-            return self.allowance.num_steps * self.cost.plain_s
-        return 0.0 if self.num_steps < _FIRST_STEPS else math.inf
-
-    def observe(self, record: StepRecord) -> None:
-        self.num_steps += 1
-        self.most_verified = max(self.most_verified, record.gamma)
-
-
 class NgramPolicy:
     """Learns the accuracy of n-gram lookup, the draft's gain, and the cost of both. One request at a time.
 
     P(an n-gram token is right, given all before it) is a logistic model of match length and counts: one for the
-    request's own text, one for shared texts.
+    request's own text, one for shared texts. times: of the steps, which the request's policy reads too.
     """
 
     def __init__(self) -> None:
+        self.times = StepTimes()
+        self._allowance = Allowance()
         # By `NgramToken.is_shared`.
         self._chances = {False: OnlineLogistic(_START), True: OnlineLogistic(_START)}
-        self._measured = PerContextLength(_Measured)
         # At the last step's length.
-        self._at = _Measured()
+        self._cost = StepCost()
         # In tokens per plain step; and the gain of a step that goes to the draft, in tokens.
         self._rate, self._gain = RequestRate(1.0), RequestRate(1.0)
         self._num_decided = 0
@@ -100,12 +78,7 @@ class NgramPolicy:
         self._reach = 2 * TUNING.least_reach
         self._rate.begin_request()
         self._gain.begin_request()
-        for known in self._measured.values():
-            known.allowance.begin_request()
-
-    @property
-    def _cost(self) -> StepCost:
-        return self._at.cost
+        self._allowance.begin_request()
 
     def chance(self, found: NgramToken) -> float:
         """P(an n-gram token is right), given that all before it are."""
@@ -168,12 +141,19 @@ class NgramPolicy:
 
         One is tried as soon as anything is left: a stall may have made it look dear.
         """
-        left_s = self._at.left_s
-        most = min(most, MAX_LOOKED_UP, self._reach, 2 * self._at.most_verified or 2)
+        left_s = self._left_s
+        most = min(most, MAX_LOOKED_UP, self._reach, 2 * self._cost.most_verified or 2)
         least = 1 if left_s > 0 else 0
         while most > least and self._extra_s(beside, most) > left_s:
             most -= 1
         return most
+
+    @property
+    def _left_s(self) -> float:
+        """Seconds that n-gram lookup may lose now; unbounded under a policy that takes no plain steps."""
+        if self._cost.knows_plain:
+            return self._allowance.num_steps * self._cost.plain_s
+        return 0.0 if self._cost.num_steps < _FIRST_STEPS else math.inf
 
     def _extra_s(self, beside: int, num_tokens: int) -> float:
         """Seconds to verify n-gram tokens beside drafted ones."""
@@ -181,14 +161,14 @@ class NgramPolicy:
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step; a prefill step begins a request."""
-        self._at = self._measured.at(record)
+        self._cost = self.times.observe(record)
         if record.is_prefill:
             self._begin_request()
             return
         if record.num_ngram_tokens and record.num_accepted >= record.num_drafted:
             found = self._tail if record.num_drafted else self._whole
             self._learn(found[: record.num_ngram_tokens], record.num_accepted - record.num_drafted)
-        if not record.draft_prefilled_prompt and math.isfinite(record.seconds):
+        if not record.draft_prefilled_prompt and math.isfinite(record.seconds) and self._cost.knows_plain:
             self._observe_times(record)
 
     def _learn(self, found: Sequence[NgramToken], num_accepted: int) -> None:
@@ -200,21 +180,14 @@ class NgramPolicy:
             self._chances[each.is_shared].learn(_features(each), place < num_accepted)
 
     def _observe_times(self, record: StepRecord) -> None:
-        cost, draft_s = self._cost, record.draft_s
-        if record.draft_lag > USUAL_UNREAD and cost.knows_plain and cost.most_drafted:
-            # N-gram tokens are fed when the draft is next used, so those seconds say nothing of a drafted token.
-            draft_s = min(draft_s, cost.draft_s(record.num_drafted))
-        cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_ngram_tokens)
-        self._at.observe(record)
-        if not cost.knows_plain:
-            return
+        cost = self._cost
         bound = TOLERANCE * cost.seconds(record.num_drafted, record.num_ngram_tokens)
         num_plain_steps = min(record.seconds, bound) / cost.plain_s
         self._rate.add(record.num_tokens, num_plain_steps)
         self._account(record, num_plain_steps)
         if record.proposer != "ngram":
             # The step's gain, the seconds of its proposal paid at the present rate.
-            spent = draft_s + cost.verify_s(record.gamma) - cost.plain_s
+            spent = self.times.drafting_s(record) + cost.verify_s(record.gamma) - cost.plain_s
             self._gain.add(max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1)), 1.0)
 
     def _account(self, record: StepRecord, num_plain_steps: float) -> None:
@@ -223,7 +196,7 @@ class NgramPolicy:
             extra = self._extra_s(record.num_drafted, record.num_ngram_tokens) / self._cost.plain_s
             num_plain_steps = 1 + extra
         num_tokens = 1 + record.num_accepted - record.num_drafted_accepted
-        self._at.allowance.add(num_tokens, num_plain_steps, record.num_ngram_tokens > 0)
+        self._allowance.add(num_tokens, num_plain_steps, record.num_ngram_tokens > 0)
 
 
 def _features(found: NgramToken) -> list[float]:

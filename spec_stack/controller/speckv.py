@@ -10,7 +10,7 @@ from typing import Literal, Protocol, get_args
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma, check_gammas
 from spec_stack.controller.predictor import FILE_NAME, load_step_predictor, step_features
-from spec_stack.controller.step_cost import USUAL_UNREAD, PerContextLength, StepCost
+from spec_stack.controller.step_times import USUAL_UNREAD, PerContextLength, StepCost
 from spec_stack.controller.tuning import TUNING
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "draft" / FILE_NAME

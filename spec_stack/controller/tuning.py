@@ -42,6 +42,8 @@ class Tuning:
     """Share of the time that drafting may lose."""
     start_allowance: float = 0.5
     """Plain steps that an untried draft may lose."""
+    catching_up_share: float = 0.005
+    """Share of the time that the draft's catching up may lose, in answers that end before it has paid."""
     carried_allowance: float = 2.0
     """Plain steps of earlier requests' gain that a request may lose."""
     most_allowance: float = 8.0
@@ -53,7 +55,11 @@ class Tuning:
     """Steps between steps for the source of tokens that is held to be worse. A server tries another gamma half as
     often, and gives up after so many steps of unknown seconds."""
     start_speedup: float = 1.3
-    """The assumed gain of an untried draft."""
+    """The gain that an untried draft may have."""
+    untried_speedup: float = 1.17
+    """The gain that an untried draft is believed to have, where it must catch up first."""
+    catching_up_margin: float = 1.4
+    """Factor by which the expected saving exceeds the cost of catching up."""
     long_lag: int = 32
     """Tokens to catch up on from which the draft's prefill is weighed against the answer's expected saving."""
     answer_tokens: int = 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from numbers import Integral
 
@@ -16,8 +17,30 @@ from spec_stack.decode.clock import Clock
 from spec_stack.decode.ngram_index import NgramIndex
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
+from spec_stack.decode.stopping import StopChecker
 from spec_stack.settings.warning import warn_caller
-from spec_stack.types import Proposal, SteppableModel
+from spec_stack.types import DraftingModel, Proposal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRequest:
+    """What decoding needs of a request.
+
+    prompt_ids: the whole prompt. end_ids: tokens that end the text. proposer: "model", "ngram" or "both". request_id,
+    precision, task: labels of the records. num_logprobs: likeliest tokens given beside each token's log-probability;
+    None gives neither. clock: its phase "scoring" goes into the first record.
+    """
+
+    prompt_ids: list[int]
+    sampler: Sampler
+    stopper: StopChecker
+    end_ids: Collection[int]
+    proposer: str
+    precision: str
+    request_id: str = ""
+    task: str = ""
+    num_logprobs: int | None = None
+    clock: Clock = field(default_factory=Clock)
 
 
 class Proposer:
@@ -31,29 +54,24 @@ class Proposer:
     A proposed token, and whether there is one, may depend only on the tokens before it: a proposal that is cut by what
     was drawn after the cut biases the output.
 
-    source: "model", "ngram" or "both". draft: its cache is advanced. sampler: draws the draft's tokens. end_ids: tokens
-    after which nothing is proposed. ngram_policy: decides when n-gram lookup pays. index: the text so far, for it.
+    draft: its cache is advanced. ngram_policy: decides when n-gram lookup pays. index: the text so far, for it.
     """
 
     def __init__(
-        self,
-        source: str,
-        draft: SteppableModel,
-        sampler: Sampler,
-        end_ids: Collection[int],
-        ngram_policy: NgramPolicy,
-        index: NgramIndex | None = None,
+        self, request: DecodeRequest, draft: DraftingModel, ngram_policy: NgramPolicy, index: NgramIndex | None = None
     ) -> None:
-        self._source, self._draft, self._sampler, self._end_ids = source, draft, sampler, end_ids
-        self._ngram_policy = ngram_policy
+        self.draft = draft
+        self._source, self._sampler, self._end_ids = request.proposer, request.sampler, request.end_ids
+        self._clock = request.clock
+        self.ngram_policy = ngram_policy
         self._index = NgramIndex() if index is None else index
         self._has_begun = self._is_broken = False
 
-    def propose(self, committed_ids: Sequence[int], policy: Policy, context: StepContext, clock: Clock) -> Proposal:
+    def propose(self, committed_ids: Sequence[int], policy: Policy, context: StepContext) -> Proposal:
         """The tokens to verify in a step. committed_ids: the whole prompt and the output so far."""
         if self._source == "model":
-            return self._drafted(committed_ids, policy, context, clock)
-        with clock.measure("controller"):
+            return self._drafted(committed_ids, policy, context)
+        with self._clock.measure("controller"):
             # A whole prompt takes a while: none of it is the draft's reading.
             if self._has_begun:
                 self._index.extend(committed_ids[len(self._index) :])
@@ -61,18 +79,18 @@ class Proposer:
                 # A session's index holds the text of its last turn.
                 self._index.begin(committed_ids)
                 self._has_begun = True
-        found = self._ngram_policy.offer(self._index.continuations((), self._end_ids), context.max_gamma)
-        if self._source == "ngram" or self._ngram_policy.prefers_ngram(found):
+        found = self.ngram_policy.offer(self._index.continuations((), self._end_ids), context.max_gamma)
+        if self._source == "ngram" or self.ngram_policy.prefers_ngram(found):
             return _as_proposal(found)
-        drafted = self._drafted(committed_ids, policy, context, clock)
+        drafted = self._drafted(committed_ids, policy, context)
         return self._with_tail(drafted, context.max_gamma) if drafted.token_ids else _as_proposal(found)
 
     def observe(self, record: StepRecord) -> None:
         """Learn from the step's record."""
         if self._source != "model":
-            self._ngram_policy.observe(record)
+            self.ngram_policy.observe(record)
 
-    def _drafted(self, committed_ids: Sequence[int], policy: Policy, context: StepContext, clock: Clock) -> Proposal:
+    def _drafted(self, committed_ids: Sequence[int], policy: Policy, context: StepContext) -> Proposal:
         """The draft's tokens. A draft whose logits become non-finite is dropped for the rest of the request, with a
         warning.
         """
@@ -80,12 +98,12 @@ class Proposer:
             return Proposal()
 
         def keep_drafting(signals: DraftSignals) -> bool:
-            with clock.measure("controller"):
+            with self._clock.measure("controller"):
                 return policy.keep_drafting(context, signals)
 
-        with clock.measure("controller"):
+        with self._clock.measure("controller"):
             gamma = _checked_gamma(policy, context)
-        proposal = propose(self._draft, committed_ids, gamma, self._sampler, self._end_ids, keep_drafting)
+        proposal = propose(self.draft, committed_ids, gamma, self._sampler, self._end_ids, keep_drafting)
         if not proposal.is_finite:
             self._is_broken = True
             warn_caller(
@@ -102,7 +120,7 @@ class Proposer:
         # Of all drafted tokens to be right.
         chance = prod(drafted.signals.confidence)
         continuations = self._index.continuations(drafted.token_ids, self._end_ids)
-        token_ids = self._ngram_policy.tail(continuations, most - num_drafted, chance, num_drafted).token_ids
+        token_ids = self.ngram_policy.tail(continuations, most - num_drafted, chance, num_drafted).token_ids
         if probs is not None and token_ids:
             rows = F.one_hot(torch.tensor(token_ids, device=probs.device), probs.shape[1]).to(probs.dtype)
             probs = torch.cat([probs, rows])

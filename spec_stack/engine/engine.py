@@ -79,31 +79,15 @@ class Engine:
 
     def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
         """The steps of a planned request over these caches. Its clock pauses between the steps."""
-        pair, clock, sampler = self.pair, request.clock, request.sampler
+        pair, clock = self.pair, request.clock
         clock.resume()
         with request.policy.lend() as policy, self._ngram_policies.lend() as ngram_policy:
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
-            if request.observer is not None:
-                request.observer.selected(selection, proposal)
+            observer = request.observer
+            explanation = None if observer is None else observer.explanation(caches.held, selection)
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
-            proposer = Proposer(request.proposer, draft, sampler, request.end_ids, ngram_policy, caches.lookups)
-            steps = decode(
-                target=caches.target,
-                draft=draft,
-                prompt_ids=request.prompt_ids,
-                selection=selection,
-                proposal=proposal,
-                policy=policy,
-                proposer=proposer,
-                sampler=sampler,
-                stopper=request.stopper,
-                end_ids=request.end_ids,
-                request_id=request.request_id,
-                precision=pair.precision,
-                task=request.task,
-                clock=clock,
-                num_logprobs=request.num_logprobs,
-            )
+            proposer = Proposer(request, draft, ngram_policy, caches.lookups)
+            steps = decode(request, caches.target, selection, proposal, policy, proposer)
             try:
                 with request.progress.watch(caches.target, "prefill", len(selection.positions)):
                     first = next(steps)
@@ -113,7 +97,7 @@ class Engine:
                         metrics.scoring_s = output.record.draft_s
                     if output.finish_reason is not None:
                         metrics.draft_step, metrics.target_step = str(pair.draft_step), str(pair.target_step)
-                        output = replace(output, metrics=metrics)
+                        output = replace(output, metrics=metrics, explanation=explanation)
                     clock.pause()
                     yield output
                     clock.resume()

@@ -24,6 +24,7 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.pool import ObjectPool, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.clock import Clock
+from spec_stack.decode.proposer import DecodeRequest
 from spec_stack.decode.sampler import LogitsProcessors, Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.engine.pair import ModelPair
@@ -51,7 +52,8 @@ from spec_stack.hf.prompt import (
 )
 from spec_stack.hf.structured import Grammar
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
-from spec_stack.prefill.recall import clip_spans
+from spec_stack.prefill.explainer import Explainer
+from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.rule import Observer
 from spec_stack.settings.checks import plain, require
 from spec_stack.types import DraftTokenization
@@ -69,6 +71,7 @@ class GenerateOptions(TypedDict, total=False):
     input_ids: Sequence[int] | torch.Tensor | None
     attention_mask: Sequence[int] | torch.Tensor | None
     protected: Sequence[Span]
+    question: str | None
     tools: Sequence[Any] | None
     tool_choice: str | Mapping[str, Any] | None
     documents: Sequence[Mapping[str, Any]] | None
@@ -103,6 +106,8 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     task: str
     on_progress: OnProgress | None
+    # What kept each part of the prompt.
+    explain: bool
 
 
 class Call(GenerateOptions, total=False):
@@ -112,14 +117,13 @@ class Call(GenerateOptions, total=False):
     encoded: EncodedPrompt | None
 
 
-@dataclass(frozen=True)
-class Request:
-    """A planned call: prompt, pruning, drafting, sampling and stopping."""
+@dataclass(frozen=True, kw_only=True)
+class Request(DecodeRequest):
+    """A planned call: prompt, pruning, drafting, sampling and stopping. Its clock is started with the call, and paused
+    until the first step."""
 
-    # N tokens of the target, and the half-open spans of it that are never pruned.
-    prompt_ids: list[int]
-    protected: list[Span]
     encoded: EncodedPrompt
+    text: PromptText
     # Tokens of the prompt's prefix that a session has prefilled or dropped already.
     num_cached: int
     # The generator's, with this call's keep_rate and as much look-ahead as the models have positions for.
@@ -132,24 +136,11 @@ class Request:
     # The prompt in the tokens of a draft with another tokenizer, where that draft can be used.
     tokenization: DraftTokenization | None
     params: SamplingParams
-    sampler: Sampler
-    stopper: StopChecker
-    # Tokens that end the request.
-    end_ids: frozenset[int]
     policy: ObjectPool[Policy]
-    # As `decode.proposer.Proposer` takes it.
-    proposer: str
     # Notes on the draft's part in decoding.
     decode_note: str
-    # Labels of the records.
-    request_id: str
-    task: str
     parser: AnswerParser | None
-    # Likeliest tokens given beside each token's log-probability; None gives neither.
-    num_logprobs: int | None
     progress: Progress
-    # Started with the call, and paused until the first step.
-    clock: Clock
     observer: Observer | None = None
 
     @property
@@ -186,7 +177,7 @@ def plan_request(
     end_ids, stop_ids, stop_strings = _what_stops(pair, params)
     policy, proposer = _who_drafts(pool, config.decode, call, params)
     encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
-    prompt_ids = encoded.token_ids
+    prompt_ids, text, question = encoded.token_ids, PromptText(encoded.token_ids), call.get("question")
     # The last token is always new: its logits are needed.
     num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1) if held_ids else 0
 
@@ -197,13 +188,12 @@ def plan_request(
     num_draft_tokens = len(prompt_ids if tokenization is None else tokenization.token_ids)
     draft_room = pair.max_positions[1] - num_draft_tokens
     obstacle = obstacle or scoring_obstacle(prefill, num_draft_tokens, pair.max_positions[1], pair.scoring_limit)
-    scores, reason = decide_scoring(
-        prefill,
-        len(prompt_ids) - num_cached,
-        clip_spans(encoded.protected, num_cached) if num_cached else encoded.protected,
-        obstacle,
-        "new text" if num_cached else "prompt",
-    )
+    num_new, what = len(prompt_ids) - num_cached, "new text" if num_cached else "prompt"
+    scores, reason = decide_scoring(prefill, num_new, (), obstacle, what)
+    if scores or num_cached or question is not None:
+        # A short prompt is not read.
+        text = pair.read(encoded, question)
+        scores, reason = decide_scoring(prefill, num_new, clip_spans(text.kept, num_cached), obstacle, what)
     notes = [pair.vocabulary.decode_reason, skipped_note(processors) if processors else ""]
     if not is_readable:
         notes.append(f"{obstacle}, so it proposes nothing")
@@ -222,30 +212,32 @@ def plan_request(
     grammar = None if is_free else _grammar(pair, source, call, end_ids | stop_ids, encoded)
     own = make_processors(params, len(prompt_ids), end_ids | stop_ids, pair.target.device)
     shaper = ProcessedRows([*own, *processors], grammar) if own or processors or grammar is not None else None
-    text = open_text_stream(pair.tokenizer, prompt_ids, pair.answer_format.shown if encoded.text else ())
+    answer = open_text_stream(pair.tokenizer, prompt_ids, pair.answer_format.shown if encoded.text else ())
     request = Request(
         prompt_ids=prompt_ids,
-        protected=encoded.protected,
         encoded=encoded,
+        text=text,
         num_cached=num_cached,
         prefill=prefill,
         scores=scores,
-        reason=f"{reason}; {encoded.note}" if encoded.note else reason,
+        reason=f"{reason}; {text.note}" if text.note and scores else reason,
         can_score=not obstacle,
         tokenization=tokenization,
         params=params,
         sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
-        stopper=StopChecker(cast(int, params.max_tokens), end_ids, stop_strings, text, stop_ids),
+        stopper=StopChecker(cast(int, params.max_tokens), end_ids, stop_strings, answer, stop_ids),
         end_ids=end_ids | stop_ids,
         policy=policy,
         proposer=proposer,
         decode_note="; ".join(filter(None, notes)),
+        precision=pair.precision,
         request_id=call.get("request_id") or secrets.token_hex(4),
         task=call.get("task", ""),
         parser=_parser(pair, source, encoded) if encoded.text else None,
         num_logprobs=num_logprobs,
         progress=Progress(call.get("on_progress")),
         clock=clock,
+        observer=_explainer(pair, prompt_ids, prefill, num_cached) if call.get("explain") else None,
     )
     clock.pause()
     return request
@@ -260,7 +252,17 @@ def _check(call: Call) -> None:
     require(isinstance(request_id, str | None), f"request_id must be a string, got {request_id!r}")
     require(isinstance(task, str), f"task must be a string, got {task!r}")
     is_callable = on_progress is None or callable(on_progress)
+    explain = call.get("explain", False)
+    require(isinstance(explain, bool), f"explain must be True or False, got {explain!r}")
     require(is_callable, f"on_progress must be a callable over (num_done, num_total, phase), got {on_progress!r}")
+
+
+def _explainer(pair: ModelPair, prompt_ids: Sequence[int], prefill: PrefillConfig, num_cached: int) -> Explainer:
+    """The observer of a call with explain=True."""
+    pieces = pair.pieces(prompt_ids)
+    if pieces is None:
+        raise ValueError("explain=True needs a tokenizer; this generator was made without one")
+    return Explainer(pieces, prefill, num_cached)
 
 
 def _prompt_source(call: Call) -> PromptSource:

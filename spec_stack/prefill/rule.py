@@ -6,34 +6,45 @@ Subclass `SelectionRule`, add a line to `registry.SCORERS`, and name it: `Prefil
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.explanation import Explanation
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import Candidates, find_candidates, question_words
 from spec_stack.prefill.segments import Segments
-from spec_stack.types import Proposal, Selection
+from spec_stack.types import Selection
 
 
-class Observer(Protocol):
-    """Observes a selection (`spec-stack explain`) without changing it."""
+class Observer:
+    """Observes a selection (`generate(explain=True)`) without changing it. In a session all but `scored` receive the
+    new text's part."""
 
     def scored(self, inputs: ScoringInputs) -> None:
         """Receive the inputs of the whole prompt, after the draft's pass."""
-        ...
 
-    def voted(self, segments: Segments, scores: torch.Tensor) -> None:
-        """Receive the rule's scores (num_segments,), in a session those of the new text."""
-        ...
+    def part(self, name: str, scores: torch.Tensor) -> None:
+        """Receive scores (num_segments,) after what is named raised them; the last part is the rule's score."""
 
-    def selected(self, selection: Selection, look_ahead: Proposal) -> None:
-        """Receive the selection, and the tokens that the draft proposed before it."""
-        ...
+    def chosen(
+        self,
+        segments: Segments,
+        scores: torch.Tensor,
+        kept: Collection[int],
+        ends: Collection[int],
+        always: Collection[int],
+    ) -> None:
+        """Receive the rule's scores (num_segments,), the kept tokens, and those kept for their place or always."""
+
+    def explanation(self, held: Sequence[int], selection: Selection) -> Explanation | None:
+        """The explanation, if this observer makes one. held: positions in the target's cache before the prefill."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -42,39 +53,42 @@ class ScoringInputs:
 
     Attributes
     ----------
-    prompt_ids
-        N tokens of the target.
+    text
+        The prompt of N tokens, with its turns and template.
     attention
         The draft's attention, with `importance(config)` (N,); None without a pass of the draft, and of a later turn.
-    protected
-        Half-open spans of the system message and of the template's own tokens, sorted; the turns lie between them.
-    pieces
-        The text of every token, (N,); None without a tokenizer.
     importance
         (N,), precomputed; used instead of the attention's own.
     observer
         Receives the scores.
     """
 
-    prompt_ids: Sequence[int]
+    text: PromptText
     attention: CapturedAttention | None = None
-    protected: Sequence[Span] = ()
-    pieces: Sequence[str] | None = None
     importance: torch.Tensor | None = None
     observer: Observer | None = None
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """N tokens of the target."""
+        return self.text.token_ids
+
+    @property
+    def pieces(self) -> Sequence[str] | None:
+        """The text of every token, (N,); None without a tokenizer."""
+        return self.text.pieces
 
     def starting_at(self, first: int) -> ScoringInputs:
         """The inputs of the text from token `first` on."""
         if not first:
             return self
-        return ScoringInputs(
-            self.prompt_ids[first:],
-            None,
-            [(max(start - first, 0), stop - first) for start, stop in self.protected if stop > first],
-            None if self.pieces is None else self.pieces[first:],
-            None if self.importance is None else self.importance[first:],
-            self.observer,
-        )
+        importance = None if self.importance is None else self.importance[first:]
+        return ScoringInputs(self.text.starting_at(first), None, importance, self.observer)
+
+    def note_part(self, name: str, scores: torch.Tensor) -> None:
+        """Tell the observer, if any, the scores (num_segments,) after what is named raised them."""
+        if self.observer is not None:
+            self.observer.part(name, scores)
 
     def token_importance(self, config: PrefillConfig) -> torch.Tensor:
         """Importance (N,) of every token by the draft's attention. Raises ValueError without a pass of the draft."""
@@ -88,7 +102,7 @@ class ScoringInputs:
     def candidates(self) -> Candidates:
         """The segments that may hold the question."""
         known = None if self.attention is None else self.attention.candidates
-        return known or find_candidates(len(self.prompt_ids), self.pieces, self.protected)
+        return known or find_candidates(self.text)
 
     def weights_by_words(self, first: int = 0) -> dict[Span, float]:
         """Weights, 0 to 1, of the scoring segments of the text from token `first` on, without a draft."""

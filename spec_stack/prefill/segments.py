@@ -62,6 +62,10 @@ class Segments:
         inside[inner] = importance[inner]
         return self.means(inside)
 
+    def ends(self, config: PrefillConfig) -> set[int]:
+        """The tokens that are kept whatever their scores (keep_first, keep_last)."""
+        return forced_ends(self.num_tokens, config)
+
     def chosen(
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
     ) -> set[int]:
@@ -71,7 +75,7 @@ class Segments:
         fit, with their heads, are skipped. free: tokens that are kept anyway, at no cost, even at the ends.
         """
         num_tokens = self.num_tokens
-        kept = forced_ends(num_tokens, config)
+        kept = self.ends(config)
         left = max(math.ceil(keep_rate * num_tokens - _ROUNDING) - len(kept.difference(free)), 0)
         paid = bytearray(num_tokens)
         for position in (*kept, *(at for at in free if 0 <= at < num_tokens)):
@@ -120,12 +124,22 @@ class ChunkSegments(Segments):
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
     ) -> set[int]:
         """ceil(keep_rate · num_chunks) chunks, the forced ends among them; free tokens are added."""
-        num_chunks = len(self)
-        forced = {*range(min(config.keep_first, num_chunks)), *range(max(0, num_chunks - config.keep_last), num_chunks)}
-        budget = max(len(forced), math.ceil(keep_rate * num_chunks - _ROUNDING))
+        forced = self._forced(config)
+        budget = max(len(forced), math.ceil(keep_rate * len(self) - _ROUNDING))
         ranked = torch.argsort(scores, descending=True, stable=True).tolist()
         best = [chunk for chunk in ranked if chunk not in forced][: budget - len(forced)]
-        return {at for chunk in (*forced, *best) for at in range(self.borders[chunk], self.borders[chunk + 1])}
+        return self._tokens([*forced, *best])
+
+    def ends(self, config: PrefillConfig) -> set[int]:
+        """The tokens of the forced chunks."""
+        return self._tokens(self._forced(config))
+
+    def _forced(self, config: PrefillConfig) -> set[int]:
+        num_chunks = len(self)
+        return {*range(min(config.keep_first, num_chunks)), *range(max(0, num_chunks - config.keep_last), num_chunks)}
+
+    def _tokens(self, chunks: Iterable[int]) -> set[int]:
+        return {at for chunk in chunks for at in range(self.borders[chunk], self.borders[chunk + 1])}
 
 
 def forced_ends(num_tokens: int, config: PrefillConfig) -> set[int]:
@@ -153,8 +167,8 @@ class Lines:
     """The units of a text, in tokens.
 
     borders: (num_segments + 1,), token indices; a token belongs to the unit in which its text begins, or in which the
-    line's break does, and a character of several tokens to the last of them. shifts: where a unit's text begins, in characters from the beginning of
-    its first token. heads, labels: as in Segments. breaks: the labels that end a line.
+    line's break does, and a character of several tokens to the last of them. shifts: where a unit's text begins, in
+    characters from the beginning of its first token. heads, labels: as in Segments. breaks: the labels that end a line.
     """
 
     borders: list[int]

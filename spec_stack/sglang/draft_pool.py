@@ -1,24 +1,20 @@
-"""The scoring draft over a KV pool of its own: SGLang's model and weights, and SGLang's radix tree without pages.
+"""The scoring draft over a KV pool of its own: SGLang's model and weights.
 
-SGLang's STANDALONE draft uses the target's KV slots, so prefilling a prompt there would take the target's room. A
-scoring leases a text's slots and shares its cached prefix; the least recently used texts are evicted.
+SGLang's STANDALONE draft uses the target's KV slots, so prefilling a prompt there would take the target's room.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -26,125 +22,20 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from spec_stack.devices import attend, to_device
 from spec_stack.prefill.draft_kv_budget import Ints
 from spec_stack.prefill.importance import ScoredLayer
+from spec_stack.sglang.draft_prefixes import DraftPrefixes
 
 Queries = dict[int, list[torch.Tensor]]
 """Scoring queries by layer, (num_heads, n, head_dim), in parts along n."""
 
 
-class PoolFullError(RuntimeError):
-    """The text does not fit into the pool, even after eviction. Its prompt is prefilled densely."""
+def _attention_layers(model: torch.nn.Module, num_layers: int | None) -> list[RadixAttention]:
+    """Those of a model's first num_layers layers; None is all."""
+    return [module for module in model.modules() if isinstance(module, RadixAttention)][:num_layers]
 
 
-class DraftRadixCache:
-    """Which of num_slots slots, 1 or more, hold which text: SGLang's tree, with this object as its allocator."""
-
-    device = "cpu"
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all texts; none may be leased."""
-        self._is_free = np.ones(self.num_slots, dtype=bool)
-        self.num_free = self.num_slots
-        self.tree = RadixCache.create_simulated(mock_allocator=self)
-
-    @property
-    def num_pinned(self) -> int:
-        """Slots of the tree that leases share."""
-        return int(self.tree.protected_size())
-
-    @property
-    def num_held(self) -> int:
-        return int(self.tree.evictable_size()) + self.num_pinned
-
-    @property
-    def num_available(self) -> int:
-        """Slots that are free or can be evicted."""
-        return self.num_free + int(self.tree.evictable_size())
-
-    def state(self) -> dict[str, int]:
-        held = {"num_held": self.num_held, "num_free": self.num_free, "num_pinned": self.num_pinned}
-        return {"num_tokens": self.num_slots, **held}
-
-    def lease(self, namespace: Hashable, token_ids: Sequence[int], num_wanted: int | None = None) -> Lease:
-        """Begin to work on a text. Texts are shared inside a namespace alone. num_wanted: most slots to share."""
-        return Lease(self, namespace, token_ids, len(token_ids) if num_wanted is None else num_wanted)
-
-    def num_shared(self, namespace: Hashable, token_ids: Sequence[int]) -> int:
-        """Length of the text's prefix in the pool."""
-        return len(self.match(namespace, token_ids)[1])
-
-    def match(self, namespace: Hashable, token_ids: Sequence[int]) -> tuple[Any, Ints]:
-        """The tree's node of a text's longest prefix, and its slots."""
-        found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", token_ids), namespace)))
-        node = found.last_device_node
-        # SGLang 0.5.22 leaves the slots with the nodes.
-        slots = found.device_indices if hasattr(found, "device_indices") else self.tree.path_device_indices(node)
-        return node, slots.numpy()
-
-    def take(self, num_slots: int) -> Ints:
-        """Take the first free slots; the least recently used texts make room."""
-        room = self.num_available
-        if num_slots > room:
-            raise PoolFullError(f"the draft pool has room for {room} tokens, and scoring needs {num_slots}")
-        if num_slots > self.num_free:
-            self.tree.evict(EvictParams(num_tokens=num_slots - self.num_free))
-        taken = np.flatnonzero(self._is_free)[:num_slots]
-        self._is_free[taken] = False
-        self.num_free -= num_slots
-        return taken
-
-    def give_back(self, slots: Ints) -> None:
-        if self._is_free[slots].any():
-            raise RuntimeError("slots of the draft's pool were given back twice")
-        self._is_free[slots] = True
-        self.num_free += len(slots)
-
-    def free_segment(self, slots: torch.Tensor, start_pos: int) -> None:
-        """Called by SGLang's tree with evicted slots."""
-        self.give_back(slots.numpy())
-
-
-class Lease:
-    """The slots of one text during its scoring, the first num_shared of them read-only. End it with `insert`.
-
-    num_agreed: tokens that all ranks have, for the scorer.
-    """
-
-    def __init__(self, cache: DraftRadixCache, namespace: Hashable, token_ids: Sequence[int], num_wanted: int) -> None:
-        self._cache, self._namespace, self._token_ids = cache, namespace, token_ids
-        self._node, self.slots = cache.match(namespace, token_ids[:num_wanted])
-        self.num_shared = self.num_agreed = len(self.slots)
-        cache.tree.inc_lock_ref(self._node)
-
-    def extend(self, num_slots: int) -> None:
-        """Take so many more slots. Raises PoolFullError, with nothing taken, where there is no room."""
-        self.slots = np.concatenate([self.slots, self._cache.take(num_slots)])
-
-    def insert(self, num_tokens: int) -> None:
-        """End, and leave the first num_tokens, which have been written, in the pool; at least what was shared."""
-        cache, num_kept = self._cache, max(num_tokens, self.num_shared)
-        # Another lease may have written the same text meanwhile.
-        num_known = 0
-        if num_kept:
-            key = RadixKey(array("q", self._token_ids[:num_kept]), self._namespace)
-            value = torch.from_numpy(self.slots[:num_kept])
-            num_known = cache.tree.insert(InsertParams(key=key, value=value)).prefix_len
-        cache.give_back(self.slots[self.num_shared : max(num_known, self.num_shared)])
-        cache.give_back(self.slots[num_kept:])
-        cache.tree.dec_lock_ref(self._node)
-        self.slots, self.num_shared = self.slots[:0], 0
-
-
-def _attention_layers(model: torch.nn.Module) -> list[RadixAttention]:
-    return [module for module in model.modules() if isinstance(module, RadixAttention)]
-
-
-def bytes_per_token(runner: Any) -> int:
-    """Bytes of one token's keys and values on this rank, in the model's own precision."""
-    layers = _attention_layers(runner.model)
+def bytes_per_token(runner: Any, num_layers: int | None = None) -> int:
+    """Bytes of one token's keys and values in the first layers on this rank, in the model's own precision."""
+    layers = _attention_layers(runner.model, num_layers)
     numbers = sum(layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim) for layer in layers)
     return int(numbers * runner.dtype.itemsize)
 
@@ -196,19 +87,20 @@ def draft_forward(attention: AttentionBackend) -> Iterator[None]:
 class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
     """The draft with the KV of whole texts in num_tokens slots: its model, its attention, and their buffers.
 
-    index: which slots hold which text. The buffers are (num_layers, num_tokens, num_kv_heads, dim).
+    num_layers: the draft's first layers, which alone have KV and run; None is all. index: which slots hold which text.
+    The buffers are (num_layers, num_tokens, num_kv_heads, dim).
     """
 
-    def __init__(self, runner: Any, num_tokens: int) -> None:
+    def __init__(self, runner: Any, num_tokens: int, num_layers: int | None = None) -> None:
         self._runner, self.device = runner, torch.device(runner.device)
-        self.index = DraftRadixCache(num_tokens)
-        self._layers = _attention_layers(runner.model)
+        self.index = DraftPrefixes(num_tokens)
+        self._num_layers = num_layers
+        self._layers = _attention_layers(runner.model, num_layers)
         self._at = {layer.layer_id: at for at, layer in enumerate(self._layers)}
         self._keys = self._values = torch.empty(0, dtype=runner.dtype, device=self.device)
         # Of the forward at work.
         self._captured: Queries | None = None
         self._num_captured = 1
-        self._num_layers: int | None = None
         self._read: slice | torch.Tensor = slice(0, 0)
         self._written: slice | torch.Tensor = slice(0, 0)
         # Some models ask the pool whether they may write keys themselves. They may not.
@@ -231,14 +123,13 @@ class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
         self,
         token_ids: Sequence[int],
         slots: Ints,
-        num_layers: int | None = None,
         captured: Queries | None = None,
         num_captured: int = 1,
     ) -> torch.Tensor | None:
         """Run the last n tokens of a text through the draft; its most likely next token (), without a synchronisation.
 
-        slots: (num_tokens,), of the whole text so far; the last n are written, all are read. num_layers: runs the first
-        layers only, without a next token; None is all. captured: takes the queries of the last num_captured tokens.
+        slots: (num_tokens,), of the whole text so far; the last n are written, all are read. captured: takes the
+        queries of the last num_captured tokens. First layers alone have no next token.
         """
         self.allocate()
         first = len(slots) - len(token_ids)
@@ -246,7 +137,7 @@ class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
         input_ids = to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), self.device)
         # Only the attention knows whose slots these are.
         batch = extend_batch(input_ids, [0], [first], [len(token_ids)], positions, positions)
-        self._read, self._written, self._num_layers = self._where(slots), self._where(slots[first:]), num_layers
+        self._read, self._written = self._where(slots), self._where(slots[first:])
         self._captured, self._num_captured = captured, num_captured
         try:
             with draft_forward(self):

@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_spec
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from spec_stack.sglang.errors import log_and_continue, log_failure
+from spec_stack.sglang.http import SpecStackMiddleware, asked_options
 from spec_stack.sglang.launch import require_drafting
 from spec_stack.sglang.manager import SparsePrefillManager
-from spec_stack.sglang.request import (
-    KEY,
-    ReportAssembler,
-    ReportStore,
-    RequestOptions,
-    RunningRequest,
-    correct_acceptance,
-    with_report,
-)
+from spec_stack.sglang.metrics import ReportStore
+from spec_stack.sglang.request import KEY, ReportAssembler, RequestOptions, RunningRequest, correct_acceptance
 from spec_stack.sglang.scoring import load_beside
 from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
@@ -70,6 +66,7 @@ def validate(server_args: Any) -> None:
     """Reject unsupported settings before anything is loaded. Raises ValueError with the fix."""
     check()
     require_drafting(server_args, ServerConfig.from_environment())
+    _apply(HOOKS_OF_DRAFTING)
 
 
 # Read once: a file that changes under a running server must not change what is refused.
@@ -86,25 +83,36 @@ def _add_flags(add: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
     return result
 
 
-def _check_options(verify: Callable[..., None], params: Any, *args: Any, **kwargs: Any) -> None:
+# The process that reads requests and writes replies
+
+
+def _prepare_front_end(init: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
+    init(manager, *args, **kwargs)
+    with log_and_continue("preparing the front end", "headers, metrics and early checks of options are missing"):
+        books = ReportStore(manager.served_model_name if manager.enable_metrics and _is_on() else None)
+        setattr(manager, KEY, books)
+        manager.sampling_params_class = _sampling_params
+        # An engine without a server has no application.
+        server = sys.modules.get(f"{_SRT}.entrypoints.http_server")
+        if server is not None and _is_on():
+            server.app.add_middleware(SpecStackMiddleware, books=books)
+
+
+def _sampling_params(**asked: Any) -> SamplingParams:
     """SGLang turns the ValueError into a 400."""
-    verify(params, *args, **kwargs)
-    config = None
-    with log_and_continue("reading a launch's settings", "the scheduler reads the request's options"):
-        config = _config() if params.custom_params and _is_on() else None
-    if config is not None:
-        with log_and_continue("reading a request's options", "the scheduler reads them again", ValueError):
-            RequestOptions.parse(params.custom_params, config)
+    with log_and_continue("reading a request's options", "the scheduler reads them again", ValueError):
+        if _is_on():
+            asked["custom_params"] = _with_checked_options(asked.get("custom_params"))
+    return SamplingParams(**asked)
 
 
-# The process that writes replies
-
-
-def _books(manager: Any) -> ReportStore:
-    if not hasattr(manager, KEY):
-        setattr(manager, KEY, ReportStore(manager.served_model_name if manager.enable_metrics else None))
-    books: ReportStore = getattr(manager, KEY)
-    return books
+def _with_checked_options(custom: Any) -> Any:
+    options, by_header = RequestOptions.parse(custom, _config()), asked_options()
+    if by_header and not (options.sparse_prefill or options.keep_rate):
+        options = RequestOptions.parse({KEY: {**options.as_asked(), **by_header}}, _config())
+    if options.as_asked():
+        return {**(custom or {}), KEY: options.on_wire()}
+    return custom
 
 
 def _report(
@@ -132,27 +140,29 @@ def _report(
         meta_info[KEY] = said
         meta_info["prompt_tokens"] = said["num_prompt_tokens"]
         if is_finished:
-            _books(manager).close(meta_info, said, is_counted=bool(state.obj.log_metrics))
+            books: ReportStore = getattr(manager, KEY)
+            books.close(meta_info, said, is_counted=bool(state.obj.log_metrics))
 
 
 def _correct_acceptance(
     calculate: Callable[..., None], manager: Any, meta_info: dict[str, Any], outputs: Any, index: int
 ) -> None:
-    """Runs once per reply, at its end, before SGLang counts the prompt's tokens."""
+    """Runs once per reply, at its end."""
     calculate(manager, meta_info, outputs, index)
     if KEY in meta_info:
         with log_and_continue("correcting SGLang's numbers", "they are SGLang's own"):
             correct_acceptance(meta_info, meta_info[KEY])
-            outputs.prompt_tokens[index] = meta_info[KEY]["num_prompt_tokens"]
 
 
-async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: Any, **kwargs: Any) -> Any:
-    """The report goes into an OpenAI stream's usage chunk."""
-    response = await handle(serving, *args, **kwargs)
-    with log_and_continue("writing a report", "the reply has none"):
-        if hasattr(response, "body_iterator") and _is_on():
-            response.body_iterator = with_report(response.body_iterator, _books(serving.tokenizer_manager))
-    return response
+def _count_whole_prompt(
+    collect: Callable[..., None], manager: Any, state: Any, outputs: Any, index: int, *args: Any, **kwargs: Any
+) -> None:
+    """SGLang counts the prompt's tokens at a reply's end."""
+    with log_and_continue("correcting SGLang's count of prompt tokens", "it counts the kept ones"):
+        report: ReportAssembler | None = getattr(state, KEY, None)
+        if report is not None and (num_tokens := report.num_prompt_tokens()) is not None:
+            outputs.prompt_tokens[index] = num_tokens
+    collect(manager, state, outputs, index, *args, **kwargs)
 
 
 # The scheduler's process
@@ -181,9 +191,8 @@ def _decide_at_the_queue(
     manager = SparsePrefillManager.of(scheduler)
     if manager is None:
         return add(scheduler, request, *args, **kwargs)
-    manager.on_request(request)
     result = add(scheduler, request, *args, **kwargs)
-    manager.after_queueing()
+    manager.on_request(request)
     return result
 
 
@@ -213,14 +222,19 @@ def _place_draft(init_new: Callable[..., Any], cls: type, batch: Any, runner: An
 # Each is called as hook(SGLang's own function, *its arguments).
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.server_args.ServerArgs.add_cli_args": _add_flags,
-    f"{_SRT}.sampling.sampling_params.SamplingParams.verify": _check_options,
     f"{_SRT}.managers.scheduler.Scheduler._add_request_to_queue": _decide_at_the_queue,
     f"{_SRT}.managers.scheduler.Scheduler.get_next_batch_to_run": _score_between_batches,
-    f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _place_draft,
-    f"{_SRT}.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": _report,
-    f"{_SRT}.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": _correct_acceptance,
-    f"{_SRT}.entrypoints.openai.serving_base.OpenAIServingBase.handle_request": _report_in_response,
     f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": _show_state,
+    f"{_SRT}.managers.tokenizer_manager.TokenizerManager.__init__": _prepare_front_end,
+    f"{_SRT}.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": _report,
+    f"{_SRT}.managers.tokenizer_manager.TokenizerManager.collect_metrics": _count_whole_prompt,
+}
+# Applied by a launch of SPEC_STACK, and by one whose draft has slots of its own.
+HOOKS_OF_DRAFTING: dict[str, Callable[..., Any]] = {
+    f"{_SRT}.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": _correct_acceptance,
+}
+HOOKS_OF_OWN_SLOTS: dict[str, Callable[..., Any]] = {
+    f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _place_draft,
 }
 # Applied wherever there are settings, which may name a scoring model beside another algorithm.
 HOOKS_BESIDE: dict[str, Callable[..., Any]] = {
@@ -236,6 +250,8 @@ def register() -> None:
     )
     def make_worker(server_args: Any) -> type:
         check()
+        if ServerConfig.from_environment().prefill.sparse_prefill == "draft_only":
+            _apply(HOOKS_OF_OWN_SLOTS)
         from spec_stack.sglang.worker import SpecStackWorker
 
         return SpecStackWorker
@@ -245,9 +261,18 @@ def register() -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def check() -> None:
+def _apply(hooks: Mapping[str, Callable[..., Any]]) -> None:
+    """Apply hooks after SGLang has applied those of `register`, once. Raises RuntimeError where SGLang does not."""
+    new = {target: hook for target, hook in hooks.items() if target not in HookRegistry._patched}
+    for target, hook in new.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    check(new)
+
+
+def check(hooks: Iterable[str] = tuple(HOOKS)) -> None:
     """Raise RuntimeError where hooks are not in place in this process."""
-    missing = [target for target in HOOKS if target not in HookRegistry._patched]
+    missing = [target for target in hooks if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(
             f"{NAME} cannot serve: SGLang did not apply its hooks on {', '.join(missing)}. Look for plugin errors "

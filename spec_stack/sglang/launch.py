@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import io
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from spec_stack.config import how_to_install
 from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.prefill.cost import NEVER
+from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.draft_kv_rows import num_row_slots, pool_slots
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig, with_calibration
 from spec_stack.tokenizers.chat_turns import ChatTurns
@@ -28,8 +30,8 @@ _ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in _FAMILIES)
 _TESTED = (*_ARCHITECTURES, "Gemma3ForCausalLM", "GPT2LMHeadModel")
 # Fields of configurations with linear attention or Mamba layers.
 _OF_STATES = ("linear_num_key_heads", "mamba_d_state", "ssm_state_size")
-# Arguments of SGLang's. attn_dp_size is there since 0.5.22.
-_GROUPS = ("pp_size", "enable_dp_attention", "attn_dp_size")
+# Arguments of SGLang's. attn_dp_size is there since 0.5.22. Ranks of a tensor-parallel group share the heads alone.
+_GROUPS = ("pp_size", "enable_dp_attention", "attn_dp_size", "attn_cp_size")
 _STORES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
 # Stores of KV that look a waiting request's prompt up before it is pruned.
 _EARLY_LOOKUPS = ("enable_lmcache", "hicache_storage_backend")
@@ -59,7 +61,7 @@ class Launch:
         require_no_state(draft.hf_text_config)
         source = args.speculative_draft_model_path
         must_fit = _rows_differ(target, draft, tokenizer, source, args)
-        config = with_calibration(config, source, target.hf_text_config, draft.hf_text_config)
+        config = with_calibration(config, source, target.hf_text_config, draft.hf_text_config, args.device != "cpu")
         if config.prefill.sparse_prefill == "draft_only":
             require_slots(args, draft)
         refusal = pruning_refusal(args, draft) or untested_refusal(args, target, config)
@@ -70,7 +72,8 @@ class Launch:
         """Of a scoring model beside algorithm. Raises ValueError where SGLang's runner cannot run it."""
         small, must_fit = _scoring_model(str(config.scoring_model), args, target, tokenizer)
         require_scoring(args, target, small)
-        config = with_calibration(config, str(config.scoring_model), target.hf_text_config, small.hf_text_config)
+        source, on_gpu = str(config.scoring_model), args.device != "cpu"
+        config = with_calibration(config, source, target.hf_text_config, small.hf_text_config, on_gpu)
         refusal = untested_refusal(args, target, config)
         return cls(algorithm, args, target, small, config, refusal, must_fit)
 
@@ -154,8 +157,27 @@ def require_drafting(args: Any, config: ServerConfig) -> None:
             raise ValueError(f"{NAME} drafts one chain of --spec-stack-gammas tokens; leave {given} out")
     # Gamma 0 has no draft probabilities for rejection sampling, and SGLang's worker ends the server without them.
     flags = "speculative_adaptive", "speculative_use_rejection_sampling"
-    if flag := _first_set(args, *flags, *_GROUPS):
-        raise ValueError(f"{NAME} does not work with {flag}; leave it out")
+    refusal = f"{flag} is set; leave it out" if (flag := _first_set(args, *flags)) else launch_refusal(args)
+    if refusal is None and args.enable_memory_saver and not args.enable_draft_weights_cpu_backup:
+        refusal = "a sleep under --enable-memory-saver loses the draft's weights; add --enable-draft-weights-cpu-backup"
+    if refusal is not None:
+        raise ValueError(f"{NAME} does not work here: {refusal}")
+
+
+def launch_refusal(args: Any) -> str | None:
+    """Why no prompt of such a launch could be pruned rightly, with the remedy; or None."""
+    before_it = "leave it out, and prune by `spec-stack proxy` before the server"
+    if flag := _first_set(args, *_GROUPS):
+        return f"{flag} is set; leave it out"
+    if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
+        return f"--disaggregation-mode puts prefill and decode on different servers; {before_it}"
+    if (getattr(args, "tokenizer_worker_num", None) or 1) > 1:
+        return f"the workers of --tokenizer-worker-num load no plugins of SGLang; {before_it}"
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
+        return "SGLANG_RUST_SERVER replaces the process that reads options and writes reports; unset it"
+    if flag := _first_set(args, "grpc_mode", "smg_grpc_mode"):
+        return f"{flag} replaces the process that reads options and writes reports; leave it out"
+    return None
 
 
 def pruning_refusal(args: Any, draft: Any | None) -> str | None:
@@ -164,8 +186,7 @@ def pruning_refusal(args: Any, draft: Any | None) -> str | None:
         return f"the draft {reason}"
     if flag := next((name for name in _EARLY_LOOKUPS if getattr(args, name, None)), None):
         return f"--{flag.replace('_', '-')} looks up the KV of a whole prompt before it is pruned"
-    is_split = str(getattr(args, "disaggregation_mode", None) or "null") != "null"
-    return "prefill and decode run on different servers" if is_split else None
+    return None
 
 
 def untested_refusal(args: Any, target: Any, config: ServerConfig) -> str | None:
@@ -188,16 +209,14 @@ def untested_refusal(args: Any, target: Any, config: ServerConfig) -> str | None
 
 def require_scoring(args: Any, target: Any, scoring: Any) -> None:
     """Raise ValueError where a scoring model cannot run beside SGLang's own algorithm, or none."""
-    refusal: str | None
-    if flag := _first_set(args, *_GROUPS, "dllm_algorithm"):
-        refusal = f"{flag} is set; leave it out"
+    refusal = launch_refusal(args) or pruning_refusal(args, None)
+    if args.dllm_algorithm is not None:
+        refusal = "--dllm-algorithm is set; leave it out"
     elif not target.is_generation:
         refusal = "the target does not generate text"
     elif scoring.context_len < target.context_len:
         lengths = f"it reads {scoring.context_len} tokens and the target {target.context_len}"
         refusal = f"{lengths}; add --context-length {scoring.context_len}"
-    else:
-        refusal = pruning_refusal(args, None)
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
 
@@ -242,10 +261,13 @@ def architecture_refusal(config: Any) -> str | None:
     return None
 
 
-def describe(launch: Launch, unrecognised: str, sizes: Sequence[int] | None) -> dict[str, Any]:
+def describe(
+    launch: Launch, unrecognised: str, sizes: Sequence[int] | None, num_pool_tokens: int | None = None
+) -> dict[str, Any]:
     """What a launch takes and does, as the doctor and a server's log say: sentences by topic, and "warnings".
 
     unrecognised: what the chat template leaves unprotected. sizes: batch sizes of CUDA graphs, None without.
+    num_pool_tokens: of the draft's pool, None before it is allocated.
     """
     config, args = launch.config, launch.args
     report: dict[str, Any] = {"vocabularies": launch.vocabularies}
@@ -255,7 +277,15 @@ def describe(launch: Launch, unrecognised: str, sizes: Sequence[int] | None) -> 
     if args.disable_radix_cache:
         warnings.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
     if launch.prunes:
-        report["draft's pool"] = _pool_note(config, _bytes_per_token(launch))
+        num_bytes = _bytes_per_token(launch, config.prefill.num_scoring_layers)
+        report["draft's pool"] = _pool_note(config, num_bytes)
+        most, context = num_pool_tokens or config.draft_pool_tokens or MOST_POOL_TOKENS, launch.target.context_len
+        if most < context and needs_attention(config.prefill.scorer):
+            warnings.append(
+                f"prompts of over {most} tokens are prefilled densely, since the draft's pool has no room for them; "
+                f"--spec-stack-draft-pool-tokens {context} holds the longest one, in {context * num_bytes / 1e9:.2f} "
+                "GB on each rank"
+            )
     if not launch.is_own:
         report["drafting"] = f"{launch.algorithm or 'none'}, by SGLang itself"
         return {**report, "warnings": warnings}
@@ -270,10 +300,10 @@ def describe(launch: Launch, unrecognised: str, sizes: Sequence[int] | None) -> 
     return {**report, "warnings": warnings if advice is None else [*warnings, advice]}
 
 
-def _bytes_per_token(launch: Launch) -> int:
-    """Bytes of a token's keys and values in the small model, on one rank."""
+def _bytes_per_token(launch: Launch, num_layers: int | None = None) -> int:
+    """Bytes of a token's keys and values in the small model's first layers, None for all, on one rank."""
     small = launch.small
-    num_heads = small.num_hidden_layers * small.get_num_kv_heads(launch.args.tp_size)
+    num_heads = (num_layers or small.num_hidden_layers) * small.get_num_kv_heads(launch.args.tp_size)
     return int(num_heads * (small.head_dim + small.v_head_dim) * small.dtype.itemsize)
 
 

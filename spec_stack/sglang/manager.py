@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -28,14 +28,14 @@ from spec_stack.sglang.decide import (
     plan_scored,
     plan_unscored,
 )
-from spec_stack.sglang.draft_pool import PoolFullError
+from spec_stack.sglang.draft_prefixes import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch import describe
-from spec_stack.sglang.ranks import all_say_yes, contained, num_ranks
+from spec_stack.sglang.metrics import SchedulerMetrics
+from spec_stack.sglang.ranks import all_say_yes, contained, num_ranks, own_rank, same_on_all
 from spec_stack.sglang.request import KEY, NOTHING_ASKED, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Scoring, ScoringModel
 from spec_stack.sglang.server_args import NAME
-from spec_stack.tokenizers.chat_turns import Protected
 
 logger = logging.getLogger(__name__)
 # Remembered turns cost a few bytes per token, and the draft's pool evicts texts too: so many times its length is
@@ -59,8 +59,8 @@ class ScoringSchedule:
     def __init__(self, scheduler: Any, decode_interval: int) -> None:
         self._scheduler = scheduler
         self._scored_last = False
-        # SGLang reads it before every prefill batch.
-        if not scheduler.prefill_decode_interval:
+        # SGLang reads it before every prefill batch. Its record has what the launch gave.
+        if scheduler.server_args.prefill_decode_interval is None and not scheduler.prefill_decode_interval:
             scheduler.prefill_decode_interval = decode_interval
 
     def may_prefill(self) -> bool:
@@ -78,16 +78,35 @@ class ScoringSchedule:
             chunk = min(chunk, server)
         return min(chunk, _MOST_BESIDE) if self._num_running() else chunk
 
-    def is_for_scoring(self, unscored: set[int]) -> bool:
+    def rank_of(self, request: RunningRequest) -> int:
+        """SGLang's order of waiting requests, the least first; those of one rank are served as they came."""
+        scheduler = self._scheduler
+        if not scheduler.enable_priority_scheduling:
+            return 0
+        return int(request.priority) * (1 if scheduler.schedule_low_priority_values_first else -1)
+
+    def num_startable(self) -> int:
+        """Requests that may begin to be prefilled, as far as SGLang's rows and its last batch tell."""
+        scheduler = self._scheduler
+        return (
+            0 if scheduler.running_batch.batch_is_full else max(0, scheduler.max_running_requests - self._num_running())
+        )
+
+    def is_for_scoring(self, first: RunningRequest, unscored: set[int]) -> bool:
         """Return whether this round scores a part; it then holds no prefill while anything runs.
 
-        unscored: id() of the waiting requests that are not ready to be prefilled. Mutates the scheduler: delays the
-        round's prefill by one round.
+        first: whose turn to be scored it is. unscored: id() of the waiting requests that are not ready to be prefilled.
+        Mutates the scheduler: delays the round's prefill by one round.
         """
         scheduler = self._scheduler
         if not self.may_prefill():
             return False
-        is_ready = scheduler.chunked_req is not None or any(id(it) not in unscored for it in scheduler.waiting_queue)
+        queue = sorted(scheduler.waiting_queue, key=self.rank_of)
+        before_it = [id(it) for it in queue[: [*map(id, queue)].index(id(first))]]
+        # One is scored ahead, to begin as soon as another ends.
+        if sum(each not in unscored for each in before_it) >= max(1, self.num_startable()):
+            return False
+        is_ready = scheduler.chunked_req is not None or any(id(it) not in unscored for it in queue)
         if is_ready and self._scored_last:
             self._scored_last = False
             return False
@@ -110,6 +129,7 @@ class PendingScore:
     """A request in SGLang's waiting queue whose prompt is to be scored first.
 
     scoring_s: seconds so far. is_long: too many of its tokens are missing in the draft's pool for one round.
+    since: when it began to wait.
     """
 
     request: RunningRequest
@@ -117,6 +137,7 @@ class PendingScore:
     work: Scoring | None = None
     scoring_s: float = 0.0
     is_long: bool = False
+    since: float = field(default_factory=perf_counter)
 
 
 class SparsePrefillManager:
@@ -137,6 +158,8 @@ class SparsePrefillManager:
         most_tokens = _TURNS_PER_POOL * model.scorer.num_pool_tokens
         template = scheduler.server_args.chat_template
         self._known = KnownTexts(self.config, scheduler.tokenizer, template, self._num_cached, most_tokens)
+        # Queued since the last round.
+        self._arrived: list[RunningRequest] = []
         self._pending: list[PendingScore] = []
         self._at_work: PendingScore | None = None
         # While SGLang makes a batch: unscored requests, out of its queue.
@@ -145,7 +168,11 @@ class SparsePrefillManager:
         if prunes:
             self._test_itself()
         sizes = None if self._worker is None else self._worker.batch_policy.graph_sizes
-        report = describe(self._launch, self._known.template.unrecognised, sizes)
+        report = describe(self._launch, self._known.reader.turns.unrecognised, sizes, model.scorer.num_pool_tokens)
+        args = self._launch.args
+        has_metrics = args.enable_metrics and own_rank() == 0
+        self._metrics = SchedulerMetrics(str(args.served_model_name)) if has_metrics else None
+        self._tell_metrics()
         for warning in report.pop("warnings"):
             logger.warning("%s: %s", NAME, warning)
         for topic, text in report.items():
@@ -172,26 +199,46 @@ class SparsePrefillManager:
     # Arrival
 
     def on_request(self, request: RunningRequest) -> None:
-        """Decide for a request before it is first queued. Mutates it."""
+        """Note a request that SGLang has queued; the next round decides for it, and none prefills it before."""
         if getattr(request, KEY, None) is not None:
             return
-        failure: Exception | None = None
+        self._arrived.append(request)
+        if self._aside is not None:
+            with contained("setting a request aside", "its prompt is prefilled densely"):
+                self._set_unscored_aside(self._aside)
+
+    def _decide_for_arrived(self) -> None:
+        """Decide for those that still wait. Mutates them; the ranks agree once on all of them."""
+        queued = {id(request) for request in self._scheduler.waiting_queue}
+        arrived = [request for request in self._arrived if id(request) in queued]
+        self._arrived.clear()
+        if not arrived:
+            return
+        decisions = [self._decision(request) for request in arrived]
+        failed = [isinstance(decision, Exception) for decision in decisions]
+        # Dense prefill is safe only where all ranks failed: a rank that has decided may prune.
+        if not same_on_all(failed):
+            raise RuntimeError("deciding for a prompt failed on a part of the ranks, which would go apart")
+        for request, decision in zip(arrived, decisions, strict=True):
+            if isinstance(decision, NeedsScore):
+                self._pending.append(PendingScore(request, decision))
+                continue
+            with log_and_continue("reporting on a prompt", "its reply has no report"):
+                if isinstance(decision, Exception):
+                    reason = f"off: deciding failed: {type(decision).__name__}: {decision}"
+                    decision = Plan.dense(self._prompt(request, NOTHING_ASKED), reason, "failed")
+                self._apply(request, decision)
+
+    def _decision(self, request: RunningRequest) -> Plan | NeedsScore | Exception:
         try:
-            self._on_request(request)
+            return self._decide(request)
         except Exception as error:
             if self._failures_end_it:
                 raise
             log_failure("deciding for a prompt", "it is prefilled densely")
-            failure = error
-        # Dense prefill is safe only where all ranks failed: a rank that has decided may have pruned.
-        if not all_say_yes(failure is None) and not all_say_yes(failure is not None):
-            raise RuntimeError("deciding for a prompt failed on a part of the ranks, which would go apart") from failure
-        if failure is not None:
-            with log_and_continue("reporting on a prompt", "its reply has no report"):
-                reason = f"off: deciding failed: {type(failure).__name__}: {failure}"
-                apply(request, Plan.dense(self._prompt(request, NOTHING_ASKED), reason, "failed"), self._known)
+            return error
 
-    def _on_request(self, request: RunningRequest) -> None:
+    def _decide(self, request: RunningRequest) -> Plan | NeedsScore:
         try:
             options = RequestOptions.parse(request.sampling_params.custom_params, self.config)
         except ValueError as error:
@@ -200,11 +247,17 @@ class SparsePrefillManager:
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
             options = RequestOptions(sparse_prefill="off")
         prompt = self._prompt(request, options)
-        decision = decide(prompt, self._known, self._launch.refusal or dense_reason(request))
-        if isinstance(decision, NeedsScore):
-            self._pending.append(PendingScore(request, decision))
-        else:
-            apply(request, decision, self._known)
+        num_tokens, most = len(prompt.token_ids), self._scorer.max_positions
+        refusal = self._launch.refusal or dense_reason(request, bool(self._launch.args.enable_session_radix_cache))
+        if refusal is None and num_tokens > most and needs_attention(prompt.config.scorer):
+            refusal = f"the prompt has {num_tokens} tokens, and the draft {most} positions"
+        return decide(prompt, self._known, refusal)
+
+    def _apply(self, request: RunningRequest, plan: Plan, scoring_s: float = 0.0) -> None:
+        apply(request, plan, self._known, scoring_s)
+        if not plan.is_whole:
+            num_kept, num_tokens = len(plan.positions), len(plan.prompt.token_ids)
+            logger.debug("%s: %s: %d of %d tokens kept, %s", NAME, request.rid, num_kept, num_tokens, plan.reason)
 
     def _prompt(self, request: RunningRequest, options: RequestOptions) -> Prompt:
         end_ids: Collection[int] = self._scheduler.model_config.hf_eos_token_id or ()
@@ -214,24 +267,22 @@ class SparsePrefillManager:
             request.cache_salt,
             options.prefill(self.config),
             options.follow_up or self.config.follow_up,
-            None if options.protect is None else Protected(options.protect),
             frozenset(() if request.sampling_params.ignore_eos else end_ids),
             options,
         )
 
-    def after_queueing(self) -> None:
-        """Keep a request that must be scored out of the prefill batch that is being made."""
-        if self._aside is not None:
-            with contained("setting a request aside", "its prompt is prefilled densely"):
-                self._set_unscored_aside(self._aside)
-
     # The scheduler's loop
 
     def step(self) -> None:
-        """Do one part of the oldest scoring, if this round allows it. Called before SGLang's next batch."""
+        """Decide for those that have come, and do one part of a scoring, if this round allows it.
+
+        Called before SGLang's next batch.
+        """
         self._at_work = None
         try:
+            self._decide_for_arrived()
             self._step()
+            self._tell_metrics()
         except Exception as error:
             # Other ranks may wait in a collective of the part that this rank did not begin.
             if self._failures_end_it or num_ranks() > 1:
@@ -243,18 +294,28 @@ class SparsePrefillManager:
                     self._fail(pending, error)
                 self._pending = [it for it in self._pending if it is not pending]
 
+    def _tell_metrics(self) -> None:
+        if self._metrics is None:
+            return
+        with log_and_continue("writing metrics", "they are the last round's"):
+            waited = max((perf_counter() - pending.since for pending in self._pending), default=0.0)
+            self._metrics.tell(len(self._pending), waited, self._scorer.pool_state())
+
     def _unscored(self) -> set[int]:
-        return {id(pending.request) for pending in self._pending}
+        """id() of the waiting requests that may not be prefilled yet."""
+        return {*map(id, self._arrived), *(id(pending.request) for pending in self._pending)}
 
     def _step(self) -> None:
         if not self._pending:
             return
         self._drop_those_gone()
+        # A scoring that has begun holds slots of the draft's pool.
+        self._pending.sort(key=lambda it: (it.work is None, self._schedule.rank_of(it.request)))
         self._score_the_quick()
         # Earlier requests may have brought this prefix, or this very selection, into the cache.
         while self._pending and self._pending[0].work is None and self._is_settled(self._pending[0]):
             pass
-        if self._pending and self._schedule.is_for_scoring(self._unscored()):
+        if self._pending and self._schedule.is_for_scoring(self._pending[0].request, self._unscored()):
             self._do_a_part(self._pending[0])
 
     def _drop_those_gone(self) -> None:
@@ -265,7 +326,7 @@ class SparsePrefillManager:
 
     def _score_the_quick(self) -> None:
         """Score follow-ups with little draft prefill in the round of their prefill batch."""
-        if not self._schedule.may_prefill():
+        if not self._schedule.may_prefill() or not self._schedule.num_startable():
             return
         left = most = min(_MOST_QUICK_TOKENS, self._schedule.most_of_a_part(self.config.prefill.prefill_chunk))
         for pending in [it for it in self._pending if it.work is None and it.needs.is_recall_only and not it.is_long]:
@@ -291,7 +352,7 @@ class SparsePrefillManager:
         return True
 
     def _settle(self, pending: PendingScore, decision: Plan) -> None:
-        apply(pending.request, decision, self._known, pending.scoring_s)
+        self._apply(pending.request, decision, pending.scoring_s)
         self._pending.remove(pending)
 
     def _do_a_part(self, pending: PendingScore) -> None:
@@ -304,8 +365,8 @@ class SparsePrefillManager:
         try:
             with self._scorer.working(self._scheduler):
                 if pending.work is None:
-                    texts, most_of_a_part = self._known.token_texts(needs.prompt), self._schedule.most_of_a_part
-                    pending.work = self._scorer.score(needs.prompt, most_of_a_part, texts, needs.first_query)
+                    text, most_of_a_part = self._known.text_of(needs.prompt), self._schedule.most_of_a_part
+                    pending.work = self._scorer.score(needs.prompt, text, most_of_a_part, needs.first_query)
                 next(pending.work)
         except StopIteration as end:
             score = end.value
@@ -340,8 +401,9 @@ class SparsePrefillManager:
 
     @contextmanager
     def unscored_set_aside(self) -> Iterator[None]:
-        """Remove unscored requests from SGLang's waiting queue for the block; they are its last ones afterwards."""
+        """Remove unscored requests from SGLang's waiting queue for the block; they have their places afterwards."""
         aside = self._aside = []
+        before = list(self._scheduler.waiting_queue)
         with contained("setting requests aside", "their prompts are prefilled densely"):
             self._set_unscored_aside(aside)
         try:
@@ -349,7 +411,7 @@ class SparsePrefillManager:
         finally:
             self._aside = None
             if aside:
-                self._scheduler.waiting_queue = [*self._scheduler.waiting_queue, *aside]
+                self._scheduler.waiting_queue = _in_order(before, [*self._scheduler.waiting_queue, *aside])
 
     def _set_unscored_aside(self, aside: list[RunningRequest]) -> None:
         unscored, queue = self._unscored(), self._scheduler.waiting_queue
@@ -372,7 +434,7 @@ class SparsePrefillManager:
         }
 
     def forget(self) -> None:
-        """Drop remembered turns and the draft's KV: SGLang has emptied its caches."""
+        """Drop plans, remembered turns and the draft's KV: SGLang has emptied its caches, or has other weights."""
         for pending in self._pending:
             self._restart(pending)
         self._known.clear()
@@ -396,7 +458,7 @@ class SparsePrefillManager:
             prompt, importance = Prompt(self._any_text(), NAME, None, config, "recall"), None
             self._num_cached(prompt)
             if needs_attention(config.scorer):
-                work = self._scorer.score(prompt, lambda chunk: chunk)
+                work = self._scorer.score(prompt, self._known.text_of(prompt), lambda chunk: chunk)
                 while importance is None:
                     with self._scorer.working(self._scheduler):
                         try:
@@ -421,3 +483,9 @@ class SparsePrefillManager:
         if tokenizer is not None:
             return tuple(tokenizer(_TEST_TEXT * room, add_special_tokens=False).input_ids[:room])
         return tuple(at * 7 % min(int(model.vocab_size), 1000) for at in range(room))
+
+
+def _in_order(before: Sequence[RunningRequest], now: Sequence[RunningRequest]) -> list[RunningRequest]:
+    """The requests of now, those of before in its order and the others behind them."""
+    places = {id(request): place for place, request in enumerate(before)}
+    return sorted(now, key=lambda request: places.get(id(request), len(before)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -30,6 +31,11 @@ def first_ranks_choice(gamma: int, knows: bool) -> tuple[int, bool]:
 def all_say_yes(answer: bool) -> bool:
     """Return whether all ranks say so: one that failed by itself would prune, or draft, alone."""
     return bool(_least(int(answer))[0])
+
+
+def same_on_all(answers: Sequence[bool]) -> bool:
+    """Return whether every answer is the same on all ranks."""
+    return sum(_least(*map(int, answers), *(int(not answer) for answer in answers))) == len(answers)
 
 
 def contained(what: str, instead: str) -> AbstractContextManager[None]:

@@ -6,9 +6,8 @@ The scheduler's process attaches the report to the request; the tokenizer's proc
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
 from spec_stack.config import PrefillConfig, SparsePrefill
@@ -16,7 +15,6 @@ from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import BATCH_POLICIES
 from spec_stack.prefill.alignment import Span
 from spec_stack.settings.checks import plain
-from spec_stack.sglang.errors import log_and_continue
 from spec_stack.sglang.server_args import FOLLOW_UPS, ServerConfig
 
 KEY = "spec_stack"
@@ -26,21 +24,8 @@ objects that holds ours: of a request, once it is decided, its RequestOptions.""
 _OURS_ALONE = ("sparse_prefill", "keep_rate", "follow_up")
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
-# Responses are built right after their reply has ended.
-_MOST_REPORTS = 4096
-_GAMMA_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-_SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
-_COUNTED = {
-    "num_prompt_tokens": ("prompt_tokens_total", "prompt tokens, whole prompts"),
-    "num_kept_tokens": ("kept_tokens_total", "prompt tokens that the target prefilled or had cached"),
-    "num_scored_tokens": ("scored_tokens_total", "prompt tokens that the draft scored"),
-    "num_draft_tokens": ("draft_prefilled_tokens_total", "prompt tokens that the draft prefilled for it"),
-    "num_recalled_tokens": ("recalled_tokens_total", "recalled tokens of earlier turns"),
-    "num_protected_tokens": ("protected_tokens_total", "prompt tokens of system messages and templates"),
-    "cached_tokens": ("cached_tokens_total", "prompt tokens that were in the radix cache"),
-    "num_proposed": ("proposed_tokens_total", "tokens that the draft proposed"),
-    "num_accepted": ("accepted_tokens_total", "proposed tokens that the target accepted"),
-}
+# More would hold up everybody: they are read on SGLang's tokenizer loop and its scheduler's thread.
+_MOST_SPANS = 4096
 
 
 class RunningRequest(Protocol):
@@ -58,6 +43,7 @@ class RunningRequest(Protocol):
     extra_key: str | None
     cache_salt: str | None
     logprob_start_len: int
+    priority: int
     customized_info: dict[str, list[Any]] | None
     is_retracted: bool
     sampling_params: Any
@@ -79,7 +65,7 @@ class RequestOptions:
 
     @classmethod
     def parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:
-        """Read the options from `custom_params`' entry KEY; other entries are ignored.
+        """Read the options from `custom_params`' entry KEY, an object or `on_wire`'s text; others are ignored.
 
         Raises ValueError for an unknown option, for a value of the wrong type or out of range, and for a name that is
         this package's alone beside the entry.
@@ -91,17 +77,28 @@ class RequestOptions:
         asked = params.get(KEY)
         if asked is None:
             return cls()
+        if isinstance(asked, str):
+            asked = json.loads(asked)
         if not isinstance(asked, Mapping):
             raise ValueError(f"custom_params.{KEY} must be an object of options, got {asked!r}")
         unknown = [str(name) for name in asked if name not in OPTIONS]
         if unknown:
             raise ValueError(f"custom_params.{KEY} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
-        values: dict[str, Any] = {name: plain(value) for name, value in asked.items() if value is not None}
-        if "protect" in values:
-            values["protect"] = _spans(values["protect"])
+        given = {name: value for name, value in asked.items() if value is not None}
+        values: dict[str, Any] = {
+            name: _spans(value) if name == "protect" else plain(value) for name, value in given.items()
+        }
         options = cls(**values)
         options._check(config)
         return options
+
+    def as_asked(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def on_wire(self) -> str:
+        """The options as one string: SGLang's msgpack takes no nested values in `custom_params`, and the scheduler ends
+        over others."""
+        return json.dumps(self.as_asked())
 
     def _check(self, config: ServerConfig) -> None:
         def given(*names: str) -> str:
@@ -141,16 +138,25 @@ OPTIONS = tuple(entry.name for entry in fields(RequestOptions))
 
 
 def _spans(protect: object) -> tuple[Span, ...]:
-    if not isinstance(protect, tuple) or not all(_is_span(span) for span in protect):
+    """Sorted, without overlaps."""
+    listed = protect if isinstance(protect, list | tuple) else None
+    if listed is None or len(listed) > _MOST_SPANS or not all(map(_is_span, listed)):
+        got = f"{len(listed)} entries" if listed is not None and len(listed) > 8 else repr(protect)[:200]
         raise ValueError(
-            "protect must be a list of token spans [start, stop], "
-            f"0 <= start <= stop <= {_MOST_TOKENS}, got {protect!r}"
+            f"protect must be a list of at most {_MOST_SPANS} token spans [start, stop], "
+            f"0 <= start <= stop <= {_MOST_TOKENS}, got {got}"
         )
-    return protect
+    spans: list[Span] = []
+    for start, stop in sorted((start, stop) for start, stop in listed):
+        if spans and start < spans[-1][1]:
+            spans[-1] = spans[-1][0], max(stop, spans[-1][1])
+        elif start < stop:
+            spans.append((start, stop))
+    return tuple(spans)
 
 
 def _is_span(span: object) -> bool:
-    if not isinstance(span, tuple) or len(span) != 2:
+    if not isinstance(span, list | tuple) or len(span) != 2:
         return False
     start, stop = span
     return type(start) is int and type(stop) is int and 0 <= start <= stop <= _MOST_TOKENS
@@ -198,14 +204,21 @@ def was_wrong(request: RunningRequest) -> bool:
     return 2 * num_accepted < gamma
 
 
-def dense_reason(request: RunningRequest) -> str | None:
-    """Why this request's prompt must be prefilled densely, or None. An attribute that SGLang lacks requests nothing."""
+def dense_reason(request: RunningRequest, has_sessions: bool = False) -> str | None:
+    """Why this request's prompt must be prefilled densely, or None. An attribute that SGLang lacks requests nothing.
+
+    has_sessions: `session_id` names one in the radix cache; else routers use it alone.
+    """
+    if has_sessions and getattr(request, "session_id", None):
+        return "the request belongs to a session"
     num_without_logprob = getattr(request, "logprob_start_len", -1)
     if getattr(request, "return_logprob", False) and 0 <= num_without_logprob < len(request.origin_input_ids):
         return "input logprobs were asked for"
+    labels = getattr(getattr(request, "logprob", None), "token_ids_logprob", None)
+    if labels and request.sampling_params.max_new_tokens == 0:
+        return "the prompt is scored by its labels' probabilities"
     reasons = {
         "session": "the request belongs to a session",
-        "session_id": "the request belongs to a session",
         "multimodal_inputs": "the prompt is multimodal",
         "input_embeds": "the prompt is given as embeddings",
         "positional_embed_overrides": "embeddings are replaced by position",
@@ -242,6 +255,10 @@ class ReportAssembler:
                 self._gammas.append(gamma)
                 self._accepted.append(num_accepted)
 
+    def num_prompt_tokens(self) -> int | None:
+        """Of the whole prompt; None without a report."""
+        return None if self._report is None else int(self._report["num_prompt_tokens"])
+
     def meta_info(self, is_finished: bool) -> dict[str, Any] | None:
         """The report with the steps so far, at the end one by one; None without one, no steps without a policy."""
         if self._report is None or "policy" not in self._report:
@@ -262,70 +279,3 @@ def correct_acceptance(meta_info: dict[str, Any], report: Mapping[str, Any]) -> 
     meta_info["spec_accept_rate"] = num_accepted / num_proposed if num_proposed else 0.0
     # SGLang divides the output tokens, of which a stop or a limit may have cut some off.
     meta_info["spec_accept_length"] = 1 + num_accepted / num_steps if num_steps else 1.0
-
-
-class ReportStore:
-    """Finished replies: the newest reports by request id, and Prometheus metrics of all, beside SGLang's own.
-
-    model_name: the label of the metrics; None keeps none.
-    """
-
-    def __init__(self, model_name: str | None) -> None:
-        self._model_name = model_name
-        self._reports: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
-        if model_name is None:
-            return
-        # SGLang must set the shared directory before prometheus_client is imported.
-        from prometheus_client import Counter, Histogram
-
-        def counter(name: str, text: str, *labels: str) -> Any:
-            return Counter(f"spec_stack:{name}", text, ["model_name", *labels])
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Any:
-            return Histogram(f"spec_stack:{name}", text, ["model_name"], buckets=buckets)
-
-        self._requests = counter("requests_total", "finished requests, by the outcome of the prompt", "outcome")
-        self._tokens = {name: counter(*described) for name, described in _COUNTED.items()}
-        self._gamma = histogram("gamma", "tokens drafted per step", _GAMMA_BUCKETS)
-        self._scoring = histogram("scoring_seconds", "scoring of a prompt", _SECONDS_BUCKETS)
-
-    def close(self, meta_info: Mapping[str, Any], report: Mapping[str, Any], *, is_counted: bool) -> None:
-        """Add a reply's final report. is_counted: it belongs to the metrics."""
-        self._reports[str(meta_info["id"])] = report
-        if len(self._reports) > _MOST_REPORTS:
-            self._reports.popitem(last=False)
-        if self._model_name is not None and is_counted:
-            self._count(report, int(meta_info.get("cached_tokens", 0)))
-
-    def _count(self, report: Mapping[str, Any], num_cached: int) -> None:
-        self._requests.labels(self._model_name, report["outcome"]).inc()
-        counts = {"num_proposed": 0, "num_accepted": 0, "cached_tokens": num_cached, **report}
-        for name, counted in self._tokens.items():
-            counted.labels(self._model_name).inc(counts[name])
-        for gamma in report.get("gamma_trace", ()):
-            self._gamma.labels(self._model_name).observe(gamma)
-        if report["num_scored_tokens"]:
-            self._scoring.labels(self._model_name).observe(report["scoring_s"])
-
-    def report_of(self, request_id: object) -> Mapping[str, Any] | None:
-        return self._reports.get(str(request_id))
-
-
-async def with_report(stream: AsyncIterator[Any], books: ReportStore) -> AsyncIterator[Any]:
-    """An OpenAI stream with the report in its usage chunk (stream_options.include_usage), the last one.
-
-    Of several replies in one stream that chunk has the id of one.
-    """
-    async for event in stream:
-        # Every other chunk has a choice in it, and most of a stream's cost is in its chunks.
-        if not isinstance(event, str) or '"choices":[]' not in event or '"usage":{' not in event:
-            yield event
-            continue
-        reported = event
-        with log_and_continue("writing a report", "the reply has none"):
-            name, _, data = event.strip().partition(" ")
-            chunk = json.loads(data) if name == "data:" else {}
-            report = books.report_of(chunk.get("id"))
-            if report is not None:
-                reported = f"data: {json.dumps(chunk | {KEY: dict(report)})}\n\n"
-        yield reported

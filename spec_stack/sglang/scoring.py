@@ -22,10 +22,10 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.moe.utils import draft_model_build_scope
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader import get_model
+from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 from torch.distributed import ReduceOp
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import question_layers, voting_heads
 from spec_stack.prefill.importance import (
     ScoredLayer,
@@ -39,10 +39,12 @@ from spec_stack.prefill.importance import (
     segment_weights,
     weights_by_question,
 )
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.draft_pool import DraftScoringRunner, Lease, Queries, bytes_per_token
+from spec_stack.sglang.draft_pool import DraftScoringRunner, Queries, bytes_per_token
+from spec_stack.sglang.draft_prefixes import Lease
 from spec_stack.sglang.launch import Launch
 from spec_stack.sglang.ranks import least_free_bytes, num_ranks, over_ranks, own_rank
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig
@@ -68,10 +70,14 @@ PartSize = Callable[[int], int]
 
 
 class DraftScorer:
-    """Scores by SGLang's model of the draft, in the draft's own KV pool. context_len: the target's."""
+    """Scores by SGLang's model of the draft, in the draft's own KV pool.
 
-    def __init__(self, draft: DraftScoringRunner, context_len: int) -> None:
+    context_len: the target's. max_positions: the draft's; a longer prompt is not scored.
+    """
+
+    def __init__(self, draft: DraftScoringRunner, context_len: int, max_positions: int | None = None) -> None:
         self._draft, self._context_len = draft, context_len
+        self.max_positions = context_len if max_positions is None else max_positions
         self.num_pool_tokens = draft.index.num_slots
 
     def allocate(self) -> None:
@@ -95,14 +101,12 @@ class DraftScorer:
     def working(self, scheduler: Any) -> AbstractContextManager[None]:
         return on_forward_stream(scheduler, self._draft.device)
 
-    def score(
-        self, prompt: Prompt, most_of_a_part: PartSize, pieces: Sequence[str] | None = None, first_query: int = 0
-    ) -> Scoring:
+    def score(self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0) -> Scoring:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
-        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
-        first_query: first token whose segment may hold the question.
+        PoolFullError where the prompt is longer than the draft's pool. first_query: first token whose segment may hold
+        the question.
 
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
@@ -110,11 +114,13 @@ class DraftScorer:
         config, num_tokens, num_in_place, opening = prompt.config, len(prompt.token_ids), 1, 0
         segments: Sequence[Segment] = ()
         weights: Sequence[float] = ()
-        repeated: Sequence[Span] = ()
+        repeated: Sequence[Sequence[int]] = ()
+        is_given = False
         if config.queries_from_prompt:
-            found = find_candidates(num_tokens, pieces, prompt.spans).reaching(first_query)
-            num_in_place, repeated = num_tokens - found.start, found.repeated
-            sizes = [stop - start for start, stop in repeated]
+            found = find_candidates(text).reaching(first_query)
+            num_in_place, is_given = num_tokens - found.start, found.is_given
+            repeated = [text.all_ids[slice(*segment)] for segment in found.repeated]
+            sizes = [*map(len, repeated)]
             segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
             opening = min(found.opening, num_in_place)
         # The scoring queries run again whatever the pool has.
@@ -127,7 +133,9 @@ class DraftScorer:
             def layer_of(index: int) -> ScoredLayer:
                 return self._draft.scored_layer(index, captured, lease.slots[:num_tokens])
 
-            if segments:
+            if is_given:
+                weights = [float(segment.is_question) for segment in segments]
+            elif segments:
                 seen = opening_attention(map(layer_of, question_layers(captured, config)), num_in_place, opening)
                 yield
                 weights = segment_weights(over_ranks(seen, ReduceOp.SUM) / num_ranks(), segments, opening)
@@ -151,13 +159,16 @@ class DraftScorer:
             lease.insert(lease.num_agreed)
 
     def _run(
-        self, prompt: Prompt, lease: Lease, num_in_place: int, repeated: Sequence[Span], most_of_a_part: PartSize
+        self,
+        prompt: Prompt,
+        lease: Lease,
+        num_in_place: int,
+        repeated: Sequence[Sequence[int]],
+        most_of_a_part: PartSize,
     ) -> Generator[None, None, Queries]:
         """Run the prompt, and its repeated spans or a look-ahead; the scoring queries by layer."""
         config, token_ids, num_tokens = prompt.config, prompt.token_ids, len(prompt.token_ids)
-        # First layers alone cannot predict the next token, so they draft no look-ahead.
-        num_layers = config.num_scoring_layers
-        again = [*chain.from_iterable(token_ids[start:stop] for start, stop in repeated)]
+        again = [*chain.from_iterable(repeated)]
         room = self._context_len - num_tokens
         look_ahead = 0 if config.queries_from_prompt else max(0, min(config.look_ahead, room))
         lease.extend(num_tokens - lease.num_shared + look_ahead + len(again))
@@ -166,14 +177,14 @@ class DraftScorer:
         # has the scoring queries.
         while num_tokens - lease.num_agreed > (chunk := max(most_of_a_part(config.prefill_chunk), num_in_place)):
             stop = num_tokens - (num_tokens - lease.num_agreed - 1) // chunk * chunk
-            self._draft.run(token_ids[lease.num_agreed : stop], slots[:stop], num_layers)
+            self._draft.run(token_ids[lease.num_agreed : stop], slots[:stop])
             yield
             lease.num_agreed = stop
         captured: Queries = {}
         rest = token_ids[lease.num_agreed :]
-        following = self._draft.run(rest, slots[:num_tokens], num_layers, captured, num_in_place)
+        following = self._draft.run(rest, slots[:num_tokens], captured, num_in_place)
         if again:
-            self._draft.run(again, slots[: num_tokens + len(again)], num_layers, captured, len(again))
+            self._draft.run(again, slots[: num_tokens + len(again)], captured, len(again))
         for drafted in range(look_ahead):
             if drafted % _LOOK_AHEAD_PER_PART == 0:
                 # So many forwards of one token, run without graphs, may take as long as a chunk.
@@ -279,13 +290,14 @@ class ScoringModel:
         return getattr(scheduler, _PLACE, None) or getattr(scheduler.draft_worker, "scoring_model", None)
 
 
-def draft_scorer(runner: Any, config: ServerConfig, context_len: int) -> DraftScorer:
+def draft_scorer(runner: Any, config: ServerConfig, context_len: int, max_positions: int | None = None) -> DraftScorer:
     """A scorer by a draft, its pool of the configured size or what the device has room for. Collective.
 
-    runner: SGLang's ModelRunner. context_len: the target's.
+    runner: SGLang's ModelRunner. config: calibrated. context_len: the target's. max_positions: the draft's.
     """
-    num_tokens = _pool_tokens(runner, bytes_per_token(runner), config)
-    return DraftScorer(DraftScoringRunner(runner, num_tokens), context_len)
+    num_layers = config.prefill.num_scoring_layers
+    num_tokens = _pool_tokens(runner, bytes_per_token(runner, num_layers), config)
+    return DraftScorer(DraftScoringRunner(runner, num_tokens, num_layers), context_len, max_positions)
 
 
 def _pool_tokens(runner: Any, num_bytes: int, config: ServerConfig) -> int:
@@ -330,6 +342,8 @@ def _scorer(launch: Launch, target: Any) -> DraftScorer:
         )
     if launch.must_fit:
         fit_draft(own, launch.target.vocab_size, found.vocab_size)
+    # Up to MOST_REPEATED tokens run again behind a prompt. SGLang's ModelRunner reserves angles for as many.
+    reserve_rope_cache_for_long_sequences(own, found)
     # What `DraftScoringRunner` needs of a ModelRunner.
     runner = SimpleNamespace(model=own, dtype=found.dtype, device=target.device, gpu_id=target.gpu_id)
     return draft_scorer(runner, config, context_len)

@@ -168,11 +168,13 @@ class ServerConfig:
         return cls.from_mapping({**(_read_file(path) if path else {}), **flags})
 
 
-def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft_config: Any) -> ServerConfig:
+def with_calibration(
+    config: ServerConfig, draft: str, target_config: Any, draft_config: Any, on_gpu: bool = False
+) -> ServerConfig:
     """The settings with calibrated values for those that have defaults, and the shortest prompt for which pruning pays.
 
-    target_config, draft_config: their Transformers text configurations. Raises ValueError for a named calibration that
-    does not fit these models; one beside the draft is skipped then.
+    target_config, draft_config: their Transformers text configurations. on_gpu: launches of kernels count. Raises
+    ValueError for a named calibration that does not fit these models; one beside the draft is skipped then.
     """
     named = False if config.calibration == "none" else config.calibration
     configs = target_config, draft_config
@@ -187,7 +189,7 @@ def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft
         config = replace(config, prefill=replace(prefill, draft_window=None))
     if not config.prunes:
         return config
-    return replace(config, prefill=with_threshold(config.prefill, *configs))
+    return replace(config, prefill=with_threshold(config.prefill, *configs, on_gpu))
 
 
 def _prefill_config(values: dict[str, Any]) -> PrefillConfig:

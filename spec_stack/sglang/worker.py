@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_context, get_exec
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
-from sglang.srt.utils.hf_transformers_utils import get_config
+from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
 
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.errors import log_and_continue, log_failure
@@ -84,12 +84,16 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         # SGLang's own worker fails over such a draft as it loads, without saying why.
         found = get_config(server_args.speculative_draft_model_path, trust_remote_code=server_args.trust_remote_code)
         require_no_state(found.get_text_config())
+        # SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN lets SGLang write the target's over it.
+        positions = get_context_length(found.get_text_config())
         self._config = config = ServerConfig.from_environment()
         super().__init__(server_args, *args, **kwargs)
         # SGLang's worker makes its draft worker by name, and its backends only later.
         self._draft_worker.__class__ = SpecStackDraftWorker
         runner, draft, launch = self._target_worker.model_runner, self._draft_worker.draft_runner, self._launch
-        self.scoring_model = ScoringModel(launch, draft_scorer(draft, config, launch.target.context_len))
+        self.scoring_model = ScoringModel(
+            launch, draft_scorer(draft, launch.config, launch.target.context_len, positions)
+        )
         if config.prefill.sparse_prefill == "draft_only":
             num_requests = launch.args.max_running_requests
             self.slots = SlottedDraft(draft, config.prefill, config.gammas[-1], num_requests)
@@ -114,6 +118,16 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         slots = {} if self.slots is None else self.slots.state()
         kept = {"draft_kv_budget": slots, "num_overrides_kept": len(get_context()._overrides_log)}
         return {**self.batch_policy.state(), **kept}
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        """None: a weight update is of the target, and its checkpoint is not the draft's."""
+        return []
+
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        """Of SGLang 0.5.20, as `update_weights_from_ipc`: the draft stays as it is."""
+        return True, "the draft keeps its weights"
+
+    update_weights_from_ipc = update_weights_from_disk
 
     def _validate_vocab_compatibility(self, target_vocab_size: int, target_tokenizer: Any) -> None:
         """SGLang's requires equally many embedding rows; one tokenizer is enough. Called before any KV is allocated."""

@@ -120,7 +120,7 @@ def test_of_a_draft_with_random_weights_bm25_is_chosen(pair: ModelPair) -> None:
 def look(pair: ModelPair, prompt: Prompt, config: PrefillConfig) -> ScoringInputs:
     pieces = pair.pieces(prompt.token_ids)
     draft = pair.draft_in_target_vocab(pair.new_draft_cache(8192))
-    inputs = ScoringInputs(prompt.token_ids, protected=prompt.protected, pieces=pieces)
+    inputs = ScoringInputs(replace(prompt.text, pieces=pieces))
     seen, _ = run_draft(draft, inputs, lambda *_: pytest.fail("no look-ahead"), config)
     return replace(inputs, attention=seen)
 
@@ -155,7 +155,7 @@ def test_the_share_that_a_prompt_needs_is_one_at_which_its_evidence_is_kept(pair
         need = float(needed(judged := judge(pair, index, prompt), judged.words))
         config = PrefillConfig(scorer="bm25", keep_rate=min(1.0, need + 1e-6))
         evidence = replace(look(pair, prompt, config), attention=None)
-        kept = {*select(evidence, config, prompt.protected).positions}
+        kept = {*select(evidence, config).positions}
         assert all(at in kept for start, stop in prompt.spans for at in range(start, stop))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from spec_stack.controller.base import StepContext, StepRecord
 from spec_stack.controller.registry import make_batch_policy, make_policy
-from spec_stack.controller.step_cost import PerContextLength
+from spec_stack.controller.step_times import PerContextLength
 from tests.support.controller_data import step
 from tests.support.simulated_costs import GROWING, turns_over_plain
 

@@ -15,7 +15,7 @@ import spec_stack
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.speckv import SpecKV
-from spec_stack.controller.step_cost import StepCost
+from spec_stack.controller.step_times import StepCost
 from spec_stack.controller.throughput import Throughput
 
 SHIPPED = Path(spec_stack.__file__).parent / "assets" / "draft" / "spec_stack_predictor.json"

@@ -17,7 +17,7 @@ from spec_stack.controller.simple import Fixed
 from spec_stack.controller.tuning import TUNING
 from spec_stack.decode.loop import decode
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
-from spec_stack.decode.proposer import Proposer
+from spec_stack.decode.proposer import DecodeRequest, Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.hf.attention import install
@@ -177,11 +177,13 @@ def run(proposer: str, prompt: list[int], num_tokens: int, gamma: int, sampler: 
     for model in models:
         install(model)
     target, draft = (CachedModel(model, 64) for model in models)
-    steps = decode(
-        target, draft, prompt, Selection.everything(prompt), Proposal(), Fixed(gamma),
-        Proposer(proposer, draft, sampler, (), NgramPolicy()), sampler,
-        StopChecker(num_tokens, ()), (), "r", "fp32", "", StoppedClock(),
+    request = DecodeRequest(
+        prompt_ids=prompt, sampler=sampler, stopper=StopChecker(num_tokens, ()), end_ids=(), proposer=proposer,
+        precision="fp32", clock=StoppedClock(),
     )  # fmt: skip
+    steps = decode(
+        request, target, Selection.everything(prompt), Proposal(), Fixed(gamma), Proposer(request, draft, NgramPolicy())
+    )
     return [token for output in steps for token in output.token_ids]
 
 

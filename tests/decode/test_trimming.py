@@ -10,9 +10,8 @@ import pytest
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext
 from spec_stack.controller.ngram import NgramPolicy
-from spec_stack.decode.clock import Clock
 from spec_stack.decode.loop import decode
-from spec_stack.decode.proposer import Proposer
+from spec_stack.decode.proposer import DecodeRequest, Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.hf.attention import install
@@ -40,8 +39,8 @@ class TwoAtMost(Policy):
 class TrimsAfterLooking(Proposer):
     """Drafts two tokens, and keeps the first only where the second turned out sure: the mistake."""
 
-    def propose(self, committed_ids: Sequence[int], policy: Policy, context: StepContext, clock: Clock) -> Proposal:
-        drafted = super().propose(committed_ids, policy, context, clock)
+    def propose(self, committed_ids: Sequence[int], policy: Policy, context: StepContext) -> Proposal:
+        drafted = super().propose(committed_ids, policy, context)
         if len(drafted.token_ids) == 2 and drafted.signals.confidence[1] < SURE:
             return Proposal()
         return drafted
@@ -56,11 +55,12 @@ def law_after_two(source: str, proposer: type[Proposer] = Proposer) -> dict[int,
     def run(sampler: Sampler) -> list[int]:
         target, draft = (CachedModel(model, 64) for model in models)
         prompt = [3, 3]
-        steps = decode(
-            target, draft, prompt, Selection.everything(prompt), Proposal(), TwoAtMost(),
-            proposer(source, draft, sampler, (), NgramPolicy()), sampler,
-            StopChecker(4, ()), (), "r", "fp32", "", StoppedClock(),
+        request = DecodeRequest(
+            prompt_ids=prompt, sampler=sampler, stopper=StopChecker(4, ()), end_ids=(), proposer=source,
+            precision="fp32", clock=StoppedClock(),
         )  # fmt: skip
+        whole, drafts = Selection.everything(prompt), proposer(request, draft, NgramPolicy())
+        steps = decode(request, target, whole, Proposal(), TwoAtMost(), drafts)
         tokens = (token for output in steps for token in output.token_ids)
         # What is drawn after the second token makes more ways, and changes none of its chances.
         return list(islice(tokens, 1, 2))

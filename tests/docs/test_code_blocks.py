@@ -167,4 +167,4 @@ def test_the_pages_are_short() -> None:
     words = {name_of(page): len(page.read_text(encoding="utf-8").split()) for page in PAGES}
     assert words["README.md"] <= 700
     assert words["docs/decisions.md"] <= 2_000
-    assert sum(number for name, number in words.items() if name.startswith("docs/")) <= 14_000
+    assert sum(number for name, number in words.items() if name.startswith("docs/")) <= 15_000

@@ -170,11 +170,6 @@ def steps_on_a_gpu() -> list[str]:
     return [*rows, row(["draft over target, c", *(f"{case['c']:.2f}" for case in cases)])]
 
 
-def published_tables() -> list[str]:
-    published = result("as_published")
-    return [f"{published['within']} of {published['cells']} cells"]
-
-
 @pytest.mark.parametrize(
     "figures",
     [
@@ -191,7 +186,6 @@ def published_tables() -> list[str]:
         turns_behind_the_proxy,
         first_tokens_on_a_gpu,
         steps_on_a_gpu,
-        published_tables,
     ],
 )
 def test_the_results_page_has_the_committed_figures(figures: Callable[[], list[str]]) -> None:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.main import main
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.explain.observe import explain_live, watch
-from spec_stack.explain.page import render
-from tests.support.models import make_model, make_tokenizer
+from spec_stack.explain.page import explain_live, file_name, render, rows_of, writers_of, written
+from spec_stack.prefill.explanation import Explanation, KeptSpan, ScoringQuery
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- {{data}} {{title}} & \u2028"
 # Attributes that make a browser fetch something.
 FETCHING = {"src", "href", "srcset", "action", "data", "poster", "background"}
+DOCUMENT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(60))
+QUESTION, FORMAT = "What does f17 return?", "Answer in one word.\nUse no punctuation.\nDo not explain."
 
 
 class Reader(HTMLParser):
-    """Tags in order, what would be fetched, and the text of each script."""
+    """Tags in order, what would be fetched, and the text of the title and of each script."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -54,39 +56,29 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def watched() -> SpecStackGenerator:
-    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, granularity="chunks", on_scoring_failure="raise"))
-    return SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-
-
-PROMPT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(40)) + "\ndef f"
+def explained() -> dict[str, Any]:
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_failure="raise"))
+    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
+    texts = [f"{DOCUMENT}\n\n{QUESTION}\n\n{FORMAT}", "And what does f41?"]
+    options = {"max_tokens": 8, "keep_rate": 0.3, "gamma": 3}
+    return explain_live(
+        generator, source="notes.py", pair="p", options=options, messages=[], questions=texts, compare=True
+    )
 
 
 def test_hostile_text_is_data_and_never_markup() -> None:
-    signals = DraftSignals([1.0, 2.0], [0.5, 0.5])
-    step = StepRecord(HOSTILE, 0, "p", "fp32", "t", True, 0.5, 2, 1, 2, signals, 0.1, 0.2, 0.0, proposer=HOSTILE)
-    prompt = {
-        "tokens": [HOSTILE],
-        "states": "k",
-        "importance": [1.0],
-        "votes": [1.0],
-        "queries": [{"start": 0, "stop": 1, "weight": 0.83, "text": HOSTILE}],
-    }
-    answer = [{"text": HOSTILE, "step": 0, "writer": "draft"}, {"text": "b", "step": 0, "writer": HOSTILE}]
-    turn = {"question": HOSTILE, "prompt": prompt, "answer": answer, "steps": [asdict(step)], "metrics": {}}
-    explanation = {"title": HOSTILE, "about": {HOSTILE: HOSTILE}, "runs": [{"name": HOSTILE, "turns": [turn]}]}
+    turn = {"question": HOSTILE, "rows": [{"parts": [[HOSTILE, "ends", 0.5]], "tokens": 1, "heat": 1.0}]}
+    explanation = {"title": HOSTILE, "about": {"prompt": HOSTILE, HOSTILE: HOSTILE}, "turns": [turn]}
     page = render(explanation)
     assert data_of(page) == explanation
     read = Reader(page)
     assert "img" not in read.tags
     assert read.tags.count("script") == 2
-    assert read.title == HOSTILE
+    assert read.title == f"{HOSTILE} ({HOSTILE})"
 
 
-def test_the_page_asks_nothing_of_a_network(watched: SpecStackGenerator) -> None:
-    page = render(
-        explain_live(watched, title="t", pair="p", options={"max_tokens": 4}, messages=None, questions=[PROMPT])
-    )
+def test_the_page_loads_nothing(explained: dict[str, Any]) -> None:
+    page = render(explained)
     read = Reader(page)
     assert read.fetched == []
     assert "link" not in read.tags
@@ -98,138 +90,91 @@ def test_the_page_asks_nothing_of_a_network(watched: SpecStackGenerator) -> None
     assert "url(" not in page
 
 
-def test_what_is_shown_is_what_the_generator_does(watched: SpecStackGenerator) -> None:
-    options = {"max_tokens": 12, "keep_rate": 0.3, "gamma": 3}
-    explanation = explain_live(
-        watched, title="t", pair="p", options=options, messages=None, questions=[PROMPT], compare=True
+def test_each_turn_shows_what_its_request_kept_and_the_script_knows_every_reason(explained: dict[str, Any]) -> None:
+    script = Reader(render(explained)).scripts[1]
+    first, second = explained["turns"]
+    for turn in (first, second):
+        metrics = turn["metrics"]
+        assert sum(turn["tokens"].values()) == metrics["num_kept_tokens"]
+        assert sum(row["tokens"] for row in turn["rows"]) == metrics["num_prompt_tokens"]
+        assert "".join(token["text"] for token in turn["answer"]).startswith(turn["text"])
+        assert sum(step["num_tokens"] for step in turn["steps"]) == metrics["num_tokens"]
+        assert turn["dense"]["ttft_s"] > 0
+        shown = {part[1] for row in turn["rows"] for part in row["parts"]} - {None}
+        assert shown == set(turn["tokens"])
+        for reason in shown:
+            assert re.search(rf'^ +"?{reason}"?: \["', script, re.MULTILINE), reason
+        assert max(row["heat"] for row in turn["rows"]) == 1
+    # Instructions stand behind the question, which is found.
+    assert (explained["title"], second["question"]) == (QUESTION, "And what does f41?")
+    assert first["queries"][0]["weight"] == 1
+    assert {"attention", "ends", "protected"} <= set(first["tokens"])
+    assert {"cached", "dense"} <= set(second["tokens"])
+
+
+def test_rows_are_the_lines_with_their_parts_and_mean_importance() -> None:
+    tokens = ["ab", "c\n", "d", "", "e", "\n\n", "f"]
+    explanation = Explanation(
+        tokens,
+        [KeptSpan(1, 4, "ends", 2), KeptSpan(7, 9, "attention", 1)],
+        [ScoringQuery(4, 6, 0.5)],
+        [4.0] * 3 + [1.0] * 4,
     )
-    sparse, dense = (run["turns"][0] for run in explanation["runs"])
-    alone = watched.generate(PROMPT, return_records=True, **options)
-    assert "".join(token["text"] for token in sparse["answer"]) == alone.text
-    assert [step["gamma"] for step in sparse["steps"]] == [record.gamma for record in alone.records or []]
-    states = sparse["prompt"]["states"]
-    assert "".join(sparse["prompt"]["tokens"]) == f"<|bos|>{PROMPT}"
-    assert states.count("k") == alone.metrics.num_kept_tokens < len(states)
-    assert set(dense["prompt"]["states"]) == {"k"}
-    assert dense["prompt"]["importance"] is None
+    rows = rows_of(explanation)
+    assert [row["parts"] for row in rows] == [
+        [["a", None, 0], ["bc\n", "ends", 0]],
+        [["de", None, 0.5], ["\n", None, 0]],
+        [["\n", "attention", 0]],
+        [["f", "attention", 0]],
+    ]
+    assert [row["tokens"] for row in rows] == [2, 4, 0, 1]
+    assert [row["heat"] for row in rows] == pytest.approx([1.0, 0.67, 0.0, 0.5], abs=0.01)
 
 
-def test_the_kept_chunks_are_those_with_the_most_votes(watched: SpecStackGenerator) -> None:
-    explanation = explain_live(
-        watched, title="t", pair="p", options={"max_tokens": 2, "keep_rate": 0.3}, messages=None, questions=[PROMPT]
+def test_the_command_names_title_and_file_after_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.py").write_text(DOCUMENT)
+    assert main(["explain", "--file", "notes.py", QUESTION, "--chat", "--sparse-prefill", "on", "--device", "cpu"]) == 0
+    page = (tmp_path / "explain-notes-what-does-f17-return.html").read_text(encoding="utf-8")
+    assert Reader(page).title == f"{QUESTION} (notes.py)"
+    assert f"scoring query, weight 1.00: {QUESTION}" in capsys.readouterr().out.splitlines()
+    assert file_name("prompt", "../ ?/") == "explain-prompt.html"
+
+
+def record(gamma: int, num_accepted: int, num_tokens: int | None = None, **more: Any) -> StepRecord:
+    signals, num_tokens = (
+        DraftSignals([1.0] * gamma, [0.5] * gamma),
+        num_accepted + 1 if num_tokens is None else num_tokens,
     )
-    prompt = explanation["runs"][0]["turns"][0]["prompt"]
-    assert len(prompt["importance"]) == len(prompt["tokens"])
-    config, votes = watched.config.prefill, prompt["votes"]
-    free = range(config.keep_first, len(votes) - config.keep_last)
-    states = {chunk: prompt["states"][prompt["borders"][chunk]] for chunk in free}
-    kept = [votes[chunk] for chunk in free if states[chunk] == "k"]
-    dropped = [votes[chunk] for chunk in free if states[chunk] == "d"]
-    assert kept
-    assert dropped
-    assert min(kept) >= max(dropped)
-
-
-DOCUMENT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(60))
-QUESTION, FORMAT = "What does f17 return?", "Answer in one word.\nUse no punctuation.\nDo not explain."
-
-
-def queries_of(text: str, **prefill: Any) -> list[dict[str, Any]]:
-    """What scores a user message, the tokens of each segment checked."""
-    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_failure="raise", **prefill))
-    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    run = watch(generator, "r", [], [text], max_tokens=2)
-    prompt = run["turns"][0]["prompt"]
-    tokens, queries = prompt["tokens"], prompt["queries"]
-    for query in queries:
-        start, stop = query["start"], query["stop"]
-        assert start >= len(tokens) or query["text"] == "".join(tokens[start:stop])
-    weights = [query["weight"] for query in queries]
-    assert weights == sorted(weights, reverse=True)
-    assert all(0 < weight <= 1 for weight in weights)
-    return list(queries)
-
-
-def test_the_question_scores_wherever_it_stands() -> None:
-    behind = queries_of(f"{DOCUMENT}\n\n{QUESTION}\n\n{FORMAT}")
-    assert behind[0]["text"].strip() == QUESTION
-    assert behind[0]["weight"] == 1
-    assert set(FORMAT.split("\n")) <= {query["text"].strip() for query in behind}
-    first = queries_of(f"{QUESTION}\n\n{DOCUMENT}")
-    assert QUESTION in [query["text"].strip() for query in first]
-
-
-def test_a_long_question_without_spaces_heads_its_turn(watched: SpecStackGenerator) -> None:
-    (turn,) = watch(watched, "r", None, [f"{PROMPT}\n{'問' * 130}"], max_tokens=1)["turns"]
-    assert turn["question"] == "問" * 119 + "…"
-
-
-def test_a_draft_with_another_tokenizer_has_the_same_segments() -> None:
-    tokenizer, other = make_tokenizer("a b c d ab abc cd ?", "<t>"), make_tokenizer("d abc c b a bc ?", "<s>")
-    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_failure="raise"))
-    spans = []
-    for draft_tokenizer in (None, other):
-        models = make_model(seed=1, vocab=20), make_model(seed=2, vocab=20)
-        generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
-        run = watch(generator, "r", None, ["abcdab?" * 90], max_tokens=2)
-        spans.append({(query["start"], query["stop"]) for query in run["turns"][0]["prompt"]["queries"]})
-    assert spans[0] == spans[1]
-    assert len(spans[0]) > 1
-
-
-def test_bm25_is_asked_by_the_words_of_the_question() -> None:
-    for text in (f"{QUESTION}\n\n{DOCUMENT}", f"{DOCUMENT}\n\n{QUESTION}\n\n{FORMAT}"):
-        (query,) = queries_of(text, scorer="bm25")
-        assert (query["text"].strip(), query["weight"]) == (QUESTION, 1.0)
-    unmarked = queries_of(f"{DOCUMENT}\n\n{FORMAT}", scorer="bm25")
-    assert [query["text"].strip() for query in unmarked[:3]] == FORMAT.split("\n")[::-1]
-
-
-def test_a_look_ahead_that_scores_nothing_is_not_shown() -> None:
-    config = SpecStackConfig(
-        PrefillConfig(
-            min_prompt_tokens=64,
-            scorer="bm25",
-            scoring_queries="look_ahead",
-            look_ahead=4,
-            on_scoring_failure="raise",
-        )
+    return StepRecord(
+        "one", 1, "fixed", "fp32", "code", False, 0.25, gamma, num_accepted, num_tokens, signals, 0.1, 0.2, 0.0, **more
     )
-    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    questions = [f"{DOCUMENT}\n\n{QUESTION}", f"{DOCUMENT}\n\n{QUESTION}"]
-    for turn in watch(generator, "r", [], questions, max_tokens=2)["turns"]:
-        (query,) = turn["prompt"]["queries"]
-        assert query["text"].strip() == QUESTION
-        assert query["stop"] < len(turn["prompt"]["tokens"])
-        assert query["start"] >= turn["metrics"]["num_cached_tokens"]
 
 
-def test_the_papers_rule_is_asked_by_the_last_token_and_the_look_ahead() -> None:
-    last, ahead = queries_of(f"{DOCUMENT}\n\n{QUESTION}", scoring_queries="look_ahead", look_ahead=4)
-    assert (last["stop"], last["stop"] - last["start"], last["weight"]) == (ahead["start"], 1, 1.0)
-    assert (ahead["stop"] - ahead["start"], ahead["weight"]) == (4, 1.0)
-    assert ahead["text"]
-    assert len(queries_of(f"{DOCUMENT}\n\n{QUESTION}", scoring_queries="look_ahead", look_ahead=0)) == 1
+@pytest.mark.parametrize(
+    ("step", "writers"),
+    [
+        (record(2, 2), ["draft", "draft", "bonus"]),
+        (record(2, 1), ["draft", "correction"]),
+        (record(0, 0), ["plain"]),
+        # A stop string inside the accepted run: the target's own token was never handed out.
+        (record(4, 3, 2), ["draft", "draft"]),
+        (record(5, 4, proposer="model+ngram", num_ngram_tokens=3), ["draft", "draft", "ngram", "ngram", "correction"]),
+        (record(5, 1, proposer="model+ngram", num_ngram_tokens=3), ["draft", "correction"]),
+        (record(2, 1, proposer="look-up"), ["look-up", "correction"]),
+    ],
+)
+def test_the_writers_of_a_step(step: StepRecord, writers: list[str]) -> None:
+    assert writers_of(step) == writers
 
 
-def test_the_turns_of_a_session_show_what_is_cached_and_what_is_new(watched: SpecStackGenerator) -> None:
-    questions = [f"{PROMPT}\nWhat is f3?", "And f7?", "Thanks."]
-    turns = watch(watched, "r", [], questions, max_tokens=6)["turns"]
-    assert [turn["question"] for turn in turns] == ["What is f3?", "And f7?", "Thanks."]
-    for turn in turns[1:]:
-        metrics, states = turn["metrics"], turn["prompt"]["states"]
-        num_new = sum(state in "kp" for state in states)
-        assert states.count("r") == metrics["num_recalled_tokens"]
-        assert states.count("c") + states.count("r") + num_new == metrics["num_kept_tokens"]
-        assert "d" not in states[metrics["num_cached_tokens"] :]
-    assert "d" in turns[1]["prompt"]["states"]
-
-
-def test_the_command_says_what_scored_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.html"
-    text = f"{DOCUMENT}\n\n{QUESTION}\n\n{FORMAT}"
-    assert main(["explain", text, "--chat", "--sparse-prefill", "on", "--device", "cpu", "--out", str(page)]) == 0
-    queries = data_of(page.read_text(encoding="utf-8"))["runs"][0]["turns"][0]["prompt"]["queries"]
-    said = capsys.readouterr().out.splitlines()[1:]
-    assert said == [f"scoring query, weight {one['weight']:.2f}: {one['text'].strip()}" for one in queries[:3]]
-    assert any(line.endswith(QUESTION) for line in said)
+@given(st.lists(st.integers(0, 6).flatmap(lambda gamma: st.tuples(st.just(gamma), st.integers(0, gamma))), min_size=1))
+def test_every_token_has_one_writer_and_its_own_step(steps: list[tuple[int, int]]) -> None:
+    records = [record(*each) for each in steps]
+    tokens = written(records, ["a"] * sum(one.num_tokens for one in records))
+    assert [token["step"] for token in tokens] == sorted(token["step"] for token in tokens)
+    assert sum(token["writer"] == "draft" for token in tokens) == sum(one.num_accepted for one in records)
+    with pytest.raises(ValueError, match="texts for"):
+        written(records, [])

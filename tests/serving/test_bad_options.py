@@ -44,18 +44,23 @@ def test_bad_options_cost_their_request_a_dense_prompt_and_never_the_server(
     scheduler = SimpleNamespace(
         draft_worker=None,
         model_config=SimpleNamespace(hf_eos_token_id=None),
-        server_args=SimpleNamespace(chat_template=None),
+        server_args=SimpleNamespace(chat_template=None, prefill_decode_interval=None),
         tokenizer=None,
         tree_cache=SimpleNamespace(reset=lambda: None),
         prefill_decode_interval=1,
     )
     scorer = DraftScorer(DraftScoringRunner(runner_of(2, 2, 8), 100), 4096)
     refusal = "nothing is pruned in this test"
-    args = SimpleNamespace(decode_attention_backend="", attention_backend="", disable_radix_cache=False)
+    args = SimpleNamespace(
+        **{"decode_attention_backend": "", "attention_backend": "", "disable_radix_cache": False},
+        **{"enable_metrics": False, "enable_session_radix_cache": False},
+    )
     launch = Launch("", args, SimpleNamespace(vocab_size=8), None, ServerConfig.from_environment(), refusal)
     model = ScoringModel(launch, scorer)
     manager, request, before = SparsePrefillManager(scheduler, model), _request(custom_params), num_failures()
+    scheduler.waiting_queue = [request]
     manager.on_request(request)
+    manager.step()
     assert request.customized_info["spec_stack"][0]["outcome"] == "disabled"
     assert request.origin_input_ids == list(range(50))
     assert num_failures() == before

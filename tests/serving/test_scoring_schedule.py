@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ class Request:
     num_unscored: int
     num_chunks: int
     num_new: int
+    priority: int = 0
 
     def finished(self) -> bool:
         return self.num_chunks == 0 and self.num_new == 0
@@ -26,6 +28,7 @@ class Request:
 @dataclass
 class Batch:
     reqs: list[Request] = field(default_factory=list)
+    batch_is_full: bool = False
 
     def is_empty(self) -> bool:
         return not self.reqs
@@ -34,12 +37,17 @@ class Batch:
 class Loop:
     """SGLang's loop in small: prefill batches before decode steps, one chunk each, an interval between them."""
 
-    def __init__(self, decode_interval: int, min_batch_size: int = 0) -> None:
+    def __init__(
+        self, decode_interval: int, min_batch_size: int = 0, max_running: int = 100, given: int | None = None
+    ) -> None:
+        self.max_running_requests = max_running
+        self.enable_priority_scheduling = self.schedule_low_priority_values_first = False
+        self.server_args = SimpleNamespace(prefill_decode_interval=given)
         self.waiting_queue: list[Request] = []
         self.running_batch = Batch()
         self.last_batch: Batch | None = None
         self.chunked_req: Request | None = None
-        self.prefill_decode_interval = 0
+        self.prefill_decode_interval = given or 0
         self.chunked_prefill_size: int | None = None
         self._prefill_decode_interval_remaining = 0
         self.prefill_decode_interval_min_bs = min_batch_size
@@ -48,7 +56,8 @@ class Loop:
 
     def turn(self) -> None:
         unscored = [request for request in self.waiting_queue if request.num_unscored]
-        if unscored and self.rounds.is_for_scoring({id(request) for request in unscored}):
+        unscored.sort(key=self.rounds.rank_of)  # type: ignore[arg-type]
+        if unscored and self.rounds.is_for_scoring(unscored[0], {id(request) for request in unscored}):  # type: ignore[arg-type]
             unscored[0].num_unscored -= 1
             self.done.append(SCORE)
         if self.last_batch is not None:
@@ -60,7 +69,8 @@ class Loop:
             self._prefill_decode_interval_remaining = 0
             if self.chunked_req is None:
                 ready = [request for request in self.waiting_queue if not request.num_unscored]
-                if ready:
+                ready.sort(key=self.rounds.rank_of)  # type: ignore[arg-type]
+                if ready and self.rounds.num_startable():
                     self.chunked_req = ready[0]
                     self.waiting_queue.remove(ready[0])
             if self.chunked_req is not None:
@@ -162,10 +172,42 @@ def test_who_has_just_been_prefilled_counts_for_the_size_of_an_interval() -> Non
 
 
 def test_the_launchs_own_interval_stays() -> None:
+    assert [Loop(1, given=given).prefill_decode_interval for given in (None, 0, 4)] == [1, 0, 4]
+
+
+def test_one_prompt_is_scored_ahead_while_none_can_start() -> None:
+    loop = Loop(decode_interval=1, max_running=2)
+    loop.running_batch.reqs = [Request(0, 0, 50), Request(0, 0, 60)]
+    loop.waiting_queue = [Request(3, 1, 1) for _ in range(8)]
+    for _ in range(45):
+        loop.turn()
+    assert loop.done.count(SCORE) == 3
+    while loop.waiting_queue or loop.chunked_req:
+        assert len(loop.done) < 500, "somebody is never served"
+        loop.turn()
+    assert loop.done.count(SCORE) == 24
+
+
+def test_short_prompts_that_come_later_do_not_keep_a_prompt_unscored() -> None:
+    loop = Loop(decode_interval=1, max_running=1)
+    loop.running_batch.reqs = [Request(0, 0, 5)]
+    loop.waiting_queue = [Request(0, 1, 3), Request(4, 1, 1)]
+    for _ in range(60):
+        loop.waiting_queue.append(Request(0, 1, 3))
+        loop.turn()
+    assert loop.done.count(SCORE) == 4
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+def test_prompts_are_scored_in_the_order_of_their_priorities(low_first: bool) -> None:
     loop = Loop(decode_interval=1)
-    loop.prefill_decode_interval = 4
-    ScoringSchedule(loop, decode_interval=1)  # type: ignore[arg-type]
-    assert loop.prefill_decode_interval == 4
+    loop.enable_priority_scheduling, loop.schedule_low_priority_values_first = True, low_first
+    urgent = Request(2, 1, 1, priority=-9 if low_first else 9)
+    loop.waiting_queue = [*(Request(2, 1, 1) for _ in range(4)), urgent]
+    for _ in range(2):
+        loop.turn()
+    assert urgent.num_unscored == 0
+    assert all(request.num_unscored == 2 for request in loop.waiting_queue if request is not urgent)
 
 
 def test_a_prefill_may_come_unless_one_has_just_run_and_others_wait_for_their_tokens() -> None:

@@ -22,7 +22,7 @@ def _model(context_len: int = 4096, architecture: str = "LlamaForCausalLM", is_g
 
 
 def _args(**changed: Any) -> Any:
-    return SimpleNamespace(pp_size=1, enable_dp_attention=False, dllm_algorithm=None, **changed)
+    return SimpleNamespace(**{"pp_size": 1, "enable_dp_attention": False, "dllm_algorithm": None, **changed})
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"])
@@ -37,8 +37,12 @@ def test_a_model_scores_for_a_target_of_any_architecture(architecture: str) -> N
         ({"pp_size": 2}, {}, "--pp-size"),
         ({"enable_dp_attention": True}, {}, "--enable-dp-attention"),
         ({"attn_dp_size": 2}, {}, "--attn-dp-size"),
+        ({"attn_cp_size": 2}, {}, "--attn-cp-size"),
         ({"dllm_algorithm": "LowConfidence"}, {}, "--dllm-algorithm"),
         ({"disaggregation_mode": "prefill"}, {}, "different servers"),
+        ({"tokenizer_worker_num": 2}, {}, "the workers of --tokenizer-worker-num"),
+        ({"grpc_mode": True}, {}, "--grpc-mode"),
+        ({"enable_lmcache": True}, {}, "--enable-lmcache"),
         ({}, {"is_generation": False}, "does not generate"),
         ({}, {"context_len": 8192}, "add --context-length 4096"),
     ],
@@ -46,9 +50,14 @@ def test_a_model_scores_for_a_target_of_any_architecture(architecture: str) -> N
 def test_what_a_model_cannot_score_beside_is_refused_by_name(
     args: dict[str, Any], target: dict[str, Any], named: str
 ) -> None:
-    changed = SimpleNamespace(**{**vars(_args()), **args})
     with pytest.raises(ValueError, match=named):
-        require_scoring(changed, _model(**target), _model())
+        require_scoring(_args(**args), _model(**target), _model())
+
+
+def test_sglangs_rust_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "true")
+    with pytest.raises(ValueError, match="SGLANG_RUST_SERVER"):
+        require_scoring(_args(), _model(), _model())
 
 
 @pytest.mark.parametrize(

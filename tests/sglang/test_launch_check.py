@@ -38,6 +38,7 @@ def _args(**changed: Any) -> Any:
             "disable_radix_cache": False,
             "max_running_requests": 48,
             "tp_size": 1,
+            "device": "cuda",
             **changed,
         }
     )
@@ -77,6 +78,18 @@ def test_each_rank_takes_its_part_of_the_drafts_pool(num_tokens: int | None, sai
         f"{said} of {num_bytes} bytes, {(num_tokens or 65_536) * num_bytes / 1e9:.2f} GB on each rank"
     )
     assert ("a tenth of the memory" in note) == (num_tokens is None)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_too_small"), [(5_000, True), (40_960, False), (None, False)])
+def test_a_pool_smaller_than_the_context_is_a_warning_with_its_flag(num_tokens: int | None, is_too_small: bool) -> None:
+    said = "\n".join(_described(config=ServerConfig(draft_pool_tokens=num_tokens))["warnings"])
+    assert ("prompts of over 5000 tokens are prefilled densely" in said) == is_too_small
+    assert ("--spec-stack-draft-pool-tokens 40960 holds the longest one, in 4.70 GB" in said) == is_too_small
+
+
+def test_the_pool_holds_the_layers_that_score() -> None:
+    heads = ServerConfig.from_mapping({"prefill": {"scoring_heads": [[6, 0], [3, 1]], "scoring_queries": "prompt"}})
+    assert _described(config=heads)["draft's pool"].startswith(f"65536 tokens of {2 * 2 * 8 * 128 * 7} bytes")
 
 
 def test_a_draft_over_its_own_slots_takes_those_of_all_requests() -> None:

@@ -6,15 +6,11 @@ import asyncio
 import json
 from typing import Any
 
-from spec_stack.sglang.request import (
-    KEY,
-    ReportAssembler,
-    ReportStore,
-    correct_acceptance,
-    note_step,
-    was_wrong,
-    with_report,
-)
+import pytest
+
+from spec_stack.sglang.http import SpecStackMiddleware, asked_options, with_report
+from spec_stack.sglang.metrics import ReportStore
+from spec_stack.sglang.request import KEY, ReportAssembler, correct_acceptance, note_step, was_wrong
 from tests.support import controller_data
 from tests.support.sglang_requests import REPORT, request_of
 
@@ -64,28 +60,66 @@ def test_a_moving_gammas_acceptance_is_of_what_was_proposed() -> None:
     assert meta_info["spec_accept_length"] == 1
 
 
-def test_an_openai_stream_carries_the_report_in_its_usage_chunk_alone() -> None:
+def test_an_openai_streams_usage_chunk_carries_the_report() -> None:
     report = {"num_proposed": 4, "num_accepted": 2, "gamma_trace": [4], "accepted_trace": [2], "outcome": "pruned"}
     books = ReportStore(None)
-    events = [
-        'data: {"choices":[{"delta":{"content":"\\"choices\\":[] \\"usage\\":{"}}]}\n\n',
-        'data: {"id":"a","choices":[],"usage":{"prompt_tokens":9}}\n\n',
-        "data: [DONE]\n\n",
-    ]
-
-    async def stream() -> Any:
-        for number, event in enumerate(events):
-            if number == 1:
-                books.close({"id": "a"}, report, is_counted=True)
-            yield event
-
-    async def collect() -> list[str]:
-        return [event async for event in with_report(stream(), books)]
-
-    first, last, done = asyncio.run(collect())
-    assert (first, done) == (events[0], events[2])
-    chunk = json.loads(last.removeprefix("data: "))
+    books.close({"id": "a"}, report, is_counted=True)
+    event = b'data: {"id":"a","choices":[],"usage":{"prompt_tokens":9}}\n\n'
+    chunk = json.loads(with_report(event, books).removeprefix(b"data: "))
     assert (chunk["id"], chunk["usage"], chunk["spec_stack"]) == ("a", {"prompt_tokens": 9}, report)
+    for other in (b'data: {"id":"b","choices":[],"usage":{}}\n\n', b"data: [DONE]\n\n", b"\xff"):
+        assert with_report(other, books) == other
+
+
+def _answer(body: bytes, headers: dict[str, str], books: ReportStore) -> tuple[bytes, dict[str, Any] | str]:
+    """What the middleware sends of a streamed body, and the options that the application sees."""
+    seen: list[Any] = []
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            seen.append(asked_options())
+        except ValueError as error:
+            seen.append(str(error))
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def receive() -> dict[str, Any]:
+        return {}
+
+    async def send(message: Any) -> None:
+        sent.append(message["body"])
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(SpecStackMiddleware(application, books)({"type": "http", "headers": raw}, receive, send))
+    assert asked_options() == {}
+    return sent[0], seen[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        (None, {}),
+        ("1", {"sparse_prefill": "off"}),
+        ("1.0", {"sparse_prefill": "off"}),
+        ("0.25", {"sparse_prefill": "on", "keep_rate": 0.25}),
+    ],
+)
+def test_a_header_asks_for_a_keep_rate_on_any_endpoint(given: str | None, seen: dict[str, Any]) -> None:
+    headers = {} if given is None else {"x-spec-stack-keep-rate": given}
+    assert _answer(b"x", headers, ReportStore(None)) == (b"x", seen)
+
+
+@pytest.mark.parametrize("given", ["0", "1.5", "-1", "nan", "half", ""])
+def test_a_header_out_of_range_is_refused(given: str) -> None:
+    _, seen = _answer(b"x", {"x-spec-stack-keep-rate": given}, ReportStore(None))
+    assert "must be over 0 and at most 1" in seen
+
+
+def test_a_choice_that_quotes_a_usage_chunk_is_left_alone() -> None:
+    quoted = b'data: {"id":"a","choices":[{"delta":{"content":"\\"choices\\":[] \\"usage\\":{"}}]}\n\n'
+    books = ReportStore(None)
+    books.close({"id": "a"}, {"outcome": "pruned"}, is_counted=False)
+    assert _answer(quoted, {}, books)[0] == quoted
 
 
 def test_a_step_after_a_retraction_is_noted_at_its_own_token() -> None:

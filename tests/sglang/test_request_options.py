@@ -16,6 +16,7 @@ from spec_stack.sglang.request import (
 from spec_stack.sglang.server_args import ServerConfig
 
 CONFIG = ServerConfig()
+ASKS_NOTHING = SimpleNamespace(max_new_tokens=0)
 
 
 def _parse(asked: dict[str, Any], config: ServerConfig) -> RequestOptions:
@@ -44,6 +45,8 @@ def _parse(asked: dict[str, Any], config: ServerConfig) -> RequestOptions:
         {"protect": [[-1, 3]]},
         {"protect": [[0, 1.5]]},
         {"protect": [[0, 10**9]]},
+        {"protect": [[0, 1]] * 4097},
+        {"protect": "0-5"},
         {"sparse_prefill": "draft_only"},
         {"sparse_prefill": "target"},
         {"specprefil": True},
@@ -113,6 +116,34 @@ def test_options_are_read() -> None:
     assert RequestOptions().prefill(CONFIG) == CONFIG.prefill
 
 
+def test_protected_spans_are_sorted_and_do_not_overlap() -> None:
+    asked = [[9, 12], [0, 4], [2, 5], [5, 6], [7, 7], [9, 10]]
+    assert _parse({"protect": asked}, CONFIG).protect == ((0, 5), (5, 6), (9, 12))
+    assert _parse({"protect": [[0, 400], [0, 400]]}, CONFIG).protect == ((0, 400),)
+
+
+def test_many_spans_are_refused_before_any_is_read() -> None:
+    with pytest.raises(ValueError, match=r"at most 4096 token spans .* got 500000 entries"):
+        _parse({"protect": [[0, 1]] * 500_000}, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"protect": []},
+        {"protect": [[4, 9], [0, 3]], "keep_rate": 0.3, "sparse_prefill": "on", "explain": True},
+        {"gamma": 4, "follow_up": "freeze", "keep_rate": [[2048, 0.3], [8192, 0.1]]},
+    ],
+)
+def test_options_travel_as_one_string(asked: dict[str, Any]) -> None:
+    """SGLang's msgpack reads no nested lists in `custom_params`."""
+    options = _parse(asked, CONFIG)
+    sent = options.on_wire()
+    assert isinstance(sent, str)
+    assert RequestOptions.parse({"spec_stack": sent}, CONFIG) == options
+
+
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
@@ -122,12 +153,19 @@ def test_options_are_read() -> None:
         ({"bootstrap_room": 5}, "different servers"),
         ({"return_hidden_states": True}, "hidden states"),
         ({"beam_group": object()}, "beams"),
+        ({"logprob": SimpleNamespace(token_ids_logprob=[5]), "sampling_params": ASKS_NOTHING}, "its labels"),
     ],
 )
 def test_a_request_that_needs_the_whole_prompt_says_why(asked: dict[str, Any], named: str) -> None:
     reason = dense_reason(SimpleNamespace(origin_input_ids=[1, 2, 3], **asked))
     assert reason is not None
     assert named in reason
+
+
+def test_an_id_of_a_session_matters_where_the_radix_cache_has_sessions() -> None:
+    request = SimpleNamespace(origin_input_ids=[1, 2, 3], session_id="a")
+    assert dense_reason(request) is None
+    assert "session" in (dense_reason(request, has_sessions=True) or "")
 
 
 @pytest.mark.parametrize("start", [-1, 3])

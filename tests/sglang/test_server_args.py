@@ -79,6 +79,21 @@ def test_the_versions_that_ran_pass(monkeypatch: pytest.MonkeyPatch, found: str)
     plugin.check_version()
 
 
+@pytest.mark.parametrize("found", ["0.5.24", "0.5.24rc1", "0.6.0", "1.0"])
+def test_a_newer_version_is_tried_on_request_and_loudly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str
+) -> None:
+    monkeypatch.setattr(plugin, "version", lambda name: found)
+    with pytest.raises(RuntimeError, match="or set SPEC_STACK_ALLOW_UNTESTED=1 to try"):
+        plugin.check_version()
+    monkeypatch.setenv(plugin.ALLOW_UNTESTED, "1")
+    plugin.check_version()
+    assert "WHICH NO TEST HAS SEEN" in caplog.text
+    monkeypatch.setattr(plugin, "version", lambda name: "0.5.19")
+    with pytest.raises(RuntimeError, match=r"install one of those$"):
+        plugin.check_version()
+
+
 def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
     model = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]), hf_text_config=SimpleNamespace()
@@ -88,7 +103,6 @@ def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
     for args, draft, said in (
         (SimpleNamespace(page_size=16), model, "--page-size 1"),
         (SimpleNamespace(page_size=None, enable_hierarchical_cache=True), model, "--enable-hierarchical-cache"),
-        (SimpleNamespace(disaggregation_mode="decode"), model, "different servers"),
         (SimpleNamespace(), sliding, "sliding-window"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -102,12 +116,18 @@ def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
         ({"speculative_num_steps": 8, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 9}, None),
         ({"speculative_draft_model_path": None}, "add --speculative-draft-model-path"),
         ({"speculative_num_steps": 3}, "leave --speculative-num-steps out"),
-        ({"attn_dp_size": 2}, "does not work with --attn-dp-size"),
+        ({"attn_dp_size": 2}, "does not work here: --attn-dp-size is set; leave it out"),
+        ({"attn_cp_size": 2}, "does not work here: --attn-cp-size is set; leave it out"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode .*spec-stack proxy"),
+        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num .*spec-stack proxy"),
+        ({"enable_memory_saver": True}, "add --enable-draft-weights-cpu-backup"),
+        ({"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}, None),
     ],
 )
 def test_drafting_says_what_it_cannot_work_with(changed: dict[str, object], said: str | None) -> None:
     names = ("num_steps", "eagle_topk", "num_draft_tokens", "adaptive", "use_rejection_sampling")
     plain = {"speculative_draft_model_path": "draft", "enable_dp_attention": False, "pp_size": 1}
+    plain |= {"enable_memory_saver": False, "enable_draft_weights_cpu_backup": False}
     plain |= {f"speculative_{name}": False if name in names[3:] else None for name in names}
     args = SimpleNamespace(**{**plain, **changed})
     if said is None:

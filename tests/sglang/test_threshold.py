@@ -44,6 +44,14 @@ def test_a_pair_that_gains_on_long_prompts_alone_prunes_those() -> None:
     assert _threshold(LARGE, draft, keep_rate=0.5) == even
 
 
+def test_launches_of_kernels_count_on_a_gpu() -> None:
+    """Of a target this small, prompts of 2K take no longer than its launches."""
+    target, draft = _model(24, 512), _model(8, 256)
+    config = ServerConfig(calibration="none")
+    lengths = [with_calibration(config, "draft", target, draft, gpu).prefill.min_prompt_tokens for gpu in (False, True)]
+    assert lengths[0] == 2048 < lengths[1]
+
+
 def test_a_draft_as_large_as_its_target_prunes_on_request_alone() -> None:
     config = with_calibration(ServerConfig(calibration="none"), "draft", SMALL, LARGE)
     assert config.prefill.min_prompt_tokens == NEVER

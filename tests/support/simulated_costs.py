@@ -45,10 +45,10 @@ GROWING = {
 
 
 def answer(
-    policy: Policy, pair: Pair, num_tokens: int, rng: random.Random, num_cached: int = 0
+    policy: Policy, pair: Pair, num_tokens: int, rng: random.Random, num_cached: int = 0, max_tokens: int = 0
 ) -> tuple[int, float, float]:
     """Tokens after the first one, seconds with the prefill, and what the same takes without drafting; behind so many
-    tokens that target and draft have cached."""
+    tokens that target and draft have cached. max_tokens: what the policy knows of the length, where it is not all."""
     num_draft_slots = min(num_cached, pair.draft_kv_budget)
     target_s, draft_s_each = (
         PLAIN_S * ratio * (1 + share * slots)
@@ -67,9 +67,9 @@ def answer(
     policy.observe(last)
     seconds, done, draft_lag, step = pair.prefill_s, 1, pair.num_prompt_tokens + 1, 1
     while done < num_tokens:
-        context = StepContext(step, num_tokens - done - 1, last, "fp32", draft_lag=draft_lag,
+        context = StepContext(step, max(num_tokens, max_tokens) - done - 1, last, "fp32", draft_lag=draft_lag,
                               num_target_slots=num_cached, num_draft_slots=num_draft_slots)  # fmt: skip
-        most = max(0, min(policy.choose(context), context.max_gamma, 16))
+        most = max(0, min(policy.choose(context), num_tokens - done - 1, 16))
         signals, num_accepted, is_right = DraftSignals(), 0, True
         while len(signals) < most:
             said = pair.confidence(rng)

@@ -20,7 +20,7 @@ from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.decode import propose
 from spec_stack.decode.clock import Clock
 from spec_stack.decode.loop import decode
-from spec_stack.decode.proposer import Proposer
+from spec_stack.decode.proposer import DecodeRequest, Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.types import Proposal, Selection
@@ -219,25 +219,20 @@ def run_text(text: Text, policy: Policy, proposer: str, gate: NgramPolicy, costs
     """Decode a text. The policy and the gate learn."""
     now = Now()
     target, draft = SimulatedTarget(text, costs, now), SimulatedDraft(text, costs, now)
-    sampler = Sampler()
+    request = DecodeRequest(
+        prompt_ids=text.prompt_ids,
+        sampler=Sampler(),
+        stopper=StopChecker(len(text.text_ids), {text.end_id}),
+        end_ids={text.end_id},
+        proposer=proposer,
+        precision="bf16",
+        task=text.task,
+        clock=Clock(now),
+    )
+    whole, proposals = Selection.everything(text.prompt_ids), Proposer(request, draft, gate)
     steps, first_s = [], 0.0
     with recorded_rows():
-        for output in decode(
-            target=target,
-            draft=draft,
-            prompt_ids=text.prompt_ids,
-            selection=Selection.everything(text.prompt_ids),
-            proposal=Proposal(),
-            policy=policy,
-            proposer=Proposer(proposer, draft, sampler, {text.end_id}, gate),
-            sampler=sampler,
-            stopper=StopChecker(len(text.text_ids), {text.end_id}),
-            end_ids={text.end_id},
-            request_id="",
-            precision="bf16",
-            task=text.task,
-            clock=Clock(now),
-        ):
+        for output in decode(request, target, whole, Proposal(), policy, proposals):
             if output.record.is_prefill:
                 first_s = now.seconds
             else:

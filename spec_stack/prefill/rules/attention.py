@@ -18,4 +18,5 @@ class ByAttention(SelectionRule):
 
     def score(self, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
         worth = segments.worth(inputs.token_importance(config), config)
+        inputs.note_part("attention", worth)
         return raise_named(worth, inputs, segments) if config.queries_from_prompt else worth

@@ -27,7 +27,9 @@ class ByBM25(SelectionRule):
 
     def score(self, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
         asked, bodies = question_and_bodies(inputs, segments)
-        return torch.tensor(bm25(bodies, asked), dtype=torch.float32)
+        scores = torch.tensor(bm25(bodies, asked), dtype=torch.float32)
+        inputs.note_part("words", scores)
+        return scores
 
 
 def bm25(bodies: Sequence[Sequence[Hashable]], asked: dict[Hashable, float]) -> list[float]:

@@ -26,9 +26,12 @@ FAULTS = {
     "forgetting": ("manager", "SparsePrefillManager.forget"),
     "state": ("manager", "SparsePrefillManager.state"),
     "report": ("request", "ReportAssembler.add"),
-    "books": ("request", "ReportStore.close"),
+    "books": ("metrics", "ReportStore.close"),
     "acceptance": ("hooks", "correct_acceptance"),
-    "stream": ("request", "ReportStore.report_of"),
+    "counting": ("request", "ReportAssembler.num_prompt_tokens"),
+    "header": ("hooks", "asked_options"),
+    "telling": ("metrics", "SchedulerMetrics.tell"),
+    "stream": ("metrics", "ReportStore.report_of"),
     "choosing": ("batch_policy", "BatchPolicy._policy"),
     "learning": ("batch_policy", "BatchPolicy._record"),
     "capping": ("batch_policy", "_cap"),
@@ -54,7 +57,7 @@ def register():
     if os.environ.get("SPEC_STACK_TEST_COUNT_KV"):
         _count_written_slots()
     if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
-        _break("ForwardBatch.init_new")
+        _break("Scheduler.get_next_batch_to_run")
     if os.environ.get("SPEC_STACK_TEST_FORK"):
         _fork_processes()
 

@@ -9,10 +9,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import lru_cache
 from operator import mul
 from typing import Generic, TypeVar
-
-import numpy as np
 
 from spec_stack.controller.base import StepContext, StepRecord
 from spec_stack.controller.tuning import TUNING
@@ -64,29 +63,30 @@ class PerContextLength(Generic[Known]):
         return list(self._known.values())
 
 
+@lru_cache(maxsize=4096)
 def length_scale(num_slots: float) -> int:
     """A context's length in powers of two; under 512 tokens it hardly affects a step's seconds."""
     return round(math.log2(max(num_slots, _SHORT_CONTEXT)))
 
 
 class Allowance:
-    """The plain steps that drafting may still lose: a start, a share of the time so far, and its own net gain.
+    """The plain steps that something may still lose: a start, a share of the time so far, and its own net gain.
 
     A step is tried only while some are left, so over any number of requests plain decoding is quicker by at most the
     share, the start and one step's loss. What is left has an upper bound, which ends a draft that has become bad, and a
     request begins with little of the gain of others.
     """
 
-    def __init__(self) -> None:
-        self.num_steps = TUNING.start_allowance
+    def __init__(self, start: float = TUNING.start_allowance, share: float = TUNING.try_share) -> None:
+        self.num_steps, self._share = start, share
 
     def begin_request(self) -> None:
         self.num_steps = min(self.num_steps, TUNING.carried_allowance)
 
-    def add(self, num_tokens: float, num_plain_steps: float, has_drafted: bool) -> None:
-        """Account for a step that took as long as so many plain ones."""
-        gain = num_tokens - num_plain_steps if has_drafted else 0.0
-        self.num_steps = min(self.num_steps + gain + TUNING.try_share * num_plain_steps, TUNING.most_allowance)
+    def add(self, num_tokens: float, num_plain_steps: float, is_used: bool) -> None:
+        """Account for a step that took as long as so many plain ones. is_used: the tokens count as its gain."""
+        gain = num_tokens - num_plain_steps if is_used else 0.0
+        self.num_steps = min(self.num_steps + gain + self._share * num_plain_steps, TUNING.most_allowance)
 
 
 class RequestRate:
@@ -120,9 +120,10 @@ class RequestRate:
 class DiscountedCurve:
     """y = base + Σ slope_k * max(x - knot_k, 0) over a discounted past.
 
-    Ridge regression of the slopes by coordinate descent, warm-started. is_target: of a target's seconds by verified
-    tokens. Its slopes are 0 or more, since products of a few rows take as long as those of one and many rows do not.
-    Its base is the mean of y at 0, which lasts while every step drafts; until there is one, the least y stands for it.
+    The knots increase. Ridge regression of the slopes by coordinate descent, warm-started. is_target: of a target's
+    seconds by verified tokens. Its slopes are 0 or more, since products of a few rows take as long as those of one and
+    many rows do not. Its base is the mean of y at 0, which lasts while every step drafts; until there is one, the least
+    y stands for it.
     """
 
     def __init__(
@@ -139,17 +140,22 @@ class DiscountedCurve:
 
     def _forget(self) -> None:
         # Discounted sums of products of (1, max(x - knot, 0) for every knot, y).
-        self._moments = np.zeros((len(self._knots) + 2, len(self._knots) + 2))
+        size = len(self._knots) + 2
+        self._moments = [[0.0] * size for _ in range(size)]
         self._slopes = [0.0] * len(self._knots)
 
     @property
     def weight(self) -> float:
         """Observations, discounted; of a target those that verified something."""
-        return float(self._moments[0, 0])
+        return self._moments[0][0]
 
     def at(self, x: float) -> float:
-        bends = zip(self._slopes, self._knots, strict=True)
-        return self.base + sum(slope * (x - knot) for slope, knot in bends if x > knot)
+        y = self.base
+        for slope, knot in zip(self._slopes, self._knots, strict=True):
+            if x <= knot:
+                break
+            y += slope * (x - knot)
+        return y
 
     def add(self, x: float, y: float) -> None:
         expected = self.at(x)
@@ -159,8 +165,11 @@ class DiscountedCurve:
             self._move_base(x, y)
             if x == 0:
                 return
-        row = np.array([1.0, *(max(x - knot, 0.0) for knot in self._knots), y])
-        self._moments = TUNING.keep * self._moments + np.outer(row, row)
+        row = [1.0, *(max(x - knot, 0.0) for knot in self._knots), y]
+        self._moments = [
+            [TUNING.keep * moment + value * other for moment, other in zip(moments, row, strict=True)]
+            for moments, value in zip(self._moments, row, strict=True)
+        ]
         self._settle()
 
     def _move_base(self, x: float, y: float) -> None:
@@ -175,20 +184,26 @@ class DiscountedCurve:
             self._forget()
 
     def _settle(self) -> None:
-        means = self._moments[0] / self.weight
-        sums = self._moments[1:-1, 1:].copy()
-        if self._is_target:
-            sums[:, -1] -= self.base * self._moments[1:-1, 0]
-        else:
-            sums -= self.weight * np.outer(means[1:-1], means[1:])
-        products_of, slopes = sums.tolist(), self._slopes
+        means = [moment / self.weight for moment in self._moments[0][1:]]
+        # A knot that no step has passed has no slope.
+        passed = [at for at, mean in enumerate(means[:-1]) if mean]
+        slopes = self._slopes
+        systems = []
+        for at in passed:
+            first, *products, with_y = self._moments[at + 1]
+            if self._is_target:
+                with_y -= self.base * first
+            else:
+                products = [product - first * mean for product, mean in zip(products, means, strict=False)]
+                with_y -= first * means[-1]
+            systems.append((at, products, with_y))
         for _ in range(_ROUNDS):
-            for at, (*products, with_y) in enumerate(products_of):
+            for at, products, with_y in systems:
                 others = sum(map(mul, products, slopes)) - products[at] * slopes[at]
                 slope = (with_y - others) / (max(products[at], 0.0) + self._shrinkage)
                 slopes[at] = max(slope, self._least_slope)
         if not self._is_target:
-            self.base = float(means[-1]) - sum(map(mul, slopes, means[1:-1].tolist()))
+            self.base = means[-1] - sum(map(mul, slopes, means))
 
 
 class StepCost:
@@ -203,7 +218,7 @@ class StepCost:
         self._drafted_s: deque[float] = deque(maxlen=TUNING.recent_steps)
         self._verify = DiscountedCurve()
         self._num_proposed = self._num_recomputed = 0.0
-        self.most_drafted = 0
+        self.num_steps = self.most_drafted = self.most_verified = 0
 
     @property
     def knows_plain(self) -> bool:
@@ -245,9 +260,63 @@ class StepCost:
         self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int = 0, num_ngram_tokens: int = 0
     ) -> None:
         """Learn from one decode step; do not pass prefill steps."""
+        self.num_steps += 1
+        self.most_verified = max(self.most_verified, gamma + num_ngram_tokens)
         self._num_proposed = self._num_proposed * TUNING.keep + gamma + num_ngram_tokens
         self._num_recomputed = self._num_recomputed * TUNING.keep + num_recomputed
         if gamma:
             self._drafted_s.append(draft_s / gamma)
             self.most_drafted = max(self.most_drafted, gamma)
         self._verify.add(gamma + num_ngram_tokens + num_recomputed, verify_s)
+
+
+class StepTimes:
+    """Seconds of a pair's steps by context length, and of what the draft has to catch up on before one.
+
+    Its readers show it every record; each is learned once.
+    """
+
+    def __init__(self) -> None:
+        self._costs = PerContextLength(StepCost)
+        self._newest: StepRecord | None = None
+        # The target's last prefill: seconds and tokens. The draft's catching up, per token, once it was seen.
+        self._prefill = (0.0, 0)
+        self._caught_up_s: float | None = None
+
+    def at(self, step: StepContext | StepRecord) -> StepCost:
+        """The costs at a step's context length."""
+        return self._costs.at(step)
+
+    def catching_up_s(self, draft_lag: int) -> float:
+        """Expected seconds until a draft that lags by so many tokens can draft; 0 where it is a few."""
+        if draft_lag <= TUNING.long_lag:
+            return 0.0
+        if self._caught_up_s is not None:
+            return self._caught_up_s * draft_lag
+        seconds, num_tokens = self._prefill
+        return TUNING.start_draft * seconds * (min(draft_lag / num_tokens, 1.0) if num_tokens else 1.0)
+
+    def drafting_s(self, record: StepRecord) -> float:
+        """The step's draft_s without catching up on a few tokens."""
+        return max(record.draft_s - (self._caught_up_s or 0.0) * max(record.draft_lag - USUAL_UNREAD, 0), 0.0)
+
+    def observe(self, record: StepRecord) -> StepCost:
+        """Learn from a record that is new; the costs at its context length."""
+        cost = self.at(record)
+        if record is self._newest:
+            return cost
+        self._newest = record
+        if record.is_prefill:
+            self._prefill = (record.verify_s if math.isfinite(record.verify_s) else 0.0), record.num_prefilled
+        elif math.isfinite(record.seconds):
+            self._observe_step(record, cost)
+        return cost
+
+    def _observe_step(self, record: StepRecord, cost: StepCost) -> None:
+        if record.draft_lag > TUNING.long_lag and cost.knows_plain:
+            seconds = max(record.draft_s - cost.draft_s(record.num_drafted), 0.0) / record.draft_lag
+            known = seconds if self._caught_up_s is None else self._caught_up_s
+            self._caught_up_s = known + 0.3 * (seconds - known)
+        elif record.draft_lag <= TUNING.long_lag and not record.draft_prefilled_prompt:
+            draft_s = self.drafting_s(record)
+            cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_ngram_tokens)

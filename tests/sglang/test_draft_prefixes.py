@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_stack.sglang.draft_pool import DraftRadixCache, Lease, PoolFullError
+from spec_stack.sglang.draft_prefixes import DraftPrefixes, Lease, PoolFullError
 
 
 class Written:
     """What a dict knows of a pool: each slot's content, and every text that was left behind."""
 
-    def __init__(self, pool: DraftRadixCache) -> None:
+    def __init__(self, pool: DraftPrefixes) -> None:
         self.pool = pool
         self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.known: set[tuple[str, tuple[int, ...]]] = set()
@@ -68,7 +68,7 @@ class Written:
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([12, 40, 400]))
 def test_any_mix_of_texts_ends_and_evictions_shares_only_what_is_the_same(rng: random.Random, num_slots: int) -> None:
-    written = Written(DraftRadixCache(num_slots))
+    written = Written(DraftPrefixes(num_slots))
     texts: list[tuple[int, ...]] = [()]
     for _ in range(60):
         if written.leases and (rng.random() < 0.45 or len(written.leases) > 3):
@@ -95,7 +95,7 @@ def test_any_mix_of_texts_ends_and_evictions_shares_only_what_is_the_same(rng: r
 
 
 def test_a_text_that_goes_on_is_read_only_where_it_is_new() -> None:
-    pool = DraftRadixCache(100)
+    pool = DraftPrefixes(100)
     first = pool.lease("", range(20))
     assert first.num_shared == 0
     first.extend(20)
@@ -109,15 +109,15 @@ def test_a_text_that_goes_on_is_read_only_where_it_is_new() -> None:
 
 
 def test_tenants_never_share() -> None:
-    pool = DraftRadixCache(100)
+    pool = DraftPrefixes(100)
     lease = pool.lease(("tenant a", None), range(20))
     lease.extend(20)
     lease.insert(20)
     assert pool.lease(("tenant b", None), range(20)).num_shared == 0
 
 
-def test_the_text_that_was_not_used_for_longest_goes_first() -> None:
-    pool = DraftRadixCache(30)
+def test_the_text_that_was_not_used_for_longest_is_cut_first() -> None:
+    pool = DraftPrefixes(30)
     for start in (0, 100, 200):
         lease = pool.lease("", range(start, start + 10))
         lease.extend(10)
@@ -126,13 +126,13 @@ def test_the_text_that_was_not_used_for_longest_goes_first() -> None:
     lease = pool.lease("", range(300, 304))
     lease.extend(4)
     lease.insert(4)
-    assert [pool.num_shared("", range(start, start + 10)) for start in (0, 100, 200)] == [10, 0, 10]
+    assert [pool.num_shared("", range(start, start + 10)) for start in (0, 100, 200)] == [10, 6, 10]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.integers(0, 12)), max_size=30))
 def test_no_slot_is_lost_between_tenants(texts: list[tuple[int, int, int]]) -> None:
     """Whether a text was given up, found no room, or was evicted."""
-    pool = DraftRadixCache(8)
+    pool = DraftPrefixes(8)
     for tenant, num_tokens, num_kept in texts:
         lease = pool.lease(tenant, list(range(num_tokens)))
         with suppress(PoolFullError):
@@ -144,7 +144,7 @@ def test_no_slot_is_lost_between_tenants(texts: list[tuple[int, int, int]]) -> N
 
 
 def test_a_text_longer_than_the_pool_is_refused_and_evicts_nobody() -> None:
-    pool = DraftRadixCache(30)
+    pool = DraftPrefixes(30)
     lease = pool.lease("", range(20))
     lease.extend(20)
     lease.insert(20)
@@ -156,7 +156,7 @@ def test_a_text_longer_than_the_pool_is_refused_and_evicts_nobody() -> None:
 
 
 def test_what_a_lease_shares_is_not_evicted_under_it() -> None:
-    pool = DraftRadixCache(30)
+    pool = DraftPrefixes(30)
     lease = pool.lease("", range(20))
     lease.extend(20)
     lease.insert(20)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from spec_stack.controller.step_cost import DiscountedCurve, StepCost
+from spec_stack.controller.step_times import DiscountedCurve, StepCost
 from spec_stack.controller.tuning import TUNING
 from tests.support.reference_controller import shrunk_slopes
 

@@ -1,0 +1,228 @@
+"""What production adds to requests and launches: msgpack, priorities, sessions, scores, weights, headers, metrics."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang.test_dashboard import NAMES
+
+from .conftest import ASSETS, MIN_PROMPT_TOKENS, Launcher, Reference, Server, generate_body
+
+_DRAFT_POSITIONS = 2600
+_LONG = {"sparse_prefill": "on"}
+
+
+def _draft_of(folder: Path, positions: int) -> Path:
+    """The embedded draft with another length."""
+    draft = shutil.copytree(ASSETS / "draft", folder / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+    return draft
+
+
+@pytest.fixture(scope="module")
+def busy(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """msgpack between its processes, two running requests, priorities, and a draft shorter than the context."""
+    server = launch(
+        *("--max-total-tokens", "16000", "--max-running-requests", "2", "--context-length", "4096"),
+        *("--enable-priority-scheduling", "--chunked-prefill-size", "512", "--enable-metrics"),
+        *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS), "--log-level", "debug"),
+        environment={"SGLANG_USE_PICKLE_IPC": "0", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
+        draft=_draft_of(tmp_path_factory.mktemp("models"), _DRAFT_POSITIONS),
+    )
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def beside(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """No drafting, and a context as long as the scoring model's positions."""
+    server = launch(
+        *("--max-total-tokens", "8000", "--context-length", "2048", "--enable-metrics"),
+        *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS)),
+        beside=(),
+        draft=_draft_of(tmp_path_factory.mktemp("models"), 2048),
+    )
+    yield server
+    server.stop()
+
+
+def _report(reply: Any) -> dict[str, Any]:
+    return dict(reply["meta_info"]["spec_stack"])
+
+
+def _num_pruned(server: Server) -> int:
+    return int(server.state()["num_requests"]["pruned"])
+
+
+def _wait_until(reached: Callable[[], bool], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _ask_with_header(server: Server, path: str, body: dict[str, Any], keep_rate: str) -> tuple[int, Any]:
+    headers = {"Content-Type": "application/json", "X-Spec-Stack-Keep-Rate": keep_rate}
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_every_option_passes_msgpack_and_too_many_spans_do_not(busy: Server, reference: Reference) -> None:
+    prompt = reference.prompt(700, seed=700)
+    plain = busy.generate(prompt, 6)
+    assert _report(plain)["outcome"] == "pruned"
+    spans = [[100, 400], [0, 60], [300, 420]]
+    reply = busy.generate(prompt, 6, protect=spans, explain=True, gamma=2, keep_rate=0.3, **_LONG)
+    kept = {at for start, stop in _report(reply)["kept_spans"] for at in range(start, stop)}
+    assert kept.issuperset({*range(60), *range(100, 420)})
+    # Spans that overlap count once.
+    assert _report(busy.generate(prompt, 2, protect=[[0, 400], [0, 400]]))["outcome"] == "pruned"
+    status, reply = busy.post("/generate", generate_body(prompt, 2, protect=[[0, 1]] * 5000))
+    assert (status, "at most 4096 token spans" in reply["error"]["message"]) == (400, True)
+    assert busy.is_alive
+
+
+def test_a_draft_of_fewer_positions_than_the_context_scores_what_it_can(busy: Server, reference: Reference) -> None:
+    most, over = (reference.text_ids(_DRAFT_POSITIONS + more, seed=701) for more in (0, 1))
+    assert _report(busy.generate(most, 2, **_LONG))["outcome"] == "pruned"
+    report = _report(busy.generate(over, 2, **_LONG))
+    assert report["outcome"] == "unsupported"
+    assert f"and the draft {_DRAFT_POSITIONS} positions" in report["sparse_prefill_reason"]
+
+
+def test_prompts_of_scores_stay_whole(busy: Server, reference: Reference) -> None:
+    before = _num_pruned(busy)
+    text = reference.tokenizer.decode(reference.text_ids(900, seed=702))
+    body = {"model": "default", "query": text, "items": [" yes"], "label_token_ids": [5, 6]}
+    status, reply = busy.post("/v1/score", body)
+    assert status == 200, reply
+    assert _num_pruned(busy) == before
+
+
+def test_a_routers_session_id_changes_nothing(busy: Server, reference: Reference) -> None:
+    body = {**generate_body(reference.prompt(700, seed=703), 2, **_LONG), "session_id": "a"}
+    status, reply = busy.post("/generate", body)
+    assert (status, _report(reply)["outcome"]) == (200, "pruned")
+
+
+def test_the_urgent_prompt_is_scored_first(busy: Server, reference: Reference) -> None:
+    """All come to the scheduler at once, after a pause."""
+    prompts = [reference.prompt(1500, seed=710 + number) for number in range(5)]
+    ended: list[int] = []
+
+    def ask(number: int) -> None:
+        body = {**generate_body(prompts[number], 2, **_LONG), "priority": 10 if number == 4 else 0}
+        assert busy.post("/generate", body)[0] == 200
+        ended.append(number)
+
+    assert busy.post("/pause_generation", {"mode": "retract"})[0] == 200
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [pool.submit(ask, number) for number in range(5)]
+        time.sleep(1)
+        assert busy.post("/continue_generation", {})[0] == 200
+        for each in asked:
+            each.result()
+    assert 4 in ended[:2]
+
+
+def test_prompts_are_not_scored_long_before_they_can_start(busy: Server, reference: Reference) -> None:
+    before = _num_pruned(busy)
+    with ThreadPoolExecutor(8) as pool:
+        running = [
+            pool.submit(busy.generate, reference.prompt(60, seed=720 + number), 1200, gamma=0) for number in range(2)
+        ]
+        _wait_until(lambda: busy.metrics()["sglang:num_running_reqs"] == 2)
+        waiting = [
+            pool.submit(busy.generate, reference.prompt(900, seed=730 + number), 2, **_LONG) for number in range(6)
+        ]
+        _wait_until(lambda: busy.metrics()["spec_stack:prompts_to_score"] == 5)
+        oldest = busy.metrics()["spec_stack:oldest_prompt_to_score_seconds"]
+        time.sleep(1)
+        assert not any(each.done() for each in running), "they ended too soon for this test"
+        assert _num_pruned(busy) == before + 1
+        assert busy.metrics()["spec_stack:oldest_prompt_to_score_seconds"] > oldest
+        assert all(_report(each.result())["outcome"] == "pruned" for each in waiting)
+    _wait_until(lambda: busy.metrics()["spec_stack:prompts_to_score"] == 0)
+
+
+def test_an_update_of_the_targets_weights_leaves_the_draft_and_what_is_known_goes(
+    busy: Server, reference: Reference
+) -> None:
+    prompt = reference.prompt(900, seed=740)
+    before = busy.generate(prompt, 12, **_LONG)
+    assert busy.state()["num_turns_remembered"]
+    status, reply = busy.post("/update_weights_from_disk", {"model_path": str(ASSETS / "target")})
+    assert (status, reply["success"]) == (200, True), reply
+    state = busy.state()
+    assert (state["num_turns_remembered"], state["draft_pool"]["num_held"]) == (0, 0)
+    after = busy.generate(prompt, 12, **_LONG)
+    assert after["output_ids"] == before["output_ids"]
+    # It is scored again, by the same draft.
+    for name in ("num_kept_tokens", "num_scored_tokens"):
+        assert _report(after)[name] == _report(before)[name]
+    assert not state["num_failures"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_a_header_sets_the_keep_rate_on_every_endpoint(busy: Server, reference: Reference, path: str) -> None:
+    text = reference.tokenizer.decode(reference.text_ids(900, seed=750 + len(path)))
+    messages = {"model": "default", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    bodies: dict[str, dict[str, Any]] = {
+        "/generate": {"text": text, "sampling_params": {"max_new_tokens": 2}},
+        "/v1/completions": {"model": "default", "prompt": text, "max_tokens": 2},
+    }
+    body = bodies.get(path, messages)
+    counts = [busy.state()["num_requests"]]
+    for keep_rate in ("1", "0.4"):
+        status, reply = _ask_with_header(busy, path, body, keep_rate)
+        assert status == 200, reply
+        counts.append(busy.state()["num_requests"])
+    assert [it["disabled"] - counts[0]["disabled"] for it in counts] == [0, 1, 1]
+    assert [it["pruned"] - counts[0]["pruned"] for it in counts] == [0, 0, 1]
+    status, reply = _ask_with_header(busy, path, body, "2")
+    assert (status, "must be over 0 and at most 1" in json.dumps(reply)) == (400, True)
+
+
+def test_a_bodys_options_hold_against_the_header(busy: Server, reference: Reference) -> None:
+    body = generate_body(reference.prompt(900, seed=760), 2, sparse_prefill="off")
+    status, reply = _ask_with_header(busy, "/generate", body, "0.4")
+    assert (status, _report(reply)["outcome"]) == (200, "disabled")
+
+
+def test_a_pruned_prompt_leaves_a_line_at_debug(busy: Server, reference: Reference) -> None:
+    reply = busy.generate(reference.prompt(700, seed=761), 2, **_LONG)
+    num_kept, num_tokens = (_report(reply)[f"num_{name}_tokens"] for name in ("kept", "prompt"))
+    assert f"{reply['meta_info']['id']}: {num_kept} of {num_tokens} tokens kept, on" in busy.log.read_text()
+
+
+def test_a_prompt_up_to_the_context_limit_is_scored(beside: Server, reference: Reference) -> None:
+    """Its queries run again behind it, at positions that neither model is asked for elsewhere."""
+    reply = beside.generate(reference.text_ids(2035, seed=770), 2, **_LONG)
+    assert _report(reply)["outcome"] == "pruned"
+    assert not beside.state()["num_failures"]
+
+
+def test_sglang_counts_whole_prompts_where_nothing_drafts(beside: Server, reference: Reference) -> None:
+    before = beside.metrics()["sglang:prompt_tokens_total"]
+    prompt = reference.prompt(900, seed=771)
+    assert _report(beside.generate(prompt, 4))["outcome"] == "pruned"
+    assert beside.metrics()["sglang:prompt_tokens_total"] - before == len(prompt)
+
+
+def test_the_dashboards_metrics_are_there(beside: Server) -> None:
+    beside.generate([5, 6, 7], 4)
+    assert beside.metrics().keys() >= NAMES
