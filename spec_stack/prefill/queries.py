@@ -29,9 +29,11 @@ _HALF_LIFE = 12
 _SEGMENT = 16
 # Fewest tokens of a segment without a question mark. A template's own line is shorter, and an attention sink.
 _FEWEST = 4
-# A sentence's mark at the end of a segment: behind a word, so that `name?.length`, `?id=7` and `parse()?` have none.
+# A mark that ends a segment, directly behind a word: `name?.length`, `a ? b : c`, `?id=7` and `parse()?` ask nothing.
 _CLOSING = "[\"'`*_)\\]\u2019\u201d\u00bb\u300d\u300f\uff09?!]*"
-_QUESTION_MARK = re.compile(f"(?:[\\w\"'\u2019\u201d\u00bb*`] ?[?\u037e]|[\uff1f\u061f\u2e2e]){_CLOSING}\\s*\\Z")
+_QUESTION_MARK = re.compile(
+    f"(?:[\\w\"'\u2019\u201d\u00bb*`][\u00a0\u202f]?[?\u037e]|[\uff1f\u061f\u2e2e]){_CLOSING}\\s*\\Z"
+)
 
 
 @dataclass(frozen=True)
