@@ -48,7 +48,7 @@ def test_the_last_user_message_asks_whatever_results_are_behind_it(num_results: 
         *[("assistant", "look at it"), ("tool", "no mill is here")] * num_results,
     ]:
         turns.append(ChatTurn(role, (len(pieces), len(pieces) + len(text))))
-        pieces += [*text, f"<{role}>"]
+        pieces += [*text, f"<{role}>\n"]
     text = PromptText(
         range(len(pieces)), pieces, turns=turns, template=between([each.span for each in turns], len(pieces))
     )
