@@ -7,7 +7,6 @@ from time import process_time
 
 import pytest
 
-from spec_stack import PrefillConfig
 from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, ToolFormat, parse_answer
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
@@ -69,7 +68,7 @@ def prompt_of(text: str) -> PromptText:
 
 
 def find_words(text: str) -> None:
-    shared_rare_words(ScoringInputs(prompt_of(text)), Segments(line_borders(pieces_of(text))), PrefillConfig())
+    shared_rare_words(ScoringInputs(prompt_of(text)), Segments(line_borders(pieces_of(text))))
 
 
 CALLERS: dict[str, Callable[[str], object]] = {

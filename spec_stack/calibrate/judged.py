@@ -80,10 +80,7 @@ def judge(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
     return ScoredPrompt(
         heads=torch.tensor(list(by_head)),
         by_head=raise_named(
-            torch.stack([segments.worth(importance, BY_HEAD) for importance in by_head.values()]),
-            evidence,
-            segments,
-            BY_HEAD,
+            torch.stack([segments.worth(importance, BY_HEAD) for importance in by_head.values()]), evidence, segments
         ),
         words=make_rule("bm25").score(evidence, segments, WORDS),
         default=make_rule(PrefillConfig.scorer).score(evidence, segments, PrefillConfig()),

@@ -9,7 +9,6 @@ from math import sqrt
 
 import torch
 
-from spec_stack.config import PrefillConfig
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments
 from spec_stack.prefill.words import ONE_CHARACTER, words_of
@@ -27,16 +26,16 @@ _NAMED_FOR_RECALL = 1 / 3
 
 
 def question_and_bodies(
-    inputs: ScoringInputs, segments: Segments, config: PrefillConfig, first: int = 0
+    inputs: ScoringInputs, segments: Segments, first: int = 0
 ) -> tuple[Mapping[Hashable, float], list[Sequence[Hashable]]]:
     """The question's words with their weights, and the words of every segment outside the question. first: as in
     `ScoringInputs.asked`."""
-    asked = inputs.asked(config, first)
+    asked = inputs.asked(first)
     bodies = [words_of(inputs.text, [at for at in range(*each) if at not in asked.tokens]) for each in segments]
     return asked.words, bodies
 
 
-def raise_named(worth: torch.Tensor, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
+def raise_named(worth: torch.Tensor, inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
     """Scores (..., num_segments) of worth (..., num_segments): segments that share rare words with the question count
     up to three times, and text under a heading that does gets most of the heading's score.
 
@@ -45,7 +44,7 @@ def raise_named(worth: torch.Tensor, inputs: ScoringInputs, segments: Segments, 
     """
     if inputs.pieces is None:
         return worth
-    shared = shared_rare_words(inputs, segments, config)
+    shared = shared_rare_words(inputs, segments)
     scores = worth * (1 + _RARE_WORDS * _shares(shared)).to(worth)
     raised = scores.clone()
     for heading, section in _named_sections(shared, inputs.pieces, segments):
@@ -55,11 +54,11 @@ def raise_named(worth: torch.Tensor, inputs: ScoringInputs, segments: Segments, 
     return raised
 
 
-def score_for_recall(inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
+def score_for_recall(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
     """Scores (num_segments,), fp32, of a conversation's old segments: rare words in common with the new text's
     question, and at least 1 for a heading that the question names and the text under it.
     """
-    shared = shared_rare_words(inputs, segments, config, segments.num_tokens)
+    shared = shared_rare_words(inputs, segments, segments.num_tokens)
     scores = shared.clone()
     if inputs.pieces is not None:
         for heading, section in _named_sections(shared, inputs.pieces, segments):
@@ -68,12 +67,12 @@ def score_for_recall(inputs: ScoringInputs, segments: Segments, config: PrefillC
     return scores
 
 
-def shared_rare_words(inputs: ScoringInputs, segments: Segments, config: PrefillConfig, first: int = 0) -> torch.Tensor:
+def shared_rare_words(inputs: ScoringInputs, segments: Segments, first: int = 0) -> torch.Tensor:
     """Rare words in common with the question (num_segments,), fp32.
 
     Each question word that at most six segments hold gives its weight divided by the root of their number to each.
     """
-    weights, bodies = question_and_bodies(inputs, segments, config, first)
+    weights, bodies = question_and_bodies(inputs, segments, first)
     if inputs.pieces is not None:
         weights = {word: weight * _significance(str(word)) for word, weight in weights.items()}
     found = [weights.keys() & body for body in bodies]

@@ -34,7 +34,7 @@ def recall_dropped(
     if not config.recall or len(held) == num_old:
         return []
     segments = make_segments(num_old, inputs.pieces and inputs.pieces[:num_old], prefill)
-    words = None if config.recall_word_threshold is None else score_for_recall(inputs, segments, prefill)
+    words = None if config.recall_word_threshold is None else score_for_recall(inputs, segments)
     return recall(inputs.importance, held, segments, prefill, config, words)
 
 
@@ -100,7 +100,7 @@ def select_turn(
     prompt_ids = inputs.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:
-        part = select(inputs.starting_at(num_cached, config), config)
+        part = select(inputs.starting_at(num_cached), config)
         kept = [num_cached + position for position in part.positions]
     positions = [*back, *kept]
     return Selection(

@@ -82,23 +82,19 @@ class ScoringInputs:
         """The text of every token, (N,); None without a tokenizer."""
         return self.text.pieces
 
-    def starting_at(self, first: int, config: PrefillConfig) -> ScoringInputs:
+    def starting_at(self, first: int) -> ScoringInputs:
         """The inputs of the text from token `first` on; its question may stand before it."""
         if not first:
             return self
         importance = None if self.importance is None else self.importance[first:]
-        question = self.asked(config, first).starting_at(first)
+        question = self.asked(first).starting_at(first)
         return ScoringInputs(self.text.starting_at(first), None, importance, self.observer, question)
 
-    def asked(self, config: PrefillConfig, first: int = 0) -> Question:
-        """The question: what the draft's attention weighs, or without it `question_words` of the text from token
-        `first` on."""
+    def asked(self, first: int = 0) -> Question:
+        """The question's words, by `question_words` of the text from token `first` on."""
         if self.question is not None:
             return self.question
-        if self.attention is None or not config.queries_from_prompt:
-            return read_question(self.text, question_words(self.candidates.reaching(first)))
-        weights = self.weights_by_attention(config)
-        return read_question(self.text, {at: weight for span, weight in weights.items() for at in range(*span)})
+        return read_question(self.text, question_words(self.candidates.reaching(first)))
 
     def note_part(self, name: str, scores: torch.Tensor) -> None:
         """Tell the observer, if any, the scores (num_segments,) after what is named raised them."""

@@ -200,7 +200,6 @@ def gather_inputs(
         num_layers = None if whole else num_layers_needed(config, draft.num_layers)
         attention, proposal = run_draft(draft, inputs, look_ahead, config, tokenization, num_layers, first_query)
         inputs = replace(inputs, attention=attention, importance=attention.importance(config))
-        inputs = replace(inputs, question=inputs.asked(config))
     if inputs.observer is not None:
         inputs.observer.scored(inputs)
     return inputs, proposal

@@ -25,7 +25,6 @@ from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.recall import recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.words import Question
 from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.prompt_reader import PromptReader
@@ -286,20 +285,14 @@ def _needs(prompt: Prompt, prefix: CachedPrefix, reason: str, recall: SessionCon
     return NeedsScore(prompt, prefix, prunes, recalls, reason)
 
 
-def plan_scored(
-    needs: NeedsScore,
-    importance: torch.Tensor | None,
-    num_draft_tokens: int,
-    known: KnownTexts,
-    question: Question | None = None,
-) -> Plan:
+def plan_scored(needs: NeedsScore, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts) -> Plan:
     """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none.
 
     The target prefills again what stands behind the first recalled token.
     """
     prompt, prefix, num_tokens = needs.prompt, needs.prefix, len(needs.prompt.token_ids)
     start, held = prefix.num_tokens, prefix.positions
-    inputs = ScoringInputs(known.text_of(prompt), importance=importance, question=question)
+    inputs = ScoringInputs(known.text_of(prompt), importance=importance)
     recalled = recall_dropped(inputs, held, start, prompt.config, known.config.recall) if needs.recalls else []
     rule = prompt.config if needs.prunes else None
     turn = select_turn(inputs, held, start, recalled, rule, place="in_text")

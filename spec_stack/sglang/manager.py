@@ -385,9 +385,7 @@ class SparsePrefillManager:
             logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
             self._fail(pending, failure)
         elif score is not None:
-            self._settle(
-                pending, plan_scored(needs, score.importance, score.num_draft_tokens, self._known, score.question)
-            )
+            self._settle(pending, plan_scored(needs, score.importance, score.num_draft_tokens, self._known))
 
     def _fail(self, pending: PendingScore, failure: Exception | None) -> None:
         """Keep all of the new text. failure: None for another rank's."""

@@ -42,7 +42,6 @@ from spec_stack.prefill.importance import (
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.scoring import query_segments
-from spec_stack.prefill.words import Question, read_question
 from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.draft_pool import DraftScoringRunner, Queries, bytes_per_token
 from spec_stack.sglang.draft_prefixes import Lease
@@ -58,12 +57,10 @@ _LOOK_AHEAD_PER_PART = 4
 
 @dataclass(frozen=True)
 class Score:
-    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: those that the draft had to prefill. question:
-    what the draft's attention takes for it; None under a look-ahead."""
+    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: those that the draft had to prefill."""
 
     importance: torch.Tensor
     num_draft_tokens: int
-    question: Question | None = None
 
 
 Scoring = Generator[None, None, Score]
@@ -157,11 +154,7 @@ class DraftScorer:
                 importance = over_ranks(votes, ReduceOp.SUM) / num_voters(captured, config, num_ranks())
             else:
                 importance = over_queries(over_ranks(votes, ReduceOp.MAX), segments, weights)
-            question = None
-            if segments:
-                spans = zip(segments, weights, strict=True)
-                question = read_question(text, {at: weight for each, weight in spans for at in range(*each.span)})
-            return Score(merge_questions(importance).cpu(), num_new, question)
+            return Score(merge_questions(importance).cpu(), num_new)
         finally:
             lease.insert(lease.num_agreed)
 

@@ -66,7 +66,7 @@ def test_scores_are_those_by_hand(question: str) -> None:
     evidence, segments = evidence_of(pieces, len(pieces))
     worth = torch.rand(2, len(segments), generator=torch.Generator().manual_seed(3))
     asked = question_words(evidence.candidates)
-    for own, raised in zip(worth, raise_named(worth, evidence, segments, PrefillConfig()), strict=True):
+    for own, raised in zip(worth, raise_named(worth, evidence, segments), strict=True):
         expected = reference_question.raised(own.tolist(), pieces, list(segments), asked)
         assert raised.tolist() == pytest.approx(expected)
 
@@ -96,13 +96,13 @@ def test_a_word_in_many_lines_raises_none() -> None:
     pieces = pieces_of("".join(RECORDS) + "What does Skelton total?")
     evidence, segments = evidence_of(pieces, len(pieces))
     worth = torch.rand(len(segments))
-    assert torch.equal(raise_named(worth, evidence, segments, PrefillConfig()), worth)
+    assert torch.equal(raise_named(worth, evidence, segments), worth)
 
 
 def test_tokens_without_text_count_by_attention_alone() -> None:
     evidence, segments = evidence_of(None, 200)
     worth = torch.rand(len(segments))
-    assert torch.equal(raise_named(worth, evidence, segments, PrefillConfig()), worth)
+    assert torch.equal(raise_named(worth, evidence, segments), worth)
 
 
 def test_the_papers_scoring_queries_count_by_attention_alone() -> None:
@@ -126,12 +126,12 @@ def test_recall_scores_are_those_by_hand(question: str) -> None:
     pieces, segments, inputs = recall_scores("".join(PROMPTS.get(question, RECORDS)), question)
     asked = question_words(inputs.candidates.reaching(segments.num_tokens))
     expected = reference_question.recalled(pieces, list(segments), asked)
-    assert score_for_recall(inputs, segments, PrefillConfig()).tolist() == pytest.approx(expected)
+    assert score_for_recall(inputs, segments).tolist() == pytest.approx(expected)
 
 
 def test_a_follow_up_that_names_a_heading_recalls_its_section() -> None:
     pieces, segments, inputs = recall_scores("".join(SECTIONS), "And fetch?")
-    wanted = {at for at, score in enumerate(score_for_recall(inputs, segments, PrefillConfig()).tolist()) if score >= 1}
+    wanted = {at for at, score in enumerate(score_for_recall(inputs, segments).tolist()) if score >= 1}
     fetch = NAMES.index("fetch")
     heading, next_heading = (line_of(segments, pieces, name) for name in NAMES[fetch : fetch + 2])
     assert wanted == set(range(heading, next_heading))
@@ -142,4 +142,4 @@ def test_a_follow_up_that_names_a_heading_recalls_its_section() -> None:
 def test_function_words_recall_nothing(new: str) -> None:
     old = "He was not so sure that he can do it. Why, nobody knew about it.\n" * 2 + "They say so.\n" + "".join(RECORDS)
     _, segments, inputs = recall_scores(old, new)
-    assert score_for_recall(inputs, segments, PrefillConfig()).max() < 1
+    assert score_for_recall(inputs, segments).max() < 1

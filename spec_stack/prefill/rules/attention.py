@@ -19,4 +19,4 @@ class ByAttention(SelectionRule):
     def score(self, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
         worth = segments.worth(inputs.token_importance(config), config)
         inputs.note_part("attention", worth)
-        return raise_named(worth, inputs, segments, config) if config.queries_from_prompt else worth
+        return raise_named(worth, inputs, segments) if config.queries_from_prompt else worth

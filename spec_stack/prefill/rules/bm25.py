@@ -26,7 +26,7 @@ class ByBM25(SelectionRule):
     needs_attention: ClassVar[bool] = False
 
     def score(self, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
-        asked, bodies = question_and_bodies(inputs, segments, config)
+        asked, bodies = question_and_bodies(inputs, segments)
         scores = torch.tensor(bm25(bodies, asked), dtype=torch.float32)
         inputs.note_part("words", scores)
         return scores
