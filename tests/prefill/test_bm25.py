@@ -109,3 +109,13 @@ def test_without_text_tokens_are_the_words() -> None:
     config = PrefillConfig(chunk_size=10)
     inputs, segments = ScoringInputs(PromptText(ids)), make_segments(202, None, config)
     assert int(make_rule("bm25").score(inputs, segments, config).argmax()) == 4
+
+
+def test_new_text_is_searched_for_the_words_of_a_request_before_it() -> None:
+    pieces = ["<user>", "Find", " the", " mill", ".", "<call>", "Reading", " on", ".", "<tool>", *DOCUMENT]
+    protected = [(0, 1), (5, 6), (9, 10)]
+    turns = zip(["user", "assistant", "tool"], between(protected, len(pieces)), strict=True)
+    text = PromptText(list(range(len(pieces))), pieces, protected, turns=[ChatTurn(*turn) for turn in turns])
+    new = ScoringInputs(text).starting_at(10)
+    segments = make_segments(len(DOCUMENT), DOCUMENT, PrefillConfig())
+    assert int(make_rule("bm25").score(new, segments, PrefillConfig()).argmax()) == 1
