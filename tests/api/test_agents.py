@@ -57,8 +57,7 @@ def test_the_evidence_is_kept_wherever_the_results_hold_it(
         assert FACT.strip() in text
 
 
-@pytest.mark.parametrize("scorer", ["attention", "bm25"])
-def test_a_later_result_in_a_session_is_pruned_by_the_first_request(embedded: SpecStackGenerator, scorer: str) -> None:
+def test_a_later_result_in_a_session_is_pruned_by_the_first_request(embedded: SpecStackGenerator) -> None:
     rng = random.Random(7)
     chat = loop(REQUESTS[1], [[report(rng, 12)]])
     options: dict[str, Any] = {"max_tokens": 1, "keep_rate": 0.2, "sparse_prefill": "on"}
