@@ -129,8 +129,8 @@ def constant_schedule(num_assistant: int) -> dict[str, Any]:
 
 def our_arms(
     generator: SpecStackGenerator, policies: Mapping[str, Callable[[], Policy]], num_tokens: int, clock: Clock
-) -> dict[str, Callable[[], Arm]]:
-    """What makes each arm: plain decoding, the default, n-gram lookup alone, and policies with the draft alone."""
+) -> dict[str, Callable[..., Arm]]:
+    """What makes each arm, given num_tokens or not: plain, default, n-gram lookup, and policies by the draft alone."""
     default = partial(make_policy, DecodeConfig().policy)
     arms: dict[str, tuple[Callable[[], Policy], Mapping[str, Any]]] = {
         PLAIN: (partial(make_policy, "fixed", gamma=0), DRAFT_ONLY),
@@ -139,25 +139,24 @@ def our_arms(
         **{name: (make, DRAFT_ONLY) for name, make in policies.items()},
     }
 
-    def arm(make: Callable[[], Policy], options: Mapping[str, Any]) -> Arm:
+    def arm(make: Callable[[], Policy], options: Mapping[str, Any], *, num_tokens: int) -> Arm:
         return Ours(generator, make(), options, num_tokens, clock)
 
-    return {name: partial(arm, *parts) for name, parts in arms.items()}
+    return {name: partial(arm, *parts, num_tokens=num_tokens) for name, parts in arms.items()}
 
 
-def their_arms(generator: SpecStackGenerator, num_tokens: int, clock: Clock) -> dict[str, Callable[[], Arm]]:
+def their_arms(generator: SpecStackGenerator, num_tokens: int, clock: Clock) -> dict[str, Callable[..., Arm]]:
     """What makes each of Transformers' arms: assisted generation by its dynamic rule and at constant lengths, and
     prompt lookup."""
     target, draft = generator.target, generator.draft
     assisted = {"dynamic": {}, **{str(count): constant_schedule(count) for count in (3, 5, 10)}}
+    own = partial(Theirs, target, num_tokens=num_tokens, clock=clock)
     lookup = {"prompt_lookup_num_tokens": 10}
     return {
         **{
-            f"{THEIRS}assisted, {name}": partial(Theirs, target, num_tokens, draft, settings, clock=clock)
+            f"{THEIRS}assisted, {name}": partial(own, draft=draft, settings=settings)
             for name, settings in assisted.items()
         },
-        f"{THEIRS}lookup, 10": partial(Theirs, target, num_tokens, options=lookup, clock=clock),
-        f"{THEIRS}lookup, 10 by 3-grams": partial(
-            Theirs, target, num_tokens, options={**lookup, "max_matching_ngram_size": 3}, clock=clock
-        ),
+        f"{THEIRS}lookup, 10": partial(own, options=lookup),
+        f"{THEIRS}lookup, 10 by 3-grams": partial(own, options={**lookup, "max_matching_ngram_size": 3}),
     }

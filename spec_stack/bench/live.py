@@ -14,7 +14,7 @@ import transformers
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.bench.arms import PLAIN, THEIRS, Arm, Clock, Ours, our_arms, their_arms
 from spec_stack.bench.intervals import ratio_interval
-from spec_stack.bench.leaderboard import ALL, Leaderboard, Line
+from spec_stack.bench.leaderboard import ALL, Leaderboard, Line, with_all
 from spec_stack.bench.prompts import BUILT_IN, Prompt, call_of, read_prompts
 from spec_stack.bench.recorded import Maker, registered
 from spec_stack.bench.rows import Row, Rows, key_of
@@ -23,6 +23,7 @@ from spec_stack.hf.loading import ASSETS
 
 Progress = Callable[[int, int, str], None]
 _FEW = 12
+_WARM_UP_TOKENS = 4
 _ERROR_CHARACTERS = 160
 _SAME = "same text: greedy answers with exactly plain decoding's tokens; in low precision near-ties may differ."
 
@@ -129,12 +130,12 @@ def encode(generator: SpecStackGenerator, prompts: Sequence[Prompt], *decisive: 
     return encoded
 
 
-def warmed_up(makers: Mapping[str, Callable[[], Arm]], prompt_ids: list[int]) -> tuple[dict[str, Arm], list[str]]:
-    """The arms, each after an answer by a twin that does not count; a note for each of Transformers' that fails."""
+def warmed_up(makers: Mapping[str, Callable[..., Arm]], prompt_ids: list[int]) -> tuple[dict[str, Arm], list[str]]:
+    """The arms, each after a short answer by a twin that does not count; a note for each of Transformers' that fail."""
     arms, notes = {}, []
     for name, make in makers.items():
         try:
-            make()(prompt_ids)
+            make(num_tokens=_WARM_UP_TOKENS)(prompt_ids)
         # Transformers raises many kinds of error for pairs that it does not support.
         except Exception as error:
             if name.startswith(THEIRS):
@@ -181,9 +182,8 @@ def lines_of(precision: str, arms: Mapping[str, Arm], prompts: Sequence[Encoded]
     """All arms on the prompts that each of them has answered, together and by task."""
     by_arm = rows_of(arms, rows)
     done = [prompt for prompt in prompts if all(prompt.key in own for own in by_arm.values())]
-    tasks = dict.fromkeys(prompt.task for prompt in done)
     found = []
-    for task in dict.fromkeys([ALL, *tasks]):
+    for task in with_all(prompt.task for prompt in done):
         keys = [prompt.key for prompt in done if task in (ALL, prompt.task)]
         plain = [by_arm[PLAIN][key] for key in keys]
         found += [_line(precision, task, name, [own[key] for key in keys], plain) for name, own in by_arm.items()]

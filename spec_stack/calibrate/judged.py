@@ -65,13 +65,13 @@ def judge(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
     """Score the part of a prompt that the index does not hold yet. index: the draft (`ModelPair.new_draft_cache`),
     empty or with the previous prompt. The target's weights are not used."""
     draft = open_prompt(pair, index, prompt)
-    inputs = ScoringInputs(prompt.token_ids, protected=prompt.protected, pieces=pair.pieces(prompt.token_ids))
+    inputs = ScoringInputs(pair.reader.with_pieces(prompt.text))
     look, _ = run_draft(draft, inputs, lambda *_: Proposal(), BY_HEAD, prompt.tokenization)
     segments = make_segments(len(prompt.token_ids), inputs.pieces, BY_HEAD)
     evidence = replace(inputs, attention=look)
     by_head = look.by_head(BY_HEAD)
     forced = forced_ends(segments.num_tokens, BY_HEAD)
-    is_protected = _marked(segments, prompt.protected)
+    is_protected = _marked(segments, prompt.text.kept)
     is_paid_end = _marked(segments, [(at, at + 1) for at in forced]) & ~is_protected
     is_free = is_protected | is_paid_end
     wanted = _marked(segments, prompt.spans)

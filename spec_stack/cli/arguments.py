@@ -273,7 +273,7 @@ def _add_doctor(commands: Any) -> None:
     add("--minutes", type=float, default=10.0, help="time budget of --measure (%(default)s)")
     what = "with --measure: measure speed-up and fidelity on these prompts, a JSON object per line with messages, "
     add("--prompts", type=Path, help=f"{what}prompt or text")
-    what = "with --measure: text files, with generated questions"
+    what = "with --measure: text files, in which facts are hidden and asked for"
     add("--documents", type=Path, nargs="+", default=[], help=what)
     what = "with --prompts or --documents: settings to compare (default: 0.1 0.2 0.3 and the calibrated one)"
     add("--keep-rates", type=float, nargs="+", help=what)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.prompt_text import PromptText, between
 from spec_stack.prefill.segments import line_borders
 
 WINDOW = 160
@@ -38,7 +39,8 @@ class Candidates:
 
     segments: half-open spans of tokens, in order. is_question: whether each holds a question mark. num_repeated: so
     many first segments are before the window, and are repeated behind the prompt. start: first token of the window.
-    opening: last tokens of the prompt, which open the answer.
+    opening: last tokens of the prompt, which open the answer. is_given: the caller named the question, which alone has
+    is_question; the other segments are background.
     """
 
     num_tokens: int
@@ -47,6 +49,7 @@ class Candidates:
     num_repeated: int
     start: int
     opening: int
+    is_given: bool = False
 
     @property
     def repeated(self) -> tuple[Span, ...]:
@@ -56,24 +59,49 @@ class Candidates:
         """The segments that reach the text from token `first` on; none where that is all protected, and every token of
         it then scores the prompt."""
         first = min(first, self.num_tokens - 1)
-        num_before = sum(stop <= first for _, stop in self.segments)
-        num_repeated = max(0, self.num_repeated - num_before)
-        segments = self.segments[num_before:]
+        at = [
+            index
+            for index, ((_, stop), mark) in enumerate(zip(self.segments, self.is_question, strict=True))
+            if stop > first or (self.is_given and mark)
+        ]
+        num_repeated = sum(index < self.num_repeated for index in at)
+        segments = tuple(self.segments[index] for index in at)
         borders = [first, *(start for start, _ in segments[num_repeated:])]
-        start = max(self.start, min(borders))
         return replace(
-            self, segments=segments, is_question=self.is_question[num_before:], num_repeated=num_repeated, start=start
+            self,
+            segments=segments,
+            is_question=tuple(self.is_question[index] for index in at),
+            num_repeated=num_repeated,
+            start=max(self.start, min(borders)),
         )
 
+    def asking(self, question: Span) -> Candidates:
+        """The candidates with a question that the caller names, in the prompt or behind it."""
+        start, stop = question
+        is_in_place = self.start <= start and stop <= self.num_tokens
+        start = start if is_in_place else max(start, stop - MOST_REPEATED)
+        room = MOST_REPEATED - (0 if is_in_place else stop - start)
+        others = [segment for segment in self.segments if segment[1] <= start or segment[0] >= stop]
+        in_place = [segment for segment in others if segment[0] >= self.start]
+        before: list[Span] = []
+        for segment in reversed(others[: len(others) - len(in_place)]):
+            room -= segment[1] - segment[0]
+            if room < 0:
+                break
+            before.insert(0, segment)
+        if is_in_place:
+            in_place = sorted([*in_place, (start, stop)])
+        else:
+            before.insert(0, (start, stop))
+        segments = (*before, *in_place)
+        marks = tuple(segment == (start, stop) for segment in segments)
+        return replace(self, segments=segments, is_question=marks, num_repeated=len(before), is_given=True)
 
-def find_candidates(num_tokens: int, pieces: Sequence[str] | None, protected: Sequence[Span] = ()) -> Candidates:
-    """Find the segments that may hold the question.
 
-    pieces: the text of every token; None without a tokenizer, and segments are runs of tokens. protected: sorted
-    half-open spans of the system message and the template's tokens, with the turns between them; empty for a plain
-    prompt.
-    """
-    turns = _between(protected, num_tokens)
+def find_candidates(text: PromptText) -> Candidates:
+    """Find the segments that may hold the question. Without pieces, segments are runs of tokens."""
+    num_tokens, pieces = len(text), text.pieces
+    turns = between(text.template, num_tokens)
     behind = num_tokens - turns[-1][1] if turns else 0
     opening = min(behind, _OPENING) or min(_NO_OPENING, num_tokens)
     # A turn of nothing but what opens the answer is the template's.
@@ -88,7 +116,8 @@ def find_candidates(num_tokens: int, pieces: Sequence[str] | None, protected: Se
     before = _askable([segment for place in places for segment in _cut(borders, *place)], pieces)
     segments = (*before, *_askable(_cut(borders, start, last[1]), pieces))
     marked = tuple(pieces is not None and _has_mark(pieces, segment) for segment in segments)
-    return Candidates(num_tokens, segments, marked, len(before), start, opening)
+    found = Candidates(num_tokens, segments, marked, len(before), start, opening)
+    return found if text.question is None else found.asking(text.question)
 
 
 def _askable(segments: list[Span], pieces: Sequence[str] | None) -> list[Span]:
@@ -118,12 +147,6 @@ def question_words(found: Candidates) -> dict[int, float]:
     inside = found.segments[found.num_repeated :]
     end = inside[-1][1] if inside else 0
     return {at: 0.5 ** ((end - 1 - at) / _HALF_LIFE) for segment in inside for at in range(*segment)}
-
-
-def _between(spans: Sequence[Span], num_tokens: int) -> list[Span]:
-    """The gaps between sorted spans in 0…num_tokens."""
-    edges = [0, *(edge for span in spans for edge in span), num_tokens]
-    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
 def _borders(num_tokens: int, pieces: Sequence[str] | None) -> list[int]:

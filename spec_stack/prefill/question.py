@@ -158,14 +158,15 @@ def _runs(tokens: Sequence[int]) -> list[range]:
 
 def _words(inputs: ScoringInputs, tokens: Sequence[int]) -> Sequence[Hashable]:
     if inputs.pieces is None:
-        return [inputs.prompt_ids[at] for at in tokens]
+        return [inputs.text.all_ids[at] for at in tokens]
     return _WORD.findall("".join([inputs.pieces[at] for at in tokens]).lower())
 
 
 def _words_by_token(inputs: ScoringInputs, tokens: Sequence[int]) -> list[tuple[Hashable, int]]:
     """The words of these tokens, each with the token in which it ends."""
     if inputs.pieces is None:
-        return [(inputs.prompt_ids[at], at) for at in tokens]
-    owner = [at for at in tokens for _ in inputs.pieces[at].lower()]
-    text = "".join(inputs.pieces[at] for at in tokens).lower()
+        return [(inputs.text.all_ids[at], at) for at in tokens]
+    pieces = inputs.text.all_pieces or ()
+    owner = [at for at in tokens for _ in pieces[at].lower()]
+    text = "".join(pieces[at] for at in tokens).lower()
     return [(match.group(), owner[match.end() - 1]) for match in _WORD.finditer(text)]

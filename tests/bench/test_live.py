@@ -94,10 +94,10 @@ def test_arms_take_turns(tmp_path: Path) -> None:
 
 
 def test_a_rival_that_cannot_run_is_left_out_with_its_reason_and_an_own_arm_raises() -> None:
-    def failing() -> Any:
+    def failing(num_tokens: int) -> Any:
         raise TypeError("no such cache")
 
-    arms, notes = warmed_up({"Transformers, assisted, 3": failing, "mine": lambda: len}, [1])
+    arms, notes = warmed_up({"Transformers, assisted, 3": failing, "mine": lambda num_tokens=8: len}, [1])
     assert list(arms) == ["mine"]
     assert notes == ["left out: Transformers, assisted, 3, no such cache"]
     with pytest.raises(TypeError, match="no such cache"):

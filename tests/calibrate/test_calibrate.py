@@ -109,7 +109,7 @@ def test_a_budget_for_no_prompt_leaves_the_default(pair: ModelPair) -> None:
 def look(pair: ModelPair, prompt: Prompt, config: PrefillConfig) -> ScoringInputs:
     pieces = pair.pieces(prompt.token_ids)
     draft = pair.draft_in_target_vocab(pair.new_draft_cache(8192))
-    inputs = ScoringInputs(prompt.token_ids, protected=prompt.protected, pieces=pieces)
+    inputs = ScoringInputs(replace(prompt.text, pieces=pieces))
     seen, _ = run_draft(draft, inputs, lambda *_: pytest.fail("no look-ahead"), config)
     return replace(inputs, attention=seen)
 
@@ -143,7 +143,7 @@ def test_the_share_that_a_prompt_needs_is_one_at_which_its_evidence_is_kept(pair
         need = float(needed(judged := judge(pair, index, prompt), judged.default))
         config = PrefillConfig(keep_rate=min(1.0, need + 1e-6))
         evidence = look(pair, prompt, config)
-        kept = {*select(evidence, config, prompt.protected).positions}
+        kept = {*select(evidence, config).positions}
         assert all(at in kept for start, stop in prompt.spans for at in range(start, stop))
 
 

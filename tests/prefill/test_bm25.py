@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.rules.bm25 import bm25
@@ -26,7 +27,7 @@ def test_scores_equal_the_formula_word_by_word(bodies: list[list[str]], asked: d
 
 def scores(pieces: list[str], protected: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
     config = PrefillConfig()
-    evidence = ScoringInputs(list(range(len(pieces))), protected=protected, pieces=pieces)
+    evidence = ScoringInputs(PromptText(list(range(len(pieces))), pieces, protected))
     return make_rule("bm25").score(evidence, make_segments(len(pieces), pieces, config), config)
 
 
@@ -77,4 +78,5 @@ def test_scripts_without_spaces_are_searched_by_the_character() -> None:
 def test_without_text_tokens_are_the_words() -> None:
     ids = [*range(100), *[500] * 100, 40, 41]
     config = PrefillConfig(chunk_size=10)
-    assert int(make_rule("bm25").score(ScoringInputs(ids), make_segments(202, None, config), config).argmax()) == 4
+    inputs, segments = ScoringInputs(PromptText(ids)), make_segments(202, None, config)
+    assert int(make_rule("bm25").score(inputs, segments, config).argmax()) == 4

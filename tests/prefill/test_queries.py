@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spec_stack.prefill.importance import Segment, over_queries
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates, question_words
 from tests.support import reference_question
 
@@ -26,7 +27,8 @@ def test_the_question_is_where_a_slow_reader_finds_it(seed: int) -> None:
     pieces += ["<t>"] * rng.choice([1, 4, 12])
     protected.append((len(pieces) - rng.choice([0, 1]), len(pieces)))
     protected = protected if rng.random() < 0.8 else []
-    found, expected = find_candidates(len(pieces), pieces, protected), reference_question.question_of(pieces, protected)
+    found = find_candidates(PromptText(range(len(pieces)), pieces, protected))
+    expected = reference_question.question_of(pieces, protected)
     for first in (0, *rng.sample(range(len(pieces)), k=min(4, len(pieces)))):
         new, slow = found.reaching(first), expected.since(first)
         assert [*new.segments] == [*slow.repeated, *slow.in_place]
@@ -36,19 +38,19 @@ def test_the_question_is_where_a_slow_reader_finds_it(seed: int) -> None:
 
 def test_a_short_line_is_no_segment_unless_it_has_a_question_mark() -> None:
     pieces = list("abcdef\nok\nwhy?\nno?")
-    found = find_candidates(len(pieces), pieces)
+    found = find_candidates(PromptText(range(len(pieces)), pieces))
     assert found.segments == ((0, 7), (10, 15), (15, 18))
     assert found.is_question == (False, True, True)
 
 
 def test_a_prompt_of_nothing_but_short_lines_keeps_its_segments() -> None:
-    assert find_candidates(3, list("a\nb")).segments == ((0, 2), (2, 3))
+    assert find_candidates(PromptText(range(3), list("a\nb"))).segments == ((0, 2), (2, 3))
 
 
 def test_new_text_that_is_all_protected_holds_no_earlier_question_and_scores_by_its_own_tokens() -> None:
     pieces = ["<u>", *"where is the key?", "<a>", *"in the hall", "</a>", *"be brief!", "<a>"]
     protected = [(0, 1), (18, 19), (30, 41)]
-    found = find_candidates(len(pieces), pieces, protected)
+    found = find_candidates(PromptText(range(len(pieces)), pieces, protected))
     assert found.is_question.count(True) == 1
     for first in (30, 31, 40):
         new = found.reaching(first)
