@@ -163,14 +163,14 @@ def _gain(
     if sum(map(_worth, ours)) < sum(map(_worth, theirs)) - _TIE * len(held_out):
         return ""
     kept, usual = recall(ours, _USUAL), recall(theirs, _USUAL)
-    smaller = [f"{rate:.3g} of {length} tokens" for length, rate in curve if rate < _USUAL]
-    gains = [f"it keeps {' and '.join(smaller)} in place of {_USUAL}"] if smaller else []
+    smaller = [f"{100 * rate:.3g}% of {length} tokens" for length, rate in curve if rate < _USUAL]
+    gains = [f"it keeps {' and '.join(smaller)} in place of {_USUAL:.0%}"] if smaller else []
     if layers[0] < layers[1]:
         gains.append(f"{layers[0]} of the draft's {layers[1]} layers run")
     if not gains and kept <= usual:
         return ""
     gains.append(
-        f"{kept:.0%} of {len(held_out)} held-out prompts keep their evidence at {_USUAL}, by default {usual:.0%}"
+        f"{kept:.0%} of {len(held_out)} held-out prompts keep their evidence at {_USUAL:.0%}, by default {usual:.0%}"
     )
     return f"Gained over the default: {'; '.join(gains)}."
 

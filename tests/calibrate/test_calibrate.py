@@ -59,7 +59,7 @@ def test_a_calibration_is_the_same_after_a_file_and_works_in_a_generator(
         device="cpu", calibration=file, config=SpecStackConfig(PrefillConfig(min_prompt_tokens=512))
     )
     result = generator.generate(TEXTS[0][:3000], max_tokens=2)
-    assert result.metrics.sparse_prefill_reason == (
+    assert result.metrics.sparse_prefill_reason.startswith(
         f"on: the prompt has min_prompt_tokens=512 or more; calibrated by {FILE_NAME}"
     )
 

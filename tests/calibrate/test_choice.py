@@ -122,8 +122,8 @@ def test_the_heads_that_find_are_chosen_and_no_layer_behind_them_is_run() -> Non
     assert choice.notes[0].startswith("Of 80 prompts of 2048 tokens, 100% keep all evidence at 0.04; 0% under")
     # The last line says in words what is gained.
     assert re.fullmatch(
-        r"Gained over the default: it keeps 0.04 of 2048 tokens in place of 0.2; [34] of the draft's 6 layers run; "
-        r"100% of \d+ held-out prompts keep their evidence at 0.2, by default 0%.",
+        r"Gained over the default: it keeps 4% of 2048 tokens in place of 20%; [34] of the draft's 6 layers run; "
+        r"100% of \d+ held-out prompts keep their evidence at 20%, by default 0%.",
         choice.notes[-1],
     )
 
