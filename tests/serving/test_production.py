@@ -131,7 +131,7 @@ def test_prompts_are_scored_when_they_can_start_and_the_urgent_one_first(busy: S
 
     with ThreadPoolExecutor(8) as pool:
         running = [
-            pool.submit(busy.generate, reference.prompt(60, seed=720 + number), 1500, gamma=0) for number in range(2)
+            pool.submit(busy.generate, reference.prompt(60, seed=720 + number), 700, gamma=0) for number in range(2)
         ]
         _wait_until(lambda: busy.metrics()["sglang:num_running_reqs"] == 2)
         waiting = [pool.submit(ask, number) for number in range(5)]
