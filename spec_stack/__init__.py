@@ -11,10 +11,10 @@ import spec_stack.prefill.registry  # noqa: F401
 
 if TYPE_CHECKING:
     from spec_stack.api.custom_generate import with_draft
-    from spec_stack.api.fidelity import FidelityReport, measure_fidelity
     from spec_stack.api.generator import SpecStackGenerator
     from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
     from spec_stack.api.session import Session
+    from spec_stack.bench.fidelity import FidelityReport, measure_fidelity
     from spec_stack.config import (
         DecodeConfig,
         PrefillConfig,
@@ -30,7 +30,7 @@ __version__ = "0.1.0"
 # Loaded on first use, so that importing only the controller does not import torch.
 _HOMES = {
     "api.custom_generate": ("with_draft",),
-    "api.fidelity": ("FidelityReport", "measure_fidelity"),
+    "bench.fidelity": ("FidelityReport", "measure_fidelity"),
     "api.generator": ("SpecStackGenerator",),
     "api.pruner": ("PruneResult", "Pruner", "PrunerConversation"),
     "api.session": ("Session",),

@@ -21,7 +21,7 @@ ALLOWED = {
     "controller": {"config", "settings"},
     "prefill": {"config", "devices", "settings", "types", "controller.base"},
     "decode": {"config", "settings", "types", "controller.base", "controller.ngram"},
-    "hf": {"config", "devices", "settings.warning", "types", "controller", "decode"},
+    "hf": {"config", "devices", "settings.warning", "types", "controller", "decode", "prefill.prompt_text"},
     "tokenizers": {"types", "prefill", "hf"},
     "engine": {
         "config",
@@ -44,7 +44,7 @@ ALLOWED = {
         "hf",
         "engine",
     },
-    "calibrate": {"config", "settings", "types", "decode", "prefill", "hf", "engine"},
+    "calibrate": {"config", "settings", "types", "decode", "prefill", "hf", "tokenizers.prompt_reader", "engine"},
     "serve": {
         "config",
         "settings",
@@ -59,6 +59,7 @@ ALLOWED = {
         "config",
         "settings",
         "api.pruner",
+        "api.request_body",
         "serve.fair_executor",
         "serve.http",
         "serve.protocol",
@@ -75,7 +76,7 @@ ALLOWED = {
         "hf.prompt",
     },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
-    "bench": {"config", "records", "controller", "prefill", "hf", "engine", "api"},
+    "bench": {"config", "types", "records", "controller", "prefill", "hf", "engine", "api", "calibrate"},
     "explain": {"config", "types", "controller.base", "records", "prefill", "decode", "hf", "engine", "api"},
     "cli": {
         "config",
@@ -105,6 +106,7 @@ ALLOWED = {
         "controller.base",
         "types",
         "api",
+        "bench.fidelity",
     },
     "__main__": {"cli"},
 }
@@ -114,6 +116,7 @@ LIBRARIES = {
     "llguidance": {"hf"},
     "peft": {"hf"},
     "fastapi": {"serve", "proxy"},
+    "httpcore2": {"proxy"},
     "httpx2": {"proxy"},
     "sglang": {"sglang"},
 }

@@ -8,6 +8,7 @@ from time import process_time
 import pytest
 
 from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, ToolFormat, parse_answer
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.question import shared_rare_words
 from spec_stack.prefill.rule import ScoringInputs
@@ -61,14 +62,18 @@ def pieces_of(text: str) -> list[str]:
     return [text[at : at + 4] for at in range(0, len(text), 4)]
 
 
-def find_words(text: str) -> None:
+def prompt_of(text: str) -> PromptText:
     pieces = pieces_of(text)
-    shared_rare_words(ScoringInputs(range(len(pieces)), pieces=pieces), Segments(line_borders(pieces)))
+    return PromptText(range(len(pieces)), pieces)
+
+
+def find_words(text: str) -> None:
+    shared_rare_words(ScoringInputs(prompt_of(text)), Segments(line_borders(pieces_of(text))))
 
 
 CALLERS: dict[str, Callable[[str], object]] = {
     "borders": lambda text: line_borders(pieces_of(text)),
-    "queries": lambda text: find_candidates(len(pieces_of(text)), pieces_of(text)),
+    "queries": lambda text: find_candidates(prompt_of(text)),
     "words": find_words,
     "answers": lambda text: parse_answer(AnswerParser(TOOLS, ["f"]), text),
 }

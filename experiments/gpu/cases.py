@@ -17,6 +17,7 @@ from spec_stack.devices import attend
 from spec_stack.hf.attention import install
 from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.selection import select
 
@@ -29,7 +30,7 @@ APART = 37
 def select_anything(prompt: list[int], keep_rate: float) -> Selection:
     """As many tokens as a keep_rate keeps, in chunks, chosen by random importance."""
     importance = torch.rand(len(prompt), generator=torch.Generator().manual_seed(1))
-    return select(ScoringInputs(prompt, importance=importance), PrefillConfig(keep_rate=keep_rate))
+    return select(ScoringInputs(PromptText(prompt), importance=importance), PrefillConfig(keep_rate=keep_rate))
 
 
 def bench_prefill(models: Models, length: int, repeats: int) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from experiments.real.settings import calibrated
 from spec_stack import PrefillConfig
 from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.prompt import PromptSource, encode_prompt
-from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.tokenizers.prompt_reader import PromptReader
 
 NOISE, RANDOM = "dense, other rounding", "random 0.2"
 
@@ -57,7 +57,8 @@ def encode(tokenizer: Any, task: LongBenchTask) -> Encoded:
     made = encode_prompt(
         tokenizer, len(tokenizer), PromptSource(prompt=task.prompt if task.is_raw else None, messages=messages)
     )
-    return Encoded(made.token_ids, made.protected, (), Pieces(tokenizer).of(made.token_ids))
+    reader = PromptReader(tokenizer)
+    return Encoded(reader.with_pieces(reader.read(made.token_ids, written=made.turns if made.text else None)))
 
 
 def run(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask], rows: Rows, names: Sequence[str]) -> None:

@@ -26,12 +26,13 @@ from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.registry import make_rule, needs_attention
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import run_draft
 from spec_stack.prefill.segments import Segments, make_segments
 from spec_stack.prefill.selection import select
-from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.tokenizers.prompt_reader import PromptReader
 from spec_stack.types import Proposal
 
 Looks = Mapping[ScoringQueries, CapturedAttention]
@@ -39,12 +40,18 @@ Looks = Mapping[ScoringQueries, CapturedAttention]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt in the target's tokens: what is protected of it, where the evidence is, and the text of every token."""
+    """A prompt in the target's tokens, and where the evidence is."""
 
-    token_ids: list[int]
-    protected: Sequence[Span]
-    spans: Sequence[Span]
-    pieces: list[str]
+    text: PromptText
+    spans: Sequence[Span] = ()
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.text.token_ids
+
+    @property
+    def pieces(self) -> Sequence[str] | None:
+        return self.text.pieces
 
 
 def encode(tokenizer: Any, prompt: EvidencePrompt) -> Encoded:
@@ -52,7 +59,7 @@ def encode(tokenizer: Any, prompt: EvidencePrompt) -> Encoded:
     messages = [{"role": role, "content": content} for role, content in prompt.messages]
     spans = [*prompt.spans, *(span for hop in prompt.hops for span in hop)]
     made = encode_evidence(tokenizer, messages, prompt.document, spans)
-    return Encoded(made.token_ids, made.protected, made.spans, Pieces(tokenizer).of(made.token_ids))
+    return Encoded(PromptReader(tokenizer).with_pieces(made.text), made.spans)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Scorer:
         tokenization, problem = pair.tokenize_for_draft(encoded.token_ids)
         if problem:
             raise ValueError(f"the draft cannot score prompts: {problem}")
-        draft = open_prompt(pair, self.index, Prompt(encoded.token_ids, (), encoded.protected, tokenization))
+        draft = open_prompt(pair, self.index, Prompt(encoded.text, (), tokenization))
 
         def look_ahead(committed_ids: Sequence[int], num_tokens: int) -> Proposal:
             return propose(draft, committed_ids, num_tokens, Sampler(), pair.end_ids)
@@ -89,7 +96,7 @@ class Scorer:
         for config in (PrefillConfig(), PrefillConfig.full_look_ahead()):
             looks[config.scoring_queries], _ = run_draft(
                 draft,
-                ScoringInputs(encoded.token_ids, protected=encoded.protected, pieces=encoded.pieces),
+                ScoringInputs(encoded.text),
                 look_ahead,
                 replace(config, draft_window=self.window),
                 tokenization,
@@ -100,7 +107,7 @@ class Scorer:
 def evidence_of(encoded: Encoded, looks: Looks, config: PrefillConfig) -> ScoringInputs:
     """What a rule scores by."""
     attention = looks[config.scoring_queries] if needs_attention(config.scorer) else None
-    return ScoringInputs(encoded.token_ids, attention, encoded.protected, encoded.pieces)
+    return ScoringInputs(encoded.text, attention)
 
 
 def kept_positions(encoded: Encoded, looks: Looks, config: PrefillConfig) -> Sequence[int]:
@@ -108,7 +115,7 @@ def kept_positions(encoded: Encoded, looks: Looks, config: PrefillConfig) -> Seq
     evidence = evidence_of(encoded, looks, config)
     if evidence.attention is not None:
         evidence = replace(evidence, importance=evidence.attention.importance(config))
-    return select(evidence, config, encoded.protected).positions
+    return select(evidence, config).positions
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,7 @@ class Ranked:
 
     def kept(self, keep_rate: float) -> set[int]:
         """The tokens that are kept at such a share."""
-        protected = {at for start, stop in self.encoded.protected for at in range(start, stop)}
+        protected = {at for start, stop in self.encoded.text.kept for at in range(start, stop)}
         return self.segments.chosen(self.scores, self.config, keep_rate, protected) | protected
 
 

@@ -26,8 +26,8 @@ from experiments.common.streams import timed
 from experiments.real.rows import add_row_arguments
 from experiments.real.settings import settings_of
 from spec_stack import SpecStackConfig, SpecStackGenerator
+from spec_stack.bench.demo import hide_fact
 from spec_stack.bench.rows import Row, Rows
-from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.hf.prompt import encode_messages
 

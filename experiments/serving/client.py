@@ -11,7 +11,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from experiments.serving.server import HOST, ServerError
-from spec_stack.cli.demo import hide_fact
+from spec_stack.bench.demo import hide_fact
 from spec_stack.hf.prompt import encode_messages
 
 

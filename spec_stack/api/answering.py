@@ -74,6 +74,9 @@ class GenerationMixin(ABC):
             removed.
         protected : sequence of (int, int), optional
             Half-open spans that are never pruned: token spans with `input_ids`, character spans with `prompt`.
+        question : str, optional
+            The question about the prompt, wherever it is in it, or not in it at all; it then finds what is kept, and
+            the target does not read it. None finds the question.
         tools, documents : sequence, optional
             Passed to the chat template, which writes them into the prompt; never pruned.
         tool_choice : str or mapping, optional

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.api.generator import calibrated
+from spec_stack.api.request_body import as_functions
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
@@ -20,7 +21,8 @@ from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_tokenizer, open_alone
 from spec_stack.hf.prompt import Message, Span, num_shared
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
-from spec_stack.prefill.recall import clip_spans, recall_dropped, select_turn
+from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
+from spec_stack.prefill.recall import recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import line_borders
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 Prunable = str | Sequence[Message]
 # A content part's index (None: the content is a string) and its text.
 _Part = tuple[int | None, str]
-# Separates a message's texts; the question follows on its own.
-_JOINT, _QUESTION = "\n", -1
+# Separates a message's texts.
+_JOINT = "\n"
 # Most attempts to shrink a selection that exceeds max_tokens.
 _MOST_TRIES = 4
 # Halves of characters, which no tokenizer reads: clients cut texts by UTF-16 units.
@@ -108,13 +110,14 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt to score: token ids, their pieces and texts; token spans that are kept, and that hold no question."""
+    """A prompt to score, and the texts of its messages."""
 
-    token_ids: list[int]
-    pieces: list[str]
+    read: PromptText
     texts: list[_Text]
-    protected: list[Span]
-    template: list[Span]
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.read.token_ids
 
 
 class Pruner:
@@ -228,7 +231,7 @@ class Pruner:
         max_tokens : int, optional
             Most tokens to keep, by the draft's tokenizer, protected tokens included.
         question : str, optional
-            The question about the prompt, if the prompt does not contain it.
+            The question about the prompt, which need not contain it.
         protect : sequence of str
             Strings whose lines are kept.
         marker : str
@@ -264,7 +267,7 @@ class PrunerConversation:
     def __init__(self, pair: ModelPair, config: PrefillConfig, session: SessionConfig) -> None:
         self._pair, self._config, self._session = pair, config, session
         self._draft: CachedModel = pair.new_draft_cache(config.prefill_chunk)
-        self._token_ids: list[int] = []
+        self._token_ids: Sequence[int] = []
         self._kept: set[int] = set()
         self._pruning = threading.Lock()
 
@@ -323,7 +326,9 @@ class PrunerConversation:
         reason = f"off: {obstacle}" if obstacle else ""
         if not obstacle:
             scores, reason = self._decide(prompt, config, len(held), num_old, max_tokens)
-            if scores or len(held) < num_old:
+            # The same prompt again keeps what it kept.
+            is_again = list(prompt.token_ids) == list(self._token_ids)
+            if scores or (len(held) < num_old and not is_again):
                 inputs = self._inputs(prompt, progress)
                 rule = config if scores else None
                 kept, num_recalled = self._select(prompt, inputs, rule, held, num_old, max_tokens)
@@ -341,7 +346,7 @@ class PrunerConversation:
         if max_tokens is not None and num_left <= max_tokens:
             return False, f"off: {num_left} tokens are no more than max_tokens={max_tokens}"
         text = "new text" if num_old else "prompt"
-        new = clip_spans(prompt.protected, num_old)
+        new = clip_spans(prompt.read.kept, num_old)
         return decide_scoring(config, num_tokens - num_old, new, text=text)
 
     def _select(
@@ -356,12 +361,12 @@ class PrunerConversation:
         """The kept tokens, and the number of recalled ones. config: None keeps all new text."""
         recalled = recall_dropped(inputs, held, num_old, self._config, self._session)
         num_new = len(prompt.token_ids) - num_old
-        num_protected = sum(stop - start for start, stop in clip_spans(prompt.protected, num_old))
+        num_protected = sum(stop - start for start, stop in clip_spans(prompt.read.kept, num_old))
         room = (max_tokens or 0) - len(held) - len(recalled) - num_protected
         for _ in range(_MOST_TRIES):
             if config is not None and max_tokens is not None:
                 config = replace(config, keep_rate=min(1.0, max(1, room) / num_new))
-            turn = select_turn(inputs, held, num_old, recalled, config, prompt.protected)
+            turn = select_turn(inputs, held, num_old, recalled, config)
             kept = {*held, *recalled, *turn.positions}
             over = len(_whole_segments(prompt, kept, True)) - (max_tokens or 0)
             if max_tokens is None or over <= 0 or room <= 1:
@@ -374,7 +379,7 @@ class PrunerConversation:
         draft, token_ids = self._draft, prompt.token_ids
         draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
-            inputs = ScoringInputs(token_ids, protected=prompt.template, pieces=prompt.pieces)
+            inputs = ScoringInputs(prompt.read)
             with progress.watch(draft, "scoring", max(1, len(token_ids) - draft.next_position)):
                 return gather_inputs(draft, inputs, lambda *_: Proposal(), self._config)[0]
         except BaseException as error:
@@ -385,8 +390,9 @@ class PrunerConversation:
 
     def _read(self, messages: Prunable, question: str | None, protect: Sequence[str]) -> tuple[_Prompt, int]:
         """The prompt as the draft reads it, and its number of tokens from earlier turns."""
+        if question is not None and not isinstance(question, str):
+            raise ValueError(f"question must be a string or None, got {question!r}")
         chat, contents = _contents(messages)
-        _add_question(chat, contents, question)
         written, begins = self._write(chat, contents, isinstance(messages, str))
         written = _SURROGATE.sub(_REPLACEMENT, written)
         encoded = self._pair.tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -394,7 +400,7 @@ class PrunerConversation:
         starts, ends = ([span[side] for span in encoded.offset_mapping] for side in (0, 1))
         num_old = max(0, min(num_shared(self._token_ids, token_ids), len(token_ids) - 1))
         pieces = self._pair.pieces(token_ids) or []
-        borders, texts = line_borders(pieces), []
+        borders, texts, turns = line_borders(pieces), [], []
         for message, char in begins:
             role = chat[message]["role"]
             for part, text in contents[message]:
@@ -402,13 +408,15 @@ class PrunerConversation:
                 inside = borders[bisect_right(borders, start) : bisect_left(borders, stop)]
                 segments = _segments(text, [start, *inside, max(start, stop)], [starts[at] - char for at in inside])
                 is_new_answer = role == "assistant" and 0 < num_old < stop
-                is_whole = part == _QUESTION or role in KEPT_ROLES or is_new_answer
-                texts.append(_Text(message, part, text, is_whole, segments))
+                texts.append(_Text(message, part, text, role in KEPT_ROLES or is_new_answer, segments))
                 char += len(text) + len(_JOINT)
+                if role not in KEPT_ROLES and start < stop:
+                    turns.append(ChatTurn(role, (start, stop)))
         protected = _protected(len(token_ids), texts, protect)
-        # Questions, answers and protected lines are kept, but the question is searched in them too.
-        turns = [replace(text, is_whole=chat[text.message]["role"] in KEPT_ROLES) for text in texts]
-        return _Prompt(token_ids, pieces, texts, protected, _protected(len(token_ids), turns, ())), num_old
+        # A text alone is read as a text: it may be a rendered chat.
+        written_turns = None if isinstance(messages, str) else turns
+        read = self._pair.reader.read(token_ids, protected, question, written_turns)
+        return _Prompt(self._pair.reader.with_pieces(read), texts), num_old
 
     def _write(
         self, chat: Sequence[Message], contents: Sequence[Sequence[_Part]], is_text: bool
@@ -417,9 +425,9 @@ class PrunerConversation:
         tokenizer = self._pair.tokenizer
         joined = [_JOINT.join(text for _, text in each) for each in contents]
         parts: list[str | int] = [0]
-        if not is_text or getattr(tokenizer, "chat_template", None):
-            parts = chat_parts(tokenizer, [{**each, "content": text} for each, text in zip(chat, joined, strict=True)])
-        elif tokenizer(_JOINT).input_ids[:1] == [tokenizer.bos_token_id]:
+        if not is_text:
+            parts = chat_parts(tokenizer, [_as_read(each, text) for each, text in zip(chat, joined, strict=True)])
+        elif _has_leading_token(tokenizer) and not joined[0].startswith(tokenizer.bos_token):
             parts = [tokenizer.bos_token, 0]
         written, begins = "", []
         for each in parts:
@@ -427,6 +435,12 @@ class PrunerConversation:
                 begins.append((each, len(written)))
             written += each if isinstance(each, str) else joined[each]
         return written, begins
+
+
+def _as_read(message: Message, text: str) -> dict[str, Any]:
+    """A message with its text, and with calls in the form that templates write."""
+    calls = {"tool_calls": as_functions(message["tool_calls"])} if message.get("tool_calls") else {}
+    return {**message, "content": text, **calls}
 
 
 def _checked(config: PrefillConfig | None) -> PrefillConfig:
@@ -471,16 +485,8 @@ def _contents(messages: Prunable) -> tuple[list[Message], list[list[_Part]]]:
     return chat, contents
 
 
-def _add_question(chat: list[Message], contents: list[list[_Part]], question: str | None) -> None:
-    """Append a question to the last user message, or as one."""
-    if question is None:
-        return
-    if not isinstance(question, str):
-        raise ValueError(f"question must be a string or None, got {question!r}")
-    if chat[-1]["role"] != "user":
-        chat.append({"role": "user"})
-        contents.append([])
-    contents[-1].append((_QUESTION, question))
+def _has_leading_token(tokenizer: Any) -> bool:
+    return bool(tokenizer(_JOINT).input_ids[:1] == [tokenizer.bos_token_id])
 
 
 def _segments(text: str, borders: Sequence[int], characters: Sequence[int]) -> list[_Segment]:
@@ -541,7 +547,7 @@ def _result(
 ) -> PruneResult:
     shorter: Any = messages if isinstance(messages, str) else [dict(message) for message in messages]
     texts = []
-    for text in (each for each in prompt.texts if each.part != _QUESTION):
+    for text in prompt.texts:
         own = KeptText(text.message, text.part, _kept_spans(text, kept))
         texts.append(own)
         written = _shortened(text.text, own.spans, marker)

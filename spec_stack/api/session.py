@@ -99,8 +99,8 @@ class Session(GenerationMixin):
         """
         held, pair = self.conversation, self.engine.pair
         encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(encoded=encoded), held.encoded)
-        asked = held.encoded.question if held.encoded is not None else None
-        num_least = len(held.token_ids) if asked is None else asked[1]
+        turns = pair.read(held.encoded).turns if held.encoded is not None and held.encoded.text else ()
+        num_least = max((turn.span[1] for turn in turns if turn.role == "user"), default=len(held.token_ids))
         num_continued = num_shared(held.token_ids, encoded.token_ids[:-1])
         # A repeated question is no conversation: recalled text would change its answer.
         is_asked_again = num_continued == len(encoded.token_ids) - 1 < len(held.token_ids)

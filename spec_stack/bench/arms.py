@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,22 @@ import torch
 from transformers import MaxLengthCriteria
 
 from spec_stack.api.generator import SpecStackGenerator
+from spec_stack.bench.prompts import Encoded
 from spec_stack.bench.rows import Row
 from spec_stack.config import DecodeConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import make_policy
+from spec_stack.records import add_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Clock = Callable[[], float]
-Arm = Callable[[list[int]], Row]
-"""Answers a prompt of token ids greedily: seconds, tokens, steps, and proposed and accepted tokens."""
+Arm = Callable[[Encoded], Row]
+"""Answers a prompt greedily: seconds, tokens, steps, and proposed and accepted tokens."""
 PLAIN = "plain"
+RECORDED = {PLAIN: 0, "fixed 2": 2, "fixed 4": 4, "fixed 8": 8}
+"""The arms whose steps are recorded for a replay, with their gamma."""
 THEIRS = "Transformers, "
 DRAFT_ONLY: Mapping[str, Any] = {"proposer": "model"}
 # Transformers sizes a static cache by the longest answer, and a proposal at the answer's end runs beyond it.
@@ -33,24 +38,31 @@ _STATIC_ROOM = 16
 
 @dataclass
 class Ours:
-    """The generator under one policy, which learns from answer to answer. options: more of `stream`'s."""
+    """The generator under one policy, which learns from answer to answer.
+
+    options: more of `stream`'s. records: a .jsonl file for the steps.
+    """
 
     generator: SpecStackGenerator
     policy: Policy
     options: Mapping[str, Any]
     num_tokens: int
     clock: Clock = perf_counter
+    records: Path | None = None
 
-    def __call__(self, prompt_ids: list[int]) -> Row:
+    def __call__(self, prompt: Encoded) -> Row:
         options: dict[str, Any] = {"sparse_prefill": "draft_only", "max_tokens": self.num_tokens, **self.options}
+        options |= {"request_id": prompt.key, "task": prompt.task}
         began = self.clock()
-        steps = self.generator.stream(input_ids=prompt_ids, policy=self.policy, **options)
+        steps = self.generator.stream(input_ids=prompt.token_ids, policy=self.policy, **options)
         outputs = [next(steps)]
         first_s = self.clock() - began
         outputs += steps
         seconds, metrics = self.clock() - began, outputs[-1].metrics
         if metrics is None:
             raise RuntimeError("the stream ended without a last step")
+        if self.records is not None:
+            add_records((output.record for output in outputs), self.records)
         return {
             "seconds": seconds,
             "decode_s": seconds - first_s,
@@ -82,8 +94,8 @@ class Theirs:
             for name, value in self.settings.items():
                 setattr(self._config, name, value)
 
-    def __call__(self, prompt_ids: list[int]) -> Row:
-        fed: list[int] = []
+    def __call__(self, prompt: Encoded) -> Row:
+        prompt_ids, fed = prompt.token_ids, list[int]()
         hook = self.target.register_forward_pre_hook(
             lambda _, positional, named: fed.append(named["input_ids"].shape[1]), with_kwargs=True
         )
@@ -129,8 +141,8 @@ def constant_schedule(num_assistant: int) -> dict[str, Any]:
 
 def our_arms(
     generator: SpecStackGenerator, policies: Mapping[str, Callable[[], Policy]], num_tokens: int, clock: Clock
-) -> dict[str, Callable[[], Arm]]:
-    """What makes each arm: plain decoding, the default, n-gram lookup alone, and policies with the draft alone."""
+) -> dict[str, Callable[..., Arm]]:
+    """What makes each arm, given num_tokens or not: plain, default, n-gram lookup, and policies by the draft alone."""
     default = partial(make_policy, DecodeConfig().policy)
     arms: dict[str, tuple[Callable[[], Policy], Mapping[str, Any]]] = {
         PLAIN: (partial(make_policy, "fixed", gamma=0), DRAFT_ONLY),
@@ -139,25 +151,24 @@ def our_arms(
         **{name: (make, DRAFT_ONLY) for name, make in policies.items()},
     }
 
-    def arm(make: Callable[[], Policy], options: Mapping[str, Any]) -> Arm:
+    def arm(make: Callable[[], Policy], options: Mapping[str, Any], *, num_tokens: int) -> Arm:
         return Ours(generator, make(), options, num_tokens, clock)
 
-    return {name: partial(arm, *parts) for name, parts in arms.items()}
+    return {name: partial(arm, *parts, num_tokens=num_tokens) for name, parts in arms.items()}
 
 
-def their_arms(generator: SpecStackGenerator, num_tokens: int, clock: Clock) -> dict[str, Callable[[], Arm]]:
+def their_arms(generator: SpecStackGenerator, num_tokens: int, clock: Clock) -> dict[str, Callable[..., Arm]]:
     """What makes each of Transformers' arms: assisted generation by its dynamic rule and at constant lengths, and
     prompt lookup."""
     target, draft = generator.target, generator.draft
     assisted = {"dynamic": {}, **{str(count): constant_schedule(count) for count in (3, 5, 10)}}
+    own = partial(Theirs, target, num_tokens=num_tokens, clock=clock)
     lookup = {"prompt_lookup_num_tokens": 10}
     return {
         **{
-            f"{THEIRS}assisted, {name}": partial(Theirs, target, num_tokens, draft, settings, clock=clock)
+            f"{THEIRS}assisted, {name}": partial(own, draft=draft, settings=settings)
             for name, settings in assisted.items()
         },
-        f"{THEIRS}lookup, 10": partial(Theirs, target, num_tokens, options=lookup, clock=clock),
-        f"{THEIRS}lookup, 10 by 3-grams": partial(
-            Theirs, target, num_tokens, options={**lookup, "max_matching_ngram_size": 3}, clock=clock
-        ),
+        f"{THEIRS}lookup, 10": partial(own, options=lookup),
+        f"{THEIRS}lookup, 10 by 3-grams": partial(own, options={**lookup, "max_matching_ngram_size": 3}),
     }

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from spec_stack.calibrate.needles import FAMILIES, hide
+from spec_stack.calibrate.shapes import SHAPES
 from spec_stack.engine.request import Call
 from spec_stack.hf.prompt import Message
 
 Prompt = str | Sequence[Message] | Mapping[str, Any]
 BUILT_IN = Path(__file__).with_name("prompts.jsonl")
+# Most tokens of a document.
+_LONGEST = 8192
+_SHARE_OF_LIMIT = 0.9
+# Shapes of a document's prompts, with a question each; and an instruction without one.
+_SHAPES = ("question last", "question first", "long format")
+_SUMMARY = "Summarize the text above in three sentences."
+
+
+class Encoded(NamedTuple):
+    """A prompt's key among the rows, its task, and its tokens."""
+
+    key: str
+    task: str
+    token_ids: list[int]
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
@@ -57,3 +74,20 @@ def call_of(given: Prompt, tokenizer: Any, number: int) -> Call:
         return Call(messages=list(content), tools=given.get("tools") if isinstance(given, Mapping) else None)
     has_template = getattr(tokenizer, "chat_template", None)
     return Call(messages=[{"role": "user", "content": content}]) if has_template else Call(prompt=content)
+
+
+def document_prompts(documents: Mapping[str, str], tokenizer: Any, max_positions: int) -> list[str]:
+    """Prompts over documents by name: facts hidden in each and asked for, in several shapes, and a request for a
+    summary. Longer documents are cut. Raises ValueError for a document without lines."""
+    longest, prompts = min(_LONGEST, round(_SHARE_OF_LIMIT * max_positions)), []
+    for name, text in documents.items():
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        text = tokenizer.decode(ids[:longest]) if len(ids) > longest else text
+        if not text.strip():
+            raise ValueError(f"{name} is empty; give a text")
+        rng = random.Random(0)
+        for shape, wording in zip(_SHAPES, FAMILIES["fact"].needles, strict=False):
+            haystack = hide(wording.needle(rng), text.split("\n"), rng)
+            prompts.append(SHAPES[shape](haystack.document, haystack.question))
+        prompts.append(f"{text}\n\n{_SUMMARY}")
+    return prompts

@@ -94,11 +94,15 @@ class Rows:
 def key_of(pair: ModelPair, *parts: object) -> str:
     """Identifies a prompt's rows: the pair's weights, device and precisions, and what else decides them."""
     models = [_digest_of(model) for model in (pair.target, pair.draft)]
-    decisive = [*parts, pair.precision, pair.draft_precision, str(pair.target.device), *models]
-    return sha256(json.dumps(decisive, default=str).encode()).hexdigest()[:20]
+    return digest([*parts, pair.precision, pair.draft_precision, str(pair.target.device), *models])
+
+
+def digest(value: object) -> str:
+    """Twenty digits that identify a value."""
+    return sha256(json.dumps(value, default=str).encode()).hexdigest()[:20]
 
 
 def _digest_of(model: PreTrainedModel) -> str:
     """Identifies a model's weights: its configuration, and a number of each parameter."""
     numbers = [float(parameter.detach().flatten()[-1]) for parameter in model.parameters()]
-    return sha256(f"{fingerprint(text_config(model.config))} {numbers}".encode()).hexdigest()
+    return digest([fingerprint(text_config(model.config)), numbers])

@@ -15,6 +15,8 @@ from spec_stack.calibrate.shapes import GROUPS, LONGEST, SHAPES
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.prompt import encode_messages
+from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.tokenizers.prompt_reader import PromptReader
 from spec_stack.types import DraftTokenization
 
 # Share of the models' length limit; the rest is for needle and template.
@@ -28,12 +30,15 @@ _OTHERS_FROM = 1000
 
 @dataclass(frozen=True)
 class Prompt:
-    """A haystack in tokens. spans: half-open, of the evidence. protected: of everything but user text."""
+    """A haystack in tokens. spans: half-open, of the evidence."""
 
-    token_ids: list[int]
-    spans: tuple[Span, ...]
-    protected: Sequence[Span] = ()
+    text: PromptText
+    spans: tuple[Span, ...] = ()
     tokenization: DraftTokenization | None = None
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.text.token_ids
 
 
 @dataclass(frozen=True)
@@ -127,10 +132,10 @@ def encode_evidence(
     document is part of one message. Without a chat template the prompt is the last message's text."""
     if getattr(tokenizer, "chat_template", None):
         chat = encode_messages(tokenizer, messages)
-        text, protected = chat.text, chat.protected
+        text, turns = chat.text, chat.turns
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     else:
-        text, protected = messages[-1]["content"], []
+        text, turns = messages[-1]["content"], None
         encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
     # A template may strip a content's ends, never its middle.
     base = text.find(document.strip()) - (len(document) - len(document.lstrip()))
@@ -140,4 +145,5 @@ def encode_evidence(
         inside = [at for at, (low, high) in enumerate(offsets) if low < stop + base and high > start + base]
         return inside[0], inside[-1] + 1
 
-    return Prompt(list(encoded["input_ids"]), tuple(tokens(*span) for span in spans), protected)
+    read = PromptReader(tokenizer).read(list(encoded["input_ids"]), written=turns)
+    return Prompt(read, tuple(tokens(*span) for span in spans))

@@ -150,7 +150,8 @@ def _proxy(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from spec_stack.cli.demo import format_demo, run_demo
+    from spec_stack.bench.demo import run_demo
+    from spec_stack.cli.reports import format_demo
 
     if arguments.repeats < 1 or arguments.tokens < 1:
         raise ValueError("--repeats and --tokens must be 1 or more")
@@ -162,7 +163,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from spec_stack.bench.recorded import read, registered, replay_policies
 
-    for path in filter(None, (arguments.rows, arguments.csv, arguments.plot)):
+    for path in filter(None, (arguments.rows, arguments.record, arguments.csv, arguments.plot)):
         check_writable(path)
     if arguments.plot and not find_spec("matplotlib"):
         raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave --plot out")
@@ -195,6 +196,7 @@ def _bench_live(arguments: argparse.Namespace) -> Leaderboard:
         prompts,
         registered(arguments.policies, predictors(generator)),
         **given(arguments, ("max_tokens", "minutes", "rivals", "rows")),
+        records=arguments.record,
         progress=_tell_progress,
         clock=process_time if arguments.cpu_seconds else perf_counter,
     )
@@ -228,8 +230,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
     calibration = calibrate(pair, config, documents=documents, progress=show)
-    print(format_calibration(calibration))
     print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
+    print(format_calibration(calibration))
     return 0
 
 
@@ -244,7 +246,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     check_writable(out)
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
     if text is None:
-        from spec_stack.cli.demo import hide_fact
+        from spec_stack.bench.demo import hide_fact
 
         text = str(hide_fact(generator.tokenizer, DEMO_TOKENS, 0).messages[0]["content"])
     is_chat = arguments.demo or arguments.chat or arguments.turn or arguments.system is not None
@@ -289,30 +291,31 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measurements of a pair on this machine: by built-in prompts, or by the given ones."""
-    from spec_stack.cli.measure import lines, measure
+    from spec_stack.bench.pair import measure_pair
+    from spec_stack.cli.reports import pair_lines
 
     if not arguments.minutes > 0:
         raise ValueError(f"--minutes must be over 0, got {arguments.minutes}")
     if arguments.prompts or arguments.documents:
         return {"fidelity": _measured_fidelity(arguments)}
     _tell("loading the pair and timing it …")
-    return {"measured": lines(measure(_load(arguments), arguments.minutes))}
+    return {"measured": pair_lines(measure_pair(_load(arguments), arguments.minutes))}
 
 
 def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     """What pruning does to the given prompts, as lines or for JSON."""
-    from spec_stack.api.fidelity import KEEP_RATES, measure_fidelity
-    from spec_stack.cli.fidelity import document_prompts, fidelity_lines, read_prompts
+    from spec_stack.bench.fidelity import KEEP_RATES, measure_fidelity
+    from spec_stack.bench.prompts import document_prompts, read_prompts
+    from spec_stack.cli.reports import fidelity_lines
 
     first = arguments.prompts or arguments.documents[0]
     rows = arguments.rows or first.with_suffix(".measured.jsonl")
-    prompts = read_prompts(arguments.prompts) if arguments.prompts else []
-    for path in arguments.documents:
-        read_document(path)
+    prompts: list[Any] = read_prompts(arguments.prompts) if arguments.prompts else []
+    documents = {str(path): read_document(path) for path in arguments.documents}
     check_writable(rows)
     _tell("loading the pair …")
     generator = _load(arguments)
-    prompts += document_prompts(arguments.documents, generator.tokenizer, min(generator.pair.max_positions))
+    prompts += document_prompts(documents, generator.tokenizer, min(generator.pair.max_positions))
     keep_rates = arguments.keep_rates or KEEP_RATES
     report = measure_fidelity(
         generator, prompts, keep_rates, minutes=arguments.minutes, rows=rows, progress=_tell_progress

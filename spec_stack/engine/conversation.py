@@ -137,12 +137,7 @@ class Turn:
         request = self._request
         inputs, proposal = gather_inputs(
             self.draft,
-            ScoringInputs(
-                request.prompt_ids,
-                protected=request.protected,
-                pieces=self._pair.pieces(request.prompt_ids),
-                observer=request.observer,
-            ),
+            ScoringInputs(self._pair.reader.with_pieces(request.text), observer=request.observer),
             look_ahead,
             request.prefill,
             request.tokenization,
@@ -160,15 +155,15 @@ class Turn:
 
     def select_everything(self) -> Selection:
         """The selection of a turn without scoring."""
-        prompt_ids = self._request.prompt_ids
-        return self._select(ScoringInputs(prompt_ids)) if self.held else Selection.everything(prompt_ids)
+        request = self._request
+        return self._select(ScoringInputs(request.text)) if self.held else Selection.everything(request.prompt_ids)
 
     def _select(
         self, inputs: ScoringInputs, recalled: Sequence[int] = (), config: PrefillConfig | None = None
     ) -> Selection:
         request = self._request
         place: RecallPlace = "in_text" if self._pair.positions == "contiguous" else "last"
-        selection = select_turn(inputs, self.held, request.num_cached, recalled, config, request.protected, place=place)
+        selection = select_turn(inputs, self.held, request.num_cached, recalled, config, place)
         self.target.rollback(len(self.held) - selection.num_held)
         return selection
 

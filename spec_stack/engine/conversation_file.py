@@ -21,8 +21,9 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.calibration import fingerprint
+from spec_stack.prefill.prompt_text import ChatTurn
 
-VERSION = 4
+VERSION = 5
 _KIND = "spec_stack session"
 # A GPU's threshold is counted, and decides over later text alone.
 _NO_SETTINGS = ("given", "calibrated_by", "min_prompt_tokens")
@@ -108,7 +109,8 @@ def _encoded(values: dict[str, Any] | None) -> EncodedPrompt | None:
     if values is None:
         return None
     protected = [(start, stop) for start, stop in values["protected"]]
-    return EncodedPrompt(**{**values, "protected": protected})
+    turns = [ChatTurn(turn["role"], (turn["span"][0], turn["span"][1])) for turn in values["turns"]]
+    return EncodedPrompt(**{**values, "protected": protected, "turns": turns})
 
 
 def _made_with(pair: ModelPair, prefill: PrefillConfig) -> dict[str, Any]:

@@ -23,8 +23,10 @@ from spec_stack.hf.loading import (
 )
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.precision import precision_of, skeleton, warm_up_quantized
+from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.hf.structured import Grammars
-from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.tokenizers.prompt_reader import PromptReader
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
@@ -60,16 +62,22 @@ class ModelPair:
     positions: Positions = "original"
 
     @cached_property
-    def _pieces(self) -> Pieces | None:
-        return None if self.tokenizer is None else Pieces(self.tokenizer)
+    def reader(self) -> PromptReader:
+        """Reads prompts in the target's tokens."""
+        return PromptReader(self.tokenizer)
+
+    def read(self, encoded: EncodedPrompt, question: str | None = None) -> PromptText:
+        """Read an encoded prompt (see `PromptReader.read`)."""
+        written = encoded.turns if encoded.text else None
+        return self.reader.read(encoded.token_ids, encoded.protected, question, written)
 
     def pieces(self, prompt_ids: Sequence[int]) -> list[str] | None:
         """The text of every token; None without a tokenizer."""
-        return None if self._pieces is None else self._pieces.of(prompt_ids)
+        return None if self.reader.pieces is None else self.reader.pieces.of(prompt_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a text; empty for an id without a text, and without a tokenizer."""
-        return b"" if self._pieces is None else self._pieces.bytes_of(token_id)
+        return b"" if self.reader.pieces is None else self.reader.pieces.bytes_of(token_id)
 
     @classmethod
     def assemble(

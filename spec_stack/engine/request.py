@@ -53,7 +53,7 @@ from spec_stack.hf.prompt import (
 from spec_stack.hf.structured import Grammar
 from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
 from spec_stack.prefill.explainer import Explainer
-from spec_stack.prefill.recall import clip_spans
+from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.rule import Observer
 from spec_stack.settings.checks import plain, require
 from spec_stack.types import DraftTokenization
@@ -71,6 +71,7 @@ class GenerateOptions(TypedDict, total=False):
     input_ids: Sequence[int] | torch.Tensor | None
     attention_mask: Sequence[int] | torch.Tensor | None
     protected: Sequence[Span]
+    question: str | None
     tools: Sequence[Any] | None
     tool_choice: str | Mapping[str, Any] | None
     documents: Sequence[Mapping[str, Any]] | None
@@ -121,9 +122,8 @@ class Request(DecodeRequest):
     """A planned call: prompt, pruning, drafting, sampling and stopping. Its clock is started with the call, and paused
     until the first step."""
 
-    # Half-open spans of the prompt that are never pruned.
-    protected: list[Span]
     encoded: EncodedPrompt
+    text: PromptText
     # Tokens of the prompt's prefix that a session has prefilled or dropped already.
     num_cached: int
     # The generator's, with this call's keep_rate and as much look-ahead as the models have positions for.
@@ -177,7 +177,7 @@ def plan_request(
     end_ids, stop_ids, stop_strings = _what_stops(pair, params)
     policy, proposer = _who_drafts(pool, config.decode, call, params)
     encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
-    prompt_ids = encoded.token_ids
+    prompt_ids, text, question = encoded.token_ids, PromptText(encoded.token_ids), call.get("question")
     # The last token is always new: its logits are needed.
     num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1) if held_ids else 0
 
@@ -188,13 +188,12 @@ def plan_request(
     num_draft_tokens = len(prompt_ids if tokenization is None else tokenization.token_ids)
     draft_room = pair.max_positions[1] - num_draft_tokens
     obstacle = obstacle or scoring_obstacle(prefill, num_draft_tokens, pair.max_positions[1], pair.scoring_limit)
-    scores, reason = decide_scoring(
-        prefill,
-        len(prompt_ids) - num_cached,
-        clip_spans(encoded.protected, num_cached) if num_cached else encoded.protected,
-        obstacle,
-        "new text" if num_cached else "prompt",
-    )
+    num_new, what = len(prompt_ids) - num_cached, "new text" if num_cached else "prompt"
+    scores, reason = decide_scoring(prefill, num_new, (), obstacle, what)
+    if scores or num_cached or question is not None:
+        # A short prompt is not read.
+        text = pair.read(encoded, question)
+        scores, reason = decide_scoring(prefill, num_new, clip_spans(text.kept, num_cached), obstacle, what)
     notes = [pair.vocabulary.decode_reason, skipped_note(processors) if processors else ""]
     if not is_readable:
         notes.append(f"{obstacle}, so it proposes nothing")
@@ -213,20 +212,20 @@ def plan_request(
     grammar = None if is_free else _grammar(pair, source, call, end_ids | stop_ids, encoded)
     own = make_processors(params, len(prompt_ids), end_ids | stop_ids, pair.target.device)
     shaper = ProcessedRows([*own, *processors], grammar) if own or processors or grammar is not None else None
-    text = open_text_stream(pair.tokenizer, prompt_ids, pair.answer_format.shown if encoded.text else ())
+    answer = open_text_stream(pair.tokenizer, prompt_ids, pair.answer_format.shown if encoded.text else ())
     request = Request(
         prompt_ids=prompt_ids,
-        protected=encoded.protected,
         encoded=encoded,
+        text=text,
         num_cached=num_cached,
         prefill=prefill,
         scores=scores,
-        reason=f"{reason}; {encoded.note}" if encoded.note else reason,
+        reason=f"{reason}; {text.note}" if text.note and scores else reason,
         can_score=not obstacle,
         tokenization=tokenization,
         params=params,
         sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
-        stopper=StopChecker(cast(int, params.max_tokens), end_ids, stop_strings, text, stop_ids),
+        stopper=StopChecker(cast(int, params.max_tokens), end_ids, stop_strings, answer, stop_ids),
         end_ids=end_ids | stop_ids,
         policy=policy,
         proposer=proposer,

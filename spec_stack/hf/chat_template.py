@@ -142,35 +142,25 @@ class FittedChat:
     def num_nulls(self) -> int:
         return len(_NULL.findall(self.skeleton))
 
-    def contents(self, text: str) -> Contents:
-        """Find the messages' texts in the rendered chat, exact or stripped, between the template's parts; a text
-        that was edited (reasoning dropped, e.g.) is passed over."""
-        if not self.skeleton:
-            return Contents([], len(self.messages), None)
-        owners = [(at, text) for at, message in enumerate(self.messages) for text in _texts(message["content"])]
+    def turns(self, text: str) -> list[tuple[str, int, int]]:
+        """Role and characters of each message's texts in the rendered chat, system messages left out; none where the
+        template edits any text, but for blanks around it."""
+        owners = [(message["role"], text) for message in self.messages for text in _texts(message["content"])]
         head, *rest = _SHOWN.split(self.skeleton)
-        spans: list[tuple[int, int]] = []
-        edited: set[int] = set()
-        asked: dict[int, tuple[int, int]] = {}
-        at = len(head) if text.startswith(head) else -1
-        for number, part in zip(rest[::2], rest[1::2], strict=True):
-            index, content = owners[int(number)]
-            # Two texts may be adjacent; the last one may end the chat.
-            end = part if part or number != rest[-2] else None
-            stop = _content_end(text, at, content, end) if at >= 0 else None
-            if stop is None:
-                edited.add(index)
-                found = text.find(part, at) if part and at >= 0 else -1
-                at = found + len(part) if found >= 0 else -1
-                continue
-            if self.messages[index]["role"] not in KEPT_ROLES:
+        for clean in (str, str.strip):
+            spans: list[tuple[str, int, int]] = []
+            written = head
+            for number, part in zip(rest[::2], rest[1::2], strict=True):
+                role, content = owners[int(number)][0], clean(owners[int(number)][1])
+                start, stop = len(written), len(written) + len(content)
                 # A token may span two adjacent texts.
-                start = spans.pop()[0] if spans and spans[-1][1] == at else at
-                spans.append((start, stop))
-            if self.messages[index]["role"] == "user":
-                asked = {index: (asked[index][0] if index in asked else at, stop)}
-            at = stop + len(part)
-        return Contents(spans, len(edited), next(iter(asked.values()), None))
+                if spans and spans[-1][::2] == (role, start):
+                    start = spans.pop()[1]
+                spans.append((role, start, stop))
+                written += content + part
+            if self.skeleton and written == text:
+                return [span for span in spans if span[0] not in KEPT_ROLES and span[1] < span[2]]
+        return []
 
 
 def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
@@ -181,25 +171,6 @@ def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[st
             return chat.parts
     written = [(f"{message['role']}: ", at, "\n\n") for at, message in enumerate(messages)]
     return [*(part for each in written for part in each), "assistant:"]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Half-open character spans of message texts in a rendered chat, the number of messages that the template edits,
-    and the span of the last user message."""
-
-    prunable: list[tuple[int, int]]
-    num_edited: int
-    question: tuple[int, int] | None
-
-
-def _content_end(text: str, at: int, content: str, part: str | None) -> int | None:
-    """The end of a content that begins at `at`, or None. part: the template text after it; None is the end."""
-    for written in (content, content.strip(), content.lstrip(), content.rstrip()):
-        stop = at + len(written)
-        if text.startswith(written, at) and (stop == len(text) if part is None else text.startswith(part, stop)):
-            return stop
-    return None
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

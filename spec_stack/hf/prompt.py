@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from spec_stack.decode.stopping import TextStream
-from spec_stack.hf.chat_template import ChatTemplate, Contents
+from spec_stack.hf.chat_template import ChatTemplate
+from spec_stack.prefill.prompt_text import ChatTurn
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -46,33 +47,32 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as N token ids, with half-open token spans that are never pruned, a note on parts that were not
-    recognised, the rendered chat, and the token span of the last user message."""
+    """A prompt as N token ids, before it is read (`tokenizers.prompt_reader`).
+
+    protected: half-open token spans that the caller wants kept. text: a rendered chat. turns: its turns by its
+    messages; none where the template edits a message, and of a prompt that is no chat.
+    """
 
     token_ids: list[int]
-    protected: list[Span]
-    note: str = ""
+    protected: list[Span] = field(default_factory=list)
     text: str = ""
-    question: Span | None = None
+    turns: list[ChatTurn] = field(default_factory=list)
 
     def with_answer(self, token_ids: Sequence[int], text: str) -> EncodedPrompt:
         """The chat plus a generated answer, with its generated token ids."""
         if not self.text:
             return self
-        return replace(self, token_ids=[*self.token_ids, *token_ids], text=self.text + text)
+        turns, stop = list(self.turns), len(self.token_ids) + len(token_ids)
+        if turns and token_ids:
+            turns.append(ChatTurn("assistant", (len(self.token_ids), stop)))
+        return replace(self, token_ids=[*self.token_ids, *token_ids], text=self.text + text, turns=turns)
 
     def going_on(self, other: EncodedPrompt, start: int = 0) -> EncodedPrompt:
-        """This prompt followed by another one's tokens from `start` on; its text and note are the other's."""
+        """This chat followed by another one's tokens from `start` on; its text is the other's."""
         shift = len(self.token_ids) - start
-        protected = list(self.protected)
-        behind = [(max(first, start) + shift, stop + shift) for first, stop in other.protected if stop > start]
-        if protected and behind and protected[-1][1] == behind[0][0]:
-            behind[0] = protected.pop()[0], behind[0][1]
-        question = self.question
-        if other.question is not None and other.question[0] >= start:
-            question = other.question[0] + shift, other.question[1] + shift
-        token_ids = [*self.token_ids, *other.token_ids[start:]]
-        return replace(other, token_ids=token_ids, protected=protected + behind, question=question)
+        behind = [(turn.role, turn.span) for turn in other.turns if turn.span[0] >= start]
+        turns = [*self.turns, *(ChatTurn(role, (first + shift, stop + shift)) for role, (first, stop) in behind)]
+        return replace(other, token_ids=[*self.token_ids, *other.token_ids[start:]], turns=turns)
 
 
 def encode_prompt(
@@ -87,7 +87,7 @@ def encode_prompt(
     _check_chat_options(source)
     if source.input_ids is not None:
         token_ids = _check_ids(source.input_ids, vocab_size)
-        encoded = _protect_ids(tokenizer, token_ids, _check_spans(source.protected, len(token_ids)))
+        encoded = EncodedPrompt(token_ids, _check_spans(source.protected, len(token_ids)))
     elif tokenizer is None:
         raise ValueError("this generator was made without a tokenizer; give input_ids")
     elif source.messages is not None:
@@ -177,15 +177,6 @@ def _check_spans(spans: Sequence[Span], length: int) -> list[Span]:
     return checked
 
 
-def _protect_ids(tokenizer: Any, token_ids: list[int], spans: Sequence[Span]) -> EncodedPrompt:
-    """Token ids with the given spans and the special tokens protected."""
-    special = special_ids(tokenizer)
-    inside = {position for start, stop in spans for position in range(start, stop)}
-    protected = _runs(at for at, token_id in enumerate(token_ids) if token_id in special or at in inside)
-    note = "" if spans else "of input_ids nothing but special tokens is protected, unless protected= names it"
-    return EncodedPrompt(token_ids, protected, note)
-
-
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of special tokens, whose tokenization ignores context; none without a tokenizer."""
     return frozenset(special_tokens(tokenizer).values())
@@ -228,9 +219,10 @@ def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> Encod
     token_ids = encode_text(tokenizer, text) if text else []
     spans = _check_spans(protected, len(text))
     if not spans:
-        return EncodedPrompt(token_ids, [])
+        return EncodedPrompt(token_ids)
     if not tokenizer.is_fast:
-        return EncodedPrompt(token_ids, [(0, len(token_ids))], "the tokenizer gives no offsets, so all is protected")
+        # Without character offsets the spans cannot be located.
+        return EncodedPrompt(token_ids, [(0, len(token_ids))])
     offsets = tokenizer(text, return_offsets_mapping=True, verbose=False).offset_mapping[: len(token_ids)]
     inside = _runs(
         index for index, (start, stop) in enumerate(offsets) if any(start < last and stop > at for at, last in spans)
@@ -239,10 +231,13 @@ def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> Encod
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a plain prompt, with leading but no closing special tokens."""
+    """Token ids of a plain prompt, with leading but no closing special tokens. A rendered chat that begins with the
+    leading token gets no second one."""
     check_unicode(text)
     # verbose=False: our own error reports prompts over the position limit.
     ids = list(tokenizer(text, verbose=False).input_ids)
+    if ids[:2] == [tokenizer.bos_token_id] * 2:
+        del ids[0]
     if ids[-1:] != [tokenizer.eos_token_id]:
         return ids
     plain = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -258,7 +253,7 @@ def check_unicode(text: str) -> None:
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> EncodedPrompt:
-    """A chat without options in tokens; all but the contents of user, assistant and tool messages is protected."""
+    """A chat without options in tokens."""
     return _encode_chat(tokenizer, PromptSource(messages=messages), None)
 
 
@@ -270,32 +265,29 @@ def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | No
     text = template.render(chat.messages)
     check_unicode(text)
     if not tokenizer.is_fast:
-        # Without character offsets the content cannot be located.
-        ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        return EncodedPrompt(ids, [(0, len(ids))], "the tokenizer gives no offsets, so all is protected", text)
-    contents = chat.contents(text)
+        # Without character offsets the texts cannot be located.
+        return EncodedPrompt(list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids), text=text)
+    spans = chat.turns(text)
     if known is not None and _joint(tokenizer, text, known) is not None:
-        encoded = known.going_on(_tokenize(tokenizer, text, len(known.text), contents))
+        encoded = known.going_on(_tokenize(tokenizer, text, len(known.text), spans))
     else:
-        encoded = _tokenize(tokenizer, text, 0, contents)
-    edits = f"the chat template edits {contents.num_edited} of {len(chat.messages)} messages, which stay dense"
-    return replace(encoded, text=text, note=edits if contents.num_edited else "")
+        encoded = _tokenize(tokenizer, text, 0, spans)
+    return replace(encoded, text=text, turns=encoded.turns if spans else [])
 
 
-def _tokenize(tokenizer: Any, text: str, begin: int, contents: Contents) -> EncodedPrompt:
-    """Tokens of a rendered chat from a character index on."""
+def _tokenize(tokenizer: Any, text: str, begin: int, spans: Sequence[tuple[str, int, int]]) -> EncodedPrompt:
+    """Tokens of a rendered chat from a character index on. spans: role and characters of its turns."""
     # The template has already rendered the special tokens.
     encoded = tokenizer(text[begin:], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = [(begin + start, begin + stop) for start, stop in encoded.offset_mapping]
-    starts = [start for start, _ in contents.prunable]
-    within = [bisect_right(starts, start) - 1 for start, _ in offsets]
-    protected = _runs(
-        at for at, index in enumerate(within) if index < 0 or offsets[at][1] > contents.prunable[index][1]
-    )
-    first, last = contents.question or (0, -1)
-    asked = [at for at, (start, stop) in enumerate(offsets) if first <= start and stop <= last]
-    question = (asked[0], asked[-1] + 1) if asked else None
-    return EncodedPrompt(list(encoded.input_ids), protected, question=question)
+    starts, stops = ([offset[side] for offset in offsets] for side in (0, 1))
+    turns = [
+        ChatTurn(role, (bisect_left(starts, first), bisect_right(stops, last)))
+        for role, first, last in spans
+        if first >= begin
+    ]
+    turns = [turn for turn in turns if turn.span[0] < turn.span[1]]
+    return EncodedPrompt(list(encoded.input_ids), turns=turns)
 
 
 def _joint(tokenizer: Any, text: str, known: EncodedPrompt) -> str | None:
@@ -314,7 +306,8 @@ def splice(tokenizer: Any, encoded: EncodedPrompt, known: EncodedPrompt) -> Enco
     places = [at for at, token_id in enumerate(encoded.token_ids) if token_id == joint_id]
     if len(places) != encoded.text.count(joint):
         return encoded
-    return known.going_on(encoded, places[encoded.text.count(joint, 0, len(known.text))])
+    spliced = known.going_on(encoded, places[encoded.text.count(joint, 0, len(known.text))])
+    return spliced if encoded.turns else replace(spliced, turns=[])
 
 
 def num_shared(one: Any, other: Any) -> int:

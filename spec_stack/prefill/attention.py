@@ -103,6 +103,8 @@ class CapturedAttention:
         """The weight, up to 1, of each segment's queries, by all heads of the `question_layers`."""
         if not self.segments:
             return []
+        if self.candidates is not None and self.candidates.is_given:
+            return [float(segment.is_question) for segment in self.segments]
         layers = [self.layers[at] for at in question_layers(self.layers, config)]
         attention = opening_attention(layers, self.num_in_place, self.opening)
         return segment_weights(attention, self.segments, self.opening)

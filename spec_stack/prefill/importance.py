@@ -142,7 +142,8 @@ def over_queries(attention: torch.Tensor, segments: Sequence[Segment], weights: 
     own = [_for_question(attention, asked, segments, each) for each in by_question]
     questions = [segment.span for segment, weight in zip(segments, weights, strict=True) if weight >= 1]
     for importance in own:
-        best = [importance.topk(stop - start, dim=-1).values.mean(dim=-1, keepdim=True) for start, stop in questions]
+        sizes = [min(stop - start, importance.shape[-1]) for start, stop in questions]
+        best = [importance.topk(size, dim=-1).values.mean(dim=-1, keepdim=True) for size in sizes]
         for (start, stop), mean in zip(questions, best, strict=True):
             importance[..., start:stop] = mean
     return torch.stack(own, dim=-2)

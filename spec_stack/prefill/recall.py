@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.question import score_for_recall
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments, make_segments
@@ -23,11 +22,6 @@ from spec_stack.types import Selection
 RecallPlace = Literal["last", "in_text"]
 """Slots of recalled tokens. "last": behind all others, of which later text is hidden from them. "in_text": in text
 order."""
-
-
-def clip_spans(spans: Sequence[Span], start: int) -> list[Span]:
-    """Half-open spans from `start` on, counted from there."""
-    return [(max(first, start) - start, stop - start) for first, stop in spans if stop > start]
 
 
 def recall_dropped(
@@ -94,7 +88,6 @@ def select_turn(
     num_cached: int,
     recalled: Sequence[int] = (),
     config: PrefillConfig | None = None,
-    protected: Sequence[Span] = (),
     place: RecallPlace = "last",
 ) -> Selection:
     """Select the target's prefill in a turn: recalled old text, then the kept new text.
@@ -107,7 +100,7 @@ def select_turn(
     prompt_ids = inputs.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:
-        part = select(inputs.starting_at(num_cached), config, clip_spans(protected, num_cached))
+        part = select(inputs.starting_at(num_cached), config)
         kept = [num_cached + position for position in part.positions]
     positions = [*back, *kept]
     return Selection(

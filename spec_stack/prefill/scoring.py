@@ -15,6 +15,7 @@ from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention, CapturedLayer, scored_layers
 from spec_stack.prefill.importance import Segment
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
@@ -78,7 +79,7 @@ def run_draft(
     prompt_ids, found = inputs.prompt_ids, None
     num_tokens = len(prompt_ids)
     if config.queries_from_prompt:
-        found = find_candidates(num_tokens, inputs.pieces, inputs.protected).reaching(first_query)
+        found = find_candidates(inputs.text).reaching(first_query)
     start = num_tokens - 1 if found is None else found.start
     draft.rollback(max(0, draft.next_position - start))
     window = config.window_for(num_tokens)
@@ -86,7 +87,7 @@ def run_draft(
         unseen = range(draft.next_position, start)
         draft.prefill(prompt_ids[unseen.start : start], unseen, window, config.draft_sinks, num_layers)
     if found is not None:
-        return _capture_candidates(draft, prompt_ids, found, tokenization, num_layers), Proposal()
+        return _capture_candidates(draft, inputs.text, found, tokenization, num_layers), Proposal()
     proposal = Proposal()
     with draft.capture() as captured:
         if config.look_ahead:
@@ -103,16 +104,19 @@ def run_draft(
 
 def _capture_candidates(
     draft: ScoringModel,
-    prompt_ids: Sequence[int],
+    text: PromptText,
     found: Candidates,
     tokenization: DraftTokenization | None,
     num_layers: int | None,
 ) -> CapturedAttention:
     """Run the rest of the prompt, then every candidate before the window again, behind the prompt."""
-    num_tokens = len(prompt_ids)
+    num_tokens, prompt_ids = len(text), text.all_ids
     num_draft_tokens = num_tokens if tokenization is None else len(tokenization.token_ids)
     ranges = None if tokenization is None else tokenization.ranges
-    rest, repeated = prompt_ids[draft.next_position :], [prompt_ids[slice(*segment)] for segment in found.repeated]
+    rest, repeated = (
+        prompt_ids[draft.next_position : num_tokens],
+        [prompt_ids[slice(*segment)] for segment in found.repeated],
+    )
     behind = list(chain.from_iterable(repeated))
     if tokenization is not None:
         # Other tokens are counted as they run.
@@ -170,6 +174,10 @@ def _in_draft_tokens(span: Span, ranges: Sequence[Span] | None) -> Span:
     if ranges is None:
         return span
     inside = ranges[slice(*span)]
+    if not inside:
+        # A question behind the prompt.
+        end = max(stop for _, stop in ranges)
+        return end, end + span[1] - span[0]
     return inside[0][0], max(end for _, end in inside)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import ScoringInputs
@@ -11,11 +9,11 @@ from spec_stack.prefill.segments import make_segments
 from spec_stack.types import Selection
 
 
-def select(inputs: ScoringInputs, config: PrefillConfig, protected: Iterable[tuple[int, int]] = ()) -> Selection:
-    """The kept segments as token ids at their original positions.
+def select(inputs: ScoringInputs, config: PrefillConfig) -> Selection:
+    """The kept segments as token ids at their original positions; the template and what is protected are kept in
+    addition, token by token.
 
-    protected: half-open token spans that are kept in addition, token by token (system message, template). Raises
-    ValueError unless the rule gives one score per segment, or where it lacks an input.
+    Raises ValueError unless the rule gives one score per segment, or where it lacks an input.
     """
     prompt_ids = inputs.prompt_ids
     num_tokens = len(prompt_ids)
@@ -26,7 +24,7 @@ def select(inputs: ScoringInputs, config: PrefillConfig, protected: Iterable[tup
             f"the rule {config.scorer!r} gave scores of shape {tuple(scores.shape)}, not one for each of "
             f"{len(segments)} segments"
         )
-    anyway = {at for start, stop in protected for at in range(max(start, 0), min(stop, num_tokens))}
+    anyway = {at for start, stop in inputs.text.kept for at in range(start, stop)}
     positions = sorted(segments.chosen(scores, config, config.rate_for(num_tokens), anyway) | anyway)
     if inputs.observer is not None:
         inputs.observer.chosen(segments, scores, positions, segments.ends(config), anyway)

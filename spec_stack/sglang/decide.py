@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,13 +21,13 @@ from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.prefill.draft_kv_budget import Ints
-from spec_stack.prefill.recall import clip_spans, recall_dropped, select_turn
+from spec_stack.prefill.prompt_text import PromptText, clip_spans
+from spec_stack.prefill.recall import recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
-from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.tokenizers.prompt_reader import PromptReader
 
 # Least part of the prompt for an earlier turn to count: one in four tokens.
 _LEAST_SHARE = 4
@@ -42,8 +42,8 @@ OUTCOMES = ("pruned", "disabled", "unsupported", "cached", "nothing_to_prune", "
 class Prompt:
     """An arrived prompt with its options; equal prompts share a plan while it is remembered.
 
-    extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. protected: spans that are always kept; None is
-    not known yet. end_ids: tokens that end the look-ahead.
+    extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. end_ids: tokens that end the look-ahead. text:
+    the prompt as it is read, None before that.
     """
 
     token_ids: tuple[int, ...]
@@ -51,17 +51,18 @@ class Prompt:
     cache_salt: str | None
     config: PrefillConfig
     follow_up: str
-    protected: Protected | None = None
     end_ids: frozenset[int] = frozenset()
     options: RequestOptions = NOTHING_ASKED
+    text: PromptText | None = field(default=None, compare=False, repr=False)
 
     @property
     def tenant(self) -> tuple[str | None, str | None]:
         return self.extra_key, self.cache_salt
 
     @property
-    def spans(self) -> tuple[Span, ...]:
-        return () if self.protected is None else self.protected.spans
+    def kept(self) -> list[Span]:
+        """The spans that are always kept, as far as the prompt is read."""
+        return [] if self.text is None else self.text.kept
 
 
 @dataclass(frozen=True)
@@ -203,16 +204,24 @@ class KnownTexts:
         most_tokens: int,
     ) -> None:
         self.config = config
-        self.template = ChatTurns.learn(tokenizer, chat_template)
+        self.reader = PromptReader(tokenizer, chat_template)
         self.turns = TurnStore(most_tokens)
         self.num_cached = num_cached
-        self._pieces = None if tokenizer is None else Pieces(tokenizer)
         self.plans: OrderedDict[Prompt, Plan] = OrderedDict()
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
 
-    def token_texts(self, prompt: Prompt) -> list[str] | None:
-        """The text of every token; None without a tokenizer."""
-        return None if self._pieces is None else self._pieces.of(prompt.token_ids)
+    def read(self, prompt: Prompt) -> Prompt:
+        """The prompt with its text."""
+        if prompt.text is not None:
+            return prompt
+        return replace(prompt, text=self.reader.read(prompt.token_ids, prompt.options.protect or ()))
+
+    def text_of(self, prompt: Prompt) -> PromptText:
+        """The prompt's text, with the text of every token where there is a tokenizer."""
+        text = self.read(prompt).text
+        if text is None:
+            raise RuntimeError("a prompt that was read has no text")
+        return self.reader.with_pieces(text)
 
     def remember(self, plan: Plan) -> None:
         """Count an applied plan, and remember by its prompt one that the draft's score decided."""
@@ -241,9 +250,8 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Pla
     if is_cached and num_tokens - prefix.num_tokens < prompt.config.min_prompt_tokens:
         return Plan.dense(prompt, f"off: {prefix.num_tokens} of {num_tokens} tokens are cached", "cached")
     # Found after the cache has had its say: the template is searched for in all of a long history.
-    if prompt.protected is None:
-        prompt = replace(prompt, protected=known.template.protected(prompt.token_ids))
-    is_wanted, reason = decide_scoring(prompt.config, num_tokens, prompt.spans)
+    prompt = known.read(prompt)
+    is_wanted, reason = decide_scoring(prompt.config, num_tokens, prompt.kept)
     if not is_wanted:
         return Plan.dense(prompt, reason, "disabled")
     if prompt in known.plans:
@@ -271,7 +279,7 @@ def _needs(prompt: Prompt, prefix: CachedPrefix, reason: str, recall: SessionCon
     if not prefix.is_worth_it(len(prompt.token_ids)):
         return NeedsScore(prompt, CachedPrefix(), True, False, reason)
     num_new = len(prompt.token_ids) - prefix.num_tokens
-    new_spans = clip_spans(prompt.spans, prefix.num_tokens)
+    new_spans = clip_spans(prompt.kept, prefix.num_tokens)
     prunes, reason = decide_scoring(prompt.config, num_new, new_spans, text="new text")
     recalls = prompt.follow_up == "recall" and recall.recall and not prefix.is_dense
     return NeedsScore(prompt, prefix, prunes, recalls, reason)
@@ -284,10 +292,10 @@ def plan_scored(needs: NeedsScore, importance: torch.Tensor | None, num_draft_to
     """
     prompt, prefix, num_tokens = needs.prompt, needs.prefix, len(needs.prompt.token_ids)
     start, held = prefix.num_tokens, prefix.positions
-    inputs = ScoringInputs(prompt.token_ids, None, prompt.spans, known.token_texts(prompt), importance)
+    inputs = ScoringInputs(known.text_of(prompt), importance=importance)
     recalled = recall_dropped(inputs, held, start, prompt.config, known.config.recall) if needs.recalls else []
     rule = prompt.config if needs.prunes else None
-    turn = select_turn(inputs, held, start, recalled, rule, prompt.spans, place="in_text")
+    turn = select_turn(inputs, held, start, recalled, rule, place="in_text")
     positions = (*held[: turn.num_held], *turn.positions)
     num_scored = 0
     if importance is not None:
@@ -331,15 +339,14 @@ def _report(plan: Plan, config: ServerConfig, scoring_s: float) -> dict[str, Any
     """How a prompt is prefilled, under the names of the library's metrics."""
     prompt, options = plan.prompt, plan.prompt.options
     num_kept, reason = len(plan.positions), plan.reason
-    unprotected = "" if prompt.protected is None else prompt.protected.unrecognised
-    if unprotected and reason.startswith("on"):
-        reason = f"{reason}; {unprotected}"
+    if prompt.text is not None and prompt.text.note and reason.startswith("on"):
+        reason = f"{reason}; {prompt.text.note}"
     report = {
         "num_prompt_tokens": len(prompt.token_ids),
         "num_kept_tokens": num_kept,
         "num_scored_tokens": plan.num_scored_tokens,
         "num_draft_tokens": plan.num_draft_tokens,
-        "num_protected_tokens": 0 if prompt.protected is None else prompt.protected.num_tokens,
+        "num_protected_tokens": sum(stop - start for start, stop in prompt.kept),
         "num_cached_tokens": plan.num_cached,
         "num_recalled_tokens": plan.num_recalled,
         "follow_up": prompt.follow_up,

@@ -36,7 +36,6 @@ from spec_stack.sglang.ranks import all_say_yes, contained, num_ranks, own_rank,
 from spec_stack.sglang.request import KEY, NOTHING_ASKED, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import Scoring, ScoringModel
 from spec_stack.sglang.server_args import NAME
-from spec_stack.tokenizers.chat_turns import Protected
 
 logger = logging.getLogger(__name__)
 # Remembered turns cost a few bytes per token, and the draft's pool evicts texts too: so many times its length is
@@ -169,7 +168,7 @@ class SparsePrefillManager:
         if prunes:
             self._test_itself()
         sizes = None if self._worker is None else self._worker.batch_policy.graph_sizes
-        report = describe(self._launch, self._known.template.unrecognised, sizes, model.scorer.num_pool_tokens)
+        report = describe(self._launch, self._known.reader.turns.unrecognised, sizes, model.scorer.num_pool_tokens)
         args = self._launch.args
         has_metrics = args.enable_metrics and own_rank() == 0
         self._metrics = SchedulerMetrics(str(args.served_model_name)) if has_metrics else None
@@ -268,7 +267,6 @@ class SparsePrefillManager:
             request.cache_salt,
             options.prefill(self.config),
             options.follow_up or self.config.follow_up,
-            None if options.protect is None else Protected(options.protect),
             frozenset(() if request.sampling_params.ignore_eos else end_ids),
             options,
         )
@@ -367,8 +365,8 @@ class SparsePrefillManager:
         try:
             with self._scorer.working(self._scheduler):
                 if pending.work is None:
-                    texts, most_of_a_part = self._known.token_texts(needs.prompt), self._schedule.most_of_a_part
-                    pending.work = self._scorer.score(needs.prompt, most_of_a_part, texts, needs.first_query)
+                    text, most_of_a_part = self._known.text_of(needs.prompt), self._schedule.most_of_a_part
+                    pending.work = self._scorer.score(needs.prompt, text, most_of_a_part, needs.first_query)
                 next(pending.work)
         except StopIteration as end:
             score = end.value
@@ -460,7 +458,7 @@ class SparsePrefillManager:
             prompt, importance = Prompt(self._any_text(), NAME, None, config, "recall"), None
             self._num_cached(prompt)
             if needs_attention(config.scorer):
-                work = self._scorer.score(prompt, lambda chunk: chunk)
+                work = self._scorer.score(prompt, self._known.text_of(prompt), lambda chunk: chunk)
                 while importance is None:
                     with self._scorer.working(self._scheduler):
                         try:

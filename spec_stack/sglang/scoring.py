@@ -26,7 +26,6 @@ from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 from torch.distributed import ReduceOp
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import question_layers, voting_heads
 from spec_stack.prefill.importance import (
     ScoredLayer,
@@ -40,6 +39,7 @@ from spec_stack.prefill.importance import (
     segment_weights,
     weights_by_question,
 )
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
@@ -101,14 +101,12 @@ class DraftScorer:
     def working(self, scheduler: Any) -> AbstractContextManager[None]:
         return on_forward_stream(scheduler, self._draft.device)
 
-    def score(
-        self, prompt: Prompt, most_of_a_part: PartSize, pieces: Sequence[str] | None = None, first_query: int = 0
-    ) -> Scoring:
+    def score(self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0) -> Scoring:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
-        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token, or None.
-        first_query: first token whose segment may hold the question.
+        PoolFullError where the prompt is longer than the draft's pool. first_query: first token whose segment may hold
+        the question.
 
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
@@ -116,11 +114,13 @@ class DraftScorer:
         config, num_tokens, num_in_place, opening = prompt.config, len(prompt.token_ids), 1, 0
         segments: Sequence[Segment] = ()
         weights: Sequence[float] = ()
-        repeated: Sequence[Span] = ()
+        repeated: Sequence[Sequence[int]] = ()
+        is_given = False
         if config.queries_from_prompt:
-            found = find_candidates(num_tokens, pieces, prompt.spans).reaching(first_query)
-            num_in_place, repeated = num_tokens - found.start, found.repeated
-            sizes = [stop - start for start, stop in repeated]
+            found = find_candidates(text).reaching(first_query)
+            num_in_place, is_given = num_tokens - found.start, found.is_given
+            repeated = [text.all_ids[slice(*segment)] for segment in found.repeated]
+            sizes = [*map(len, repeated)]
             segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
             opening = min(found.opening, num_in_place)
         # The scoring queries run again whatever the pool has.
@@ -133,7 +133,9 @@ class DraftScorer:
             def layer_of(index: int) -> ScoredLayer:
                 return self._draft.scored_layer(index, captured, lease.slots[:num_tokens])
 
-            if segments:
+            if is_given:
+                weights = [float(segment.is_question) for segment in segments]
+            elif segments:
                 seen = opening_attention(map(layer_of, question_layers(captured, config)), num_in_place, opening)
                 yield
                 weights = segment_weights(over_ranks(seen, ReduceOp.SUM) / num_ranks(), segments, opening)
@@ -157,11 +159,16 @@ class DraftScorer:
             lease.insert(lease.num_agreed)
 
     def _run(
-        self, prompt: Prompt, lease: Lease, num_in_place: int, repeated: Sequence[Span], most_of_a_part: PartSize
+        self,
+        prompt: Prompt,
+        lease: Lease,
+        num_in_place: int,
+        repeated: Sequence[Sequence[int]],
+        most_of_a_part: PartSize,
     ) -> Generator[None, None, Queries]:
         """Run the prompt, and its repeated spans or a look-ahead; the scoring queries by layer."""
         config, token_ids, num_tokens = prompt.config, prompt.token_ids, len(prompt.token_ids)
-        again = [*chain.from_iterable(token_ids[start:stop] for start, stop in repeated)]
+        again = [*chain.from_iterable(repeated)]
         room = self._context_len - num_tokens
         look_ahead = 0 if config.queries_from_prompt else max(0, min(config.look_ahead, room))
         lease.extend(num_tokens - lease.num_shared + look_ahead + len(again))

@@ -1,5 +1,5 @@
-"""Token spans of chat contents, learnt from the tokenizer's template: a server's scheduler sees token ids without
-messages. Everything outside user, assistant and tool turns is protected, as in `spec_stack.hf.prompt`."""
+"""A chat's turns found in its token ids, by what the tokenizer's template writes around each message. Everything
+outside user, assistant and tool turns is the template's."""
 
 from __future__ import annotations
 
@@ -13,31 +13,20 @@ from typing import Any
 import numpy as np
 
 from spec_stack.hf.chat_template import MARKED_TOOL, ChatTemplate
-from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.prompt_text import ChatTurn
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The opening of a prunable turn: the tokens to match, their number with trailing whitespace, which may merge with
-    the content, and the turn's last token."""
+    """The opening of a turn: whose it is, the tokens to match, their number with trailing whitespace, which may merge
+    with the content, and the turn's last token."""
 
+    role: str
     ids: tuple[int, ...]
     num_tokens: int
     end_id: int
-
-
-@dataclass(frozen=True)
-class Protected:
-    """Half-open protected token spans, and a note on unrecognised parts ("" for none)."""
-
-    spans: tuple[Span, ...] = ()
-    unrecognised: str = ""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(stop - start for start, stop in self.spans)
 
 
 @dataclass(frozen=True)
@@ -54,36 +43,27 @@ class ChatTurns:
             return _learn(tokenizer, _options(chat_template))
         except Exception as error:
             # Templates may raise anything; prompts are still served.
-            logger.warning("system messages and template tokens cannot be protected: %s", error, exc_info=True)
+            logger.info("system messages and template tokens cannot be protected: %s", error, exc_info=True)
             return cls(unrecognised=f"nothing is protected, since the chat template could not be learnt ({error})")
 
-    def protected(self, prompt_ids: Sequence[int]) -> Protected:
-        """The prompt without contents of user, assistant and tool turns; nothing without a turn."""
-        if not self.openings:
-            return Protected(unrecognised=self.unrecognised)
-        contents = self.contents(prompt_ids)
-        if contents is None:
-            return Protected(unrecognised="no chat turn was found in the prompt, so nothing of it is protected")
-        edges = [0, *(edge for span in contents for edge in span), len(prompt_ids)]
-        spans = tuple((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
-        return Protected(spans, self.unrecognised)
-
-    def contents(self, prompt_ids: Sequence[int]) -> list[Span] | None:
-        """Content spans of the turns in order; None without a turn."""
+    def find(self, prompt_ids: Sequence[int]) -> list[ChatTurn] | None:
+        """The turns with any text, in order; None for a plain text, where no turn opens."""
         wanted = {opening.ids[0] for opening in self.openings} | {opening.end_id for opening in self.openings}
         places = np.flatnonzero(np.isin(np.asarray(prompt_ids, dtype=np.int64), list(wanted))).tolist()
-        spans: list[Span] = []
-        found, begin, end_id = False, len(prompt_ids), -1
+        turns: list[ChatTurn] = []
+        current: Opening | None = None
+        found, begin = False, 0
         for at in places:
             opening = next((it for it in self.openings if tuple(prompt_ids[at : at + len(it.ids)]) == it.ids), None)
-            if opening is None and prompt_ids[at] != end_id:
+            if opening is None and (current is None or prompt_ids[at] != current.end_id):
                 continue
-            spans.append((begin, at))
-            begin, end_id = len(prompt_ids), -1
-            if opening is not None:
-                found, begin, end_id = True, at + opening.num_tokens, opening.end_id
-        spans.append((begin, len(prompt_ids)))
-        return [(start, stop) for start, stop in spans if start < stop] if found else None
+            if current is not None:
+                turns.append(ChatTurn(current.role, (begin, at)))
+            current, found = opening, found or opening is not None
+            begin = at + (0 if opening is None else opening.num_tokens)
+        if current is not None:
+            turns.append(ChatTurn(current.role, (begin, len(prompt_ids))))
+        return [turn for turn in turns if turn.span[0] < turn.span[1]] if found else None
 
 
 def _options(chat_template: str | None) -> dict[str, str]:
@@ -104,15 +84,16 @@ def _learn(tokenizer: Any, options: Mapping[str, Any]) -> ChatTurns:
     if not tokenizer.is_fast:
         raise ValueError("the tokenizer does not tell where its tokens stand in the text")
     turns = _template_texts(tokenizer, ["user", "assistant", "user", "assistant", "user"], options)
-    openings = [_opening(tokenizer, *turns[at : at + 2]) for at in (1, 2)]
+    openings = [_opening(tokenizer, role, *turns[at : at + 2]) for at, role in ((1, "assistant"), (2, "user"))]
     try:
         turns = _template_texts(tokenizer, ["user", "assistant", "tool", "assistant", "user"], options)
-        openings.append(_opening(tokenizer, *turns[2:4]))
+        openings.append(_opening(tokenizer, "tool", *turns[2:4]))
     except ValueError as error:
         # Templates that reject tool messages, or need a call first, keep them protected.
         logger.info("the chat template does not show how tool messages open: %s", error)
-    # Longest first: one opening may be a prefix of another.
-    found = ChatTurns(tuple(sorted(set(openings), key=lambda opening: -len(opening.ids))))
+    # Some templates open two roles' turns alike, and one opening may be a prefix of another.
+    by_ids = {opening.ids: opening for opening in reversed(openings)}
+    found = ChatTurns(tuple(sorted(by_ids.values(), key=lambda opening: -len(opening.ids))))
     return ChatTurns(found.openings, _unprotected(tokenizer, found, options))
 
 
@@ -125,8 +106,8 @@ def _template_texts(tokenizer: Any, roles: Sequence[str], options: Mapping[str, 
     return [str(part) for part in parts[::2]]
 
 
-def _opening(tokenizer: Any, before: str, after: str) -> Opening:
-    """The opening of a turn between two texts. Raises ValueError without special tokens, which users cannot write."""
+def _opening(tokenizer: Any, role: str, before: str, after: str) -> Opening:
+    """A turn's opening, between two texts. Raises ValueError without special tokens, which users cannot write."""
     special = set(tokenizer.added_tokens_decoder)
 
     def is_blank(token_id: int) -> bool:
@@ -143,7 +124,7 @@ def _opening(tokenizer: Any, before: str, after: str) -> Opening:
         core.pop()
     if not special.intersection(core) or not end or end[0] not in special:
         raise ValueError("its turns are not marked by special tokens")
-    return Opening(tuple(core), len(header), end[0])
+    return Opening(role, tuple(core), len(header), end[0])
 
 
 def _unprotected(tokenizer: Any, turns: ChatTurns, options: Mapping[str, Any]) -> str:
@@ -164,6 +145,6 @@ def _unprotected(tokenizer: Any, turns: ChatTurns, options: Mapping[str, Any]) -
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         start = text.find(mark)
         marked = {at for at, (a, b) in enumerate(encoded.offset_mapping) if a < start + len(mark) and b > start >= 0}
-        if any(marked.intersection(range(*span)) for span in turns.contents(encoded.input_ids) or []):
+        if any(marked.intersection(range(*turn.span)) for turn in turns.find(encoded.input_ids) or []):
             lost.append(what)
     return f"this chat template does not tell {' and '.join(lost)} from what users write" if lost else ""

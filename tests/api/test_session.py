@@ -13,8 +13,9 @@ from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackG
 from spec_stack.api.session import Session
 from spec_stack.config import DraftStep, Positions
 from spec_stack.hf.prompt import encode_messages
+from spec_stack.prefill.prompt_text import clip_spans
 from spec_stack.prefill.queries import WINDOW
-from spec_stack.prefill.recall import clip_spans, recall
+from spec_stack.prefill.recall import recall
 from spec_stack.prefill.segments import ChunkSegments
 from tests.support import reference_session, tiny_architectures
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt

@@ -48,7 +48,7 @@ def test_every_wording_of_a_family_stands_whole_in_its_document(kind: str, pair:
         for (first, last), (start, stop) in zip(made.spans, prompt.spans, strict=True):
             assert made.document[first:last].strip() in pair.tokenizer.decode(prompt.token_ids[start:stop])
         # What is protected is the template's alone.
-        (_, begin), (end, _) = prompt.protected
+        (_, begin), (end, _) = prompt.text.template
         assert made.question in pair.tokenizer.decode(prompt.token_ids[begin:end])
 
 
@@ -112,5 +112,5 @@ def test_without_a_chat_template_the_prompt_is_the_text(pair: ModelPair) -> None
     tokenizer = copy(pair.tokenizer)
     tokenizer.chat_template = None
     prompt = encode_haystack(tokenizer, made, "question last")
-    assert prompt.protected == []
+    assert not prompt.text.template
     assert f"{made.document}\n\n{made.question}" in tokenizer.decode(prompt.token_ids)

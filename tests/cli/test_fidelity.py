@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spec_stack import SpecStackGenerator
-from spec_stack.cli.fidelity import document_prompts, read_prompts
+from spec_stack.bench.prompts import document_prompts, read_prompts
 from spec_stack.cli.main import main
 
 CODE = "".join(f"def step_{number}(x):\n    return x + {number}\n\n" for number in range(24))
@@ -48,24 +48,27 @@ def test_a_file_keeps_its_prompts(tmp_path: Path) -> None:
     assert read_prompts(path) == prompts
 
 
-def test_documents_get_questions_about_what_stands_in_them(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+def test_documents_get_questions_about_facts_that_are_hidden_in_them(embedded: SpecStackGenerator) -> None:
     document = "".join(TEXT.format(number) for number in range(30))
-    path = tmp_path / "document.txt"
-    path.write_text(document)
-    prompts = document_prompts([path], embedded.tokenizer, 16384)
+    prompts = document_prompts({"harbour.txt": document}, embedded.tokenizer, 16384)
     assert len(prompts) == 4
-    assert all(document.strip() in prompt for prompt in prompts)
-    assert prompts == document_prompts([path], embedded.tokenizer, 16384)
-    question = prompts[0].removeprefix(document).strip()
-    assert question.startswith('What does the text say about "')
-    assert question.split('"')[1] in document
-    assert prompts[1].startswith("What does the text say about")
-    assert "?" not in prompts[3]
-    short = document_prompts([path], embedded.tokenizer, 200)
+    lines = document.strip().split("\n")
+    for prompt in prompts:
+        assert [line for line in prompt.split("\n") if line in lines] == lines
+    assert prompts == document_prompts({"other name": document}, embedded.tokenizer, 16384)
+    last, first, formatted, summary = (set(prompt.split("\n")) - {*lines, ""} for prompt in prompts)
+    # A hidden line and a question; the format's lines; the request for a summary.
+    assert [len(each) for each in (last, first, summary)] == [2, 2, 1]
+    assert len(formatted) > 5
+    for prompt, extra in ((prompts[0], last), (prompts[1], first)):
+        (question,) = [line for line in extra if line.endswith("?")]
+        (fact,) = extra - {question}
+        assert prompt.endswith(question) or prompt.startswith(question)
+        assert len({*question.lower().rstrip("?").split()} & {*fact.lower().rstrip(".").split()}) >= 2
+    short = document_prompts({"harbour.txt": document}, embedded.tokenizer, 200)
     assert len(short[3]) < len(prompts[3]) / 2
-    path.write_text("one two")
-    with pytest.raises(ValueError, match="has no sentences"):
-        document_prompts([path], embedded.tokenizer, 16384)
+    with pytest.raises(ValueError, match=r"empty\.txt is empty"):
+        document_prompts({"empty.txt": " \n"}, embedded.tokenizer, 16384)
 
 
 def test_the_report_is_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackGenerator, __version__
+from spec_stack.bench.demo import hide_fact, run_demo
 from spec_stack.calibrate.documents import MODULES
 from spec_stack.cli.arguments import answer_options, build_parser, config_of, prefill_of, prompt_of, request_of
-from spec_stack.cli.demo import format_demo, hide_fact, run_demo
 from spec_stack.cli.main import main
 from spec_stack.cli.progress import ProgressLine
+from spec_stack.cli.reports import format_demo
 from spec_stack.config import LoadConfig
 from tests.support.nightly import others_nightly
 

@@ -17,6 +17,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.processors import make_warp
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
@@ -137,7 +138,7 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
     if queries == "look_ahead":
         scores = reference.importance(eager, prompt, look.token_ids, prefill.pool_kernel)
     else:
-        found = find_candidates(len(prompt), None)
+        found = find_candidates(PromptText(prompt))
         options = {"marked": found.is_question, "opening": found.opening, "pool_kernel": prefill.pool_kernel}
         scores = reference.question_importance(eager, prompt, (), found.segments, **options)
     positions = reference.selected_positions(scores, 0.3, 8, 1, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.cli.demo import hide_fact
+from spec_stack.bench.demo import hide_fact
 from spec_stack.cli.doctor import diagnose
 from spec_stack.cli.main import main
 from spec_stack.hf.loading import ASSETS, load_config

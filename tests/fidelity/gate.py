@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from spec_stack import FidelityReport, PrefillConfig, SpecStackConfig, SpecStackGenerator, measure_fidelity
-from spec_stack.api.fidelity import Interval, mean_interval
+from spec_stack.bench.fidelity import Interval, mean_interval
 
 FOLDER = Path(__file__).parent
 PROMPTS, EXPECTED = FOLDER / "prompts.jsonl", FOLDER / "expected.json"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spec_stack import SpecStackGenerator, measure_fidelity
-from spec_stack.api.fidelity import FidelityReport, Interval, PromptFidelity, PrunedPrompt, summarise
+from spec_stack.bench.fidelity import FidelityReport, Interval, PromptFidelity, PrunedPrompt, summarise
 
 CODE = "".join(f"def step_{number}(x):\n    return x + {number}\n\n" for number in range(24))
 SYSTEM = {"role": "system", "content": "Answer in one line.\nName the function."}

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 )
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.cli.demo import hide_fact
+from spec_stack.bench.demo import hide_fact
 from spec_stack.hf.processors import is_shareable
 from tests.support import reference
 from tests.support.models import make_model, make_tokenizer, random_prompt

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
 from spec_stack.prefill.importance import ScoredLayer, choose_heads, token_importance
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.registry import SCORERS, make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import ChunkSegments
@@ -18,7 +19,9 @@ def test_every_rule_that_is_registered_prunes_a_prompt() -> None:
     importance = torch.rand(200, generator=torch.Generator().manual_seed(1))
     assert set(SCORERS) >= {"attention", "bm25"}
     for scorer in SCORERS:
-        kept = select(ScoringInputs(range(200), importance=importance), PrefillConfig(scorer=scorer)).positions
+        kept = select(
+            ScoringInputs(PromptText(range(200)), importance=importance), PrefillConfig(scorer=scorer)
+        ).positions
         assert len(kept) < 200, scorer
 
 
@@ -26,7 +29,7 @@ def test_the_papers_rule_is_the_mean_importance_of_chunks_of_32() -> None:
     paper = PrefillConfig.full_look_ahead()
     importance = torch.rand(200, generator=torch.Generator().manual_seed(1))
     scores = make_rule(paper.scorer).score(
-        ScoringInputs(range(200), importance=importance), ChunkSegments(200, 32), paper
+        ScoringInputs(PromptText(range(200)), importance=importance), ChunkSegments(200, 32), paper
     )
     padded = torch.cat([importance, torch.zeros(24)]).reshape(7, 32)
     assert torch.equal(scores, padded.mean(1))
@@ -34,9 +37,9 @@ def test_the_papers_rule_is_the_mean_importance_of_chunks_of_32() -> None:
 
 def test_without_importance_attention_is_refused_and_bm25_is_not() -> None:
     with pytest.raises(ValueError, match="attention is missing"):
-        select(ScoringInputs(range(300)), PrefillConfig())
+        select(ScoringInputs(PromptText(range(300))), PrefillConfig())
     ids = [*range(300, 1300), 350, 351, 352]
-    kept = select(ScoringInputs(ids), PrefillConfig(scorer="bm25", keep_rate=0.15)).positions
+    kept = select(ScoringInputs(PromptText(ids)), PrefillConfig(scorer="bm25", keep_rate=0.15)).positions
     assert {50, 51, 52} <= set(kept)
 
 

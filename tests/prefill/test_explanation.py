@@ -11,6 +11,7 @@ import torch
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.prefill.explainer import Explainer
 from spec_stack.prefill.explanation import Explanation
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.registry import SCORERS
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.rules.attention import ByAttention
@@ -38,8 +39,9 @@ def explained(seen: str, keep_rate: float, scorer: str = "attention") -> Explana
         importance[at : at + size] = 0.1 if seen in line else 0.01 if line == FILLER else 0.008
         at += size
     explainer = Explainer(pieces, config)
-    inputs = ScoringInputs(list(range(len(pieces))), pieces=pieces, importance=importance, observer=explainer)
-    return explainer.explanation([], select(inputs, config, [(0, 1)]))
+    text = PromptText(list(range(len(pieces))), pieces, protected=[(0, 1)])
+    inputs = ScoringInputs(text, importance=importance, observer=explainer)
+    return explainer.explanation([], select(inputs, config))
 
 
 def reasons_of(explanation: Explanation) -> dict[str, str]:

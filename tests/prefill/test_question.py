@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from spec_stack import PrefillConfig
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import question_words
 from spec_stack.prefill.question import raise_named, score_for_recall
 from spec_stack.prefill.registry import make_rule
@@ -26,7 +27,7 @@ def pieces_of(text: str) -> list[str]:
 
 def evidence_of(pieces: Sequence[str] | None, num_tokens: int) -> tuple[ScoringInputs, Segments]:
     importance = torch.full((num_tokens,), 0.01)
-    evidence = ScoringInputs(list(range(num_tokens)), pieces=pieces, importance=importance)
+    evidence = ScoringInputs(PromptText(list(range(num_tokens)), pieces), importance=importance)
     return evidence, make_segments(num_tokens, pieces, PrefillConfig())
 
 
@@ -116,14 +117,14 @@ def recall_scores(old: str, new: str) -> tuple[list[str], Segments, ScoringInput
     """The pieces of a conversation, the segments of its old text, and its inputs."""
     pieces = pieces_of(old)
     num_old, pieces = len(pieces), [*pieces, *pieces_of(new)]
-    inputs = ScoringInputs(list(range(len(pieces))), pieces=pieces, importance=torch.zeros(len(pieces)))
+    inputs = ScoringInputs(PromptText(list(range(len(pieces))), pieces), importance=torch.zeros(len(pieces)))
     return pieces, make_segments(num_old, pieces[:num_old], PrefillConfig()), inputs
 
 
 @pytest.mark.parametrize("question", [*PROMPTS, "Tell me the total of ord-4017.", "And the order ord-4003?"])
 def test_recall_scores_are_those_by_hand(question: str) -> None:
     pieces, segments, inputs = recall_scores("".join(PROMPTS.get(question, RECORDS)), question)
-    asked = dict.fromkeys(question_words(inputs.candidates.reaching(segments.num_tokens)), 1.0)
+    asked = question_words(inputs.candidates.reaching(segments.num_tokens))
     expected = reference_question.recalled(pieces, list(segments), asked)
     assert score_for_recall(inputs, segments).tolist() == pytest.approx(expected)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.recall import recall, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import make_segments
@@ -20,7 +21,7 @@ def test_what_comes_back_is_written_last_or_in_its_place(seed: int) -> None:
     dropped = sorted(rng.sample(range(num_cached), rng.randint(1, num_cached // 2)))
     held = [position for position in range(num_cached) if position not in dropped]
     restored = sorted(rng.sample(dropped, rng.randint(0, len(dropped) - 1)))
-    inputs = ScoringInputs(range(num_cached + 1))
+    inputs = ScoringInputs(PromptText(range(num_cached + 1)))
     last = select_turn(inputs, held, num_cached, restored)
     assert (last.num_held, last.positions) == (len(held), [*restored, num_cached])
     in_text = select_turn(inputs, held, num_cached, restored, place="in_text")
@@ -39,8 +40,8 @@ def test_protected_spans_of_a_turn_are_kept_where_they_stand_in_the_conversation
     config = PrefillConfig(keep_rate=0.1, granularity="chunks", chunk_size=4)
     # Across the border to the new text, and within it.
     protected = [(30, 50), (90, 97)]
-    inputs = ScoringInputs(range(200), importance=torch.zeros(200))
-    turn = select_turn(inputs, range(40), 40, config=config, protected=protected)
+    inputs = ScoringInputs(PromptText(range(200), protected=protected), importance=torch.zeros(200))
+    turn = select_turn(inputs, range(40), 40, config=config)
     forced = [*range(40, 44), *range(196, 200)]
     assert {*range(40, 50), *range(90, 97), *forced} <= set(turn.positions)
     assert len(turn.positions) < 50

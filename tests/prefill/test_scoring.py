@@ -16,6 +16,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.attention import CapturedAttention, question_layers, scored_layers
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import WINDOW, find_candidates
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import num_layers_needed, run_draft
@@ -62,7 +63,7 @@ def candidates_of(
     prompt: list[int], protected: list[tuple[int, int]] | None = None, pieces: list[str] | None = None
 ) -> dict[str, object]:
     """The candidates as the oracle takes them."""
-    found = find_candidates(len(prompt), pieces, protected or [])
+    found = find_candidates(PromptText(prompt, pieces, protected or []))
     cut = found.num_repeated
     return {
         "repeated": found.segments[:cut],
@@ -132,7 +133,7 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
     vote = {"head_reduction": "max" if heads is None else "mean", "scoring_heads": heads}
     config = PrefillConfig(**(BASE | vote))  # type: ignore[arg-type]
     draft = open_draft()
-    inputs = ScoringInputs(prompt, protected=protected)
+    inputs = ScoringInputs(PromptText(prompt, None, protected))
     attention, proposal = run_draft(draft, inputs, lambda *_: pytest.fail("no look-ahead is needed"), config)
     assert not proposal.token_ids
     assert draft.next_position == len(prompt)
@@ -155,7 +156,7 @@ def test_several_questions_score_apart_and_are_scaled(heads: tuple[tuple[int, in
     prompt = random_prompt(250)
     pieces = ["?\n" if at in (205, 224) else ".\n" if at in (150, 190, 240) else " w" for at in range(250)]
     config = PrefillConfig(**(BASE | {"head_reduction": "mean" if heads else "max", "scoring_heads": heads}))  # type: ignore[arg-type]
-    inputs = ScoringInputs(prompt, pieces=pieces)
+    inputs = ScoringInputs(PromptText(prompt, pieces))
     attention, _ = run_draft(open_draft(), inputs, lambda *_: pytest.fail("no look-ahead is needed"), config)
     found = candidates_of(prompt, None, pieces)
     assert [weight for weight, mark in zip(attention.weights(config), found["marked"], strict=True) if mark] == [1, 1]  # type: ignore[call-overload]
@@ -183,7 +184,7 @@ def test_layers_behind_the_chosen_heads_change_nothing() -> None:
     config = PrefillConfig(**(BASE | {"head_reduction": "mean", "scoring_heads": ((0, 1), (1, 2))}))  # type: ignore[arg-type]
     found = []
     for num_layers in (None, 2):
-        inputs = ScoringInputs(prompt, protected=TURNS)
+        inputs = ScoringInputs(PromptText(prompt, None, TURNS))
         attention, _ = run_draft(
             open_draft(), inputs, lambda *_: pytest.fail("none is needed"), config, None, num_layers
         )
@@ -196,7 +197,9 @@ def test_one_forward_has_the_prompt_and_what_is_read_again() -> None:
     prompt, draft = random_prompt(250), open_draft()
     begun: list[object] = []
     draft.model.register_forward_pre_hook(lambda *_: begun.append(None))
-    attention, _ = run_draft(draft, ScoringInputs(prompt, protected=TURNS), lambda *_: Proposal(), PrefillConfig())
+    attention, _ = run_draft(
+        draft, ScoringInputs(PromptText(prompt, None, TURNS)), lambda *_: Proposal(), PrefillConfig()
+    )
     assert attention.candidates is not None
     assert attention.candidates.repeated
     assert (len(begun), draft.next_position) == (1, len(prompt))
@@ -211,7 +214,7 @@ def test_chosen_heads_need_no_layer_behind_them(heads: tuple[tuple[int, int], ..
     for num_layers in (None, needed):
         draft = open_draft()
         look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
-        attention = run_draft(draft, ScoringInputs(PROMPT), look_ahead, config, num_layers=num_layers)[0]
+        attention = run_draft(draft, ScoringInputs(PromptText(PROMPT)), look_ahead, config, num_layers=num_layers)[0]
         # How much a segment counts is what all the layers that run say.
         layers = {index: layer for index, layer in attention.layers.items() if index < needed}
         found.append(replace(attention, layers=layers).importance(config))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig, SessionConfig
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import LONGEST_UNIT, ChunkSegments, line_borders, make_segments
@@ -132,8 +133,8 @@ def test_kept_lines_are_whole_within_the_budget_with_both_ends_and_what_is_prote
     config = PrefillConfig(
         keep_rate=keep_rate, chunk_size=3, keep_first=keep_first, keep_last=keep_last, scoring_queries="look_ahead"
     )
-    evidence = ScoringInputs(range(num_tokens), pieces=pieces, importance=importance)
-    positions = list(select(evidence, config, protected).positions)
+    evidence = ScoringInputs(PromptText(range(num_tokens), pieces, protected=protected), importance=importance)
+    positions = list(select(evidence, config).positions)
     assert positions == reference_segments.selected(
         importance.double().tolist(), pieces, LONGEST_UNIT, keep_rate, 3 * keep_first, 3 * keep_last, protected
     )
@@ -152,7 +153,7 @@ def test_the_best_line_is_kept_and_one_that_does_not_fit_is_passed_over() -> Non
     importance = torch.zeros(len(pieces))
     importance[5:36], importance[36:39] = 1.0, 0.5
     config = replace(LINES, keep_rate=20 / len(pieces))
-    kept = set(select(ScoringInputs(range(len(pieces)), pieces=pieces, importance=importance), config).positions)
+    kept = set(select(ScoringInputs(PromptText(range(len(pieces)), pieces), importance=importance), config).positions)
     assert {36, 37, 38} <= kept
     assert not set(range(5, 36)) & kept
 

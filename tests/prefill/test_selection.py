@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.selection import select
 from tests.support import reference
@@ -22,8 +24,8 @@ settings_of_a_selection = {
 }
 
 
-def evidence(num_tokens: int, importance: torch.Tensor) -> ScoringInputs:
-    return ScoringInputs(range(num_tokens), importance=importance)
+def evidence(num_tokens: int, importance: torch.Tensor, protected: Sequence[tuple[int, int]] = ()) -> ScoringInputs:
+    return ScoringInputs(PromptText(range(num_tokens), protected=protected), importance=importance)
 
 
 @given(**settings_of_a_selection)
@@ -64,5 +66,5 @@ def test_the_most_important_chunk_is_kept() -> None:
 def test_protected_tokens_come_on_top_of_the_chunks(span: tuple[int, int]) -> None:
     importance = torch.rand(640, generator=torch.Generator().manual_seed(3))
     plain = set(select(evidence(640, importance), PrefillConfig(keep_rate=0.2)).positions)
-    protected = set(select(evidence(640, importance), PrefillConfig(keep_rate=0.2), [span]).positions)
+    protected = set(select(evidence(640, importance, [span]), PrefillConfig(keep_rate=0.2)).positions)
     assert protected == plain | set(range(max(span[0], 0), min(span[1], 640)))

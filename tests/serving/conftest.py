@@ -310,14 +310,14 @@ class Reference:
 
     def text_ids(self, num_tokens: int, seed: int) -> list[int]:
         """Exactly num_tokens tokens of real text, without any chat."""
-        from spec_stack.cli.demo import hide_fact
+        from spec_stack.bench.demo import hide_fact
 
         text = hide_fact(self.tokenizer, num_tokens + 60, seed).document
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)[:num_tokens]
 
     def prompt(self, num_tokens: int, seed: int) -> list[int]:
         """About num_tokens tokens of real text with a fact in it and a question after it."""
-        from spec_stack.cli.demo import hide_fact
+        from spec_stack.bench.demo import hide_fact
 
         messages = hide_fact(self.tokenizer, num_tokens, seed).messages
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -106,6 +106,7 @@ def test_a_pair_with_one_tokenizer_and_padded_embeddings_works(own: Server, refe
 def _selected_by(folder: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference, prompt: list[int]) -> list[int]:
     """What the same module's rule keeps of the prompt in this process."""
     from spec_stack.config import PrefillConfig
+    from spec_stack.prefill.prompt_text import PromptText
     from spec_stack.prefill.rule import ScoringInputs
     from spec_stack.prefill.selection import select
     from spec_stack.settings.plugins import ENVIRONMENT, import_plugins
@@ -114,5 +115,5 @@ def _selected_by(folder: Path, monkeypatch: pytest.MonkeyPatch, reference: Refer
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv(ENVIRONMENT, "rare_words")
     import_plugins()
-    evidence = ScoringInputs(prompt, pieces=Pieces(reference.tokenizer).of(prompt))
+    evidence = ScoringInputs(PromptText(prompt, Pieces(reference.tokenizer).of(prompt)))
     return list(select(evidence, PrefillConfig(scorer="rare_words", keep_rate=0.3)).positions)

@@ -35,7 +35,7 @@ def test_a_pruned_prompt_gives_the_references_tokens(
 
 
 def test_a_prompt_over_the_threshold_is_pruned_and_finds_its_fact(server: Server, reference: Reference) -> None:
-    from spec_stack.cli.demo import hide_fact
+    from spec_stack.bench.demo import hide_fact
 
     fact = hide_fact(reference.tokenizer, 3100, 5)
     body = {"model": "default", "messages": fact.messages, "max_tokens": 32, "temperature": 0, "return_meta_info": True}
@@ -63,7 +63,7 @@ def test_a_streamed_reply_is_the_whole_one_and_reports_all_along(server: Server,
 
 
 def test_an_openai_stream_gives_the_same_text(server: Server, reference: Reference) -> None:
-    from spec_stack.cli.demo import hide_fact
+    from spec_stack.bench.demo import hide_fact
 
     body = {
         "model": "default",

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.decide import CachedPrefix, KnownTexts, NeedsScore, Prompt, TurnStore, plan_scored
+from spec_stack.sglang.request import RequestOptions
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.tokenizers.chat_turns import Protected
 from tests.support.reference_session import dropped_chunks_to_restore
 
 CONFIG = PrefillConfig(chunk_size=4, keep_rate=0.3, keep_last=1)
@@ -33,7 +33,8 @@ def _kept(
 ) -> tuple[tuple[int, ...], int]:
     """The kept positions of a prompt, and how many of them are recalled; recall: None for none."""
     known = KnownTexts(ServerConfig(recall=recall or SessionConfig()), None, None, lambda prompt: 0, 1000)
-    prompt = Prompt(tuple(prompt_ids), None, None, config, "recall", Protected(tuple(protected)))
+    options = RequestOptions(protect=tuple(protected))
+    prompt = Prompt(tuple(prompt_ids), None, None, config, "recall", options=options)
     plan = plan_scored(NeedsScore(prompt, beginning, prunes, recall is not None, "on"), importance, 0, known)
     return tuple(plan.positions), plan.num_recalled
 

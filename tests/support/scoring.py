@@ -9,6 +9,7 @@ from spec_stack.config import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import drop_unselected, gather_inputs
 from spec_stack.prefill.selection import select
@@ -24,8 +25,8 @@ def score_prompt(
 ) -> tuple[Selection, Proposal]:
     """The selection and the first proposal; the draft is left as decoding finds it."""
     look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
-    prompt = ScoringInputs(prompt_ids, protected=protected, pieces=pieces)
+    prompt = ScoringInputs(PromptText(prompt_ids, pieces, protected))
     inputs, proposal = gather_inputs(draft, prompt, look_ahead, config)
-    selection = select(inputs, config, protected)
+    selection = select(inputs, config)
     drop_unselected(draft, inputs, selection)
     return selection, proposal

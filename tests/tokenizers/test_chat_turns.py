@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from spec_stack.hf.prompt import encode_messages
+from spec_stack.prefill.prompt_text import ChatTurn
 from spec_stack.tokenizers.chat_turns import ChatTurns
+from spec_stack.tokenizers.prompt_reader import PromptReader
 
 ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
 
@@ -81,17 +84,21 @@ def test_all_but_the_contents_of_turns_is_protected(name: str, has_system: bool,
     if has_system:
         messages.insert(0, {"role": "system", "content": "Keep to the rules of the house."})
     encoded = encode_messages(RECOGNISED[name], messages)
-    ids, spans = encoded.token_ids, encoded.protected
-    found = TURNS[name].protected(ids)
-    by_library = {position for start, stop in spans for position in range(start, stop)}
-    by_server = {position for start, stop in found.spans for position in range(start, stop)}
+    ids, turns = encoded.token_ids, TURNS[name].find(encoded.token_ids) or []
+    by_library, by_server = ({*range(len(ids))} - _inside(found) for found in (encoded.turns, turns))
     assert by_library <= by_server | _merged_blanks(RECOGNISED[name], ids)
     # Template and content may share their blanks' tokens: then a content's own blanks, or its first word, go with them.
     extra = [
         position for position in sorted(by_server - by_library) if RECOGNISED[name].decode([ids[position]]).strip()
     ]
     assert len(extra) <= len(contents)
-    assert found.unrecognised == ""
+    roles = [turn.role for turn in turns]
+    assert roles == [("user", "assistant")[at % 2] for at in range(len(contents))] or len(roles) < len(contents)
+    assert TURNS[name].unrecognised == ""
+
+
+def _inside(turns: Sequence[ChatTurn]) -> set[int]:
+    return {at for turn in turns for at in range(*turn.span)}
 
 
 def _merged_blanks(tokenizer: Any, ids: list[int]) -> set[int]:
@@ -108,16 +115,17 @@ def test_tool_messages_may_be_pruned_and_tool_definitions_may_not() -> None:
     ]
     text = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    contents = [tokenizer.decode(ids[start:stop]) for start, stop in turns.contents(ids) or []]
-    assert contents == ["where is it", "let me see", "long result"]
+    contents = [(turn.role, tokenizer.decode(ids[slice(*turn.span)])) for turn in turns.find(ids) or []]
+    assert contents == [("user", "where is it"), ("assistant", "let me see"), ("tool", "long result")]
 
 
 def test_the_longest_opening_that_fits_is_the_turn_s() -> None:
     tokenizer = tokenizer_with(TOOL_IN_USER)
     messages = [{"role": role, "content": f"the {role}"} for role in ("user", "assistant", "tool")]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    contents = ChatTurns.learn(tokenizer).contents(ids) or []
-    assert [tokenizer.decode(ids[slice(*span)]) for span in contents] == ["the user", "the assistant", "the tool"]
+    turns = ChatTurns.learn(tokenizer).find(ids) or []
+    assert [tokenizer.decode(ids[slice(*turn.span)]) for turn in turns] == [f"the {turn.role}" for turn in turns]
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
 
 
 @pytest.mark.parametrize(
@@ -138,10 +146,10 @@ def test_what_a_template_does_not_show_is_said(template: str, said: str) -> None
 
 def test_a_prompt_without_turns_and_a_server_without_a_tokenizer_protect_nothing() -> None:
     tokenizer = RECOGNISED["chatml"]
-    found = TURNS["chatml"].protected(tokenizer("just a text", add_special_tokens=False).input_ids)
-    assert found.spans == ()
-    assert "no chat turn was found" in found.unrecognised
-    assert "no tokenizer" in ChatTurns.learn(None).protected([1, 2, 3]).unrecognised
+    found = PromptReader(tokenizer).read(tokenizer("just a text", add_special_tokens=False).input_ids)
+    assert (found.template, found.turns, found.kept) == ((), (), [])
+    assert "no chat turn was found" in found.note
+    assert "no tokenizer" in PromptReader(None).read([1, 2, 3]).note
 
 
 def test_a_servers_own_template_is_learnt_from_its_file(tmp_path: Path) -> None:

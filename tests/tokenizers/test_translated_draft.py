@@ -12,10 +12,11 @@ import torch
 from tokenizers import processors
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.cli.demo import hide_fact
+from spec_stack.bench.demo import hide_fact
 from spec_stack.hf.attention import install
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import run_draft
@@ -265,7 +266,7 @@ def test_a_draft_that_goes_back_into_the_scoring_queries_scores_as_a_fresh_one(n
 
     def importance(index: CachedModel) -> torch.Tensor:
         draft = TranslatedDraft(index, translation, tokenization)
-        attention, _ = run_draft(draft, ScoringInputs(prompt), lambda *_: Proposal(), config, tokenization)
+        attention, _ = run_draft(draft, ScoringInputs(PromptText(prompt)), lambda *_: Proposal(), config, tokenization)
         return attention.importance(config)
 
     expected = importance(CachedModel(model, 4096))

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.real.scoring import Encoded
 from spec_stack.hf.prompt import encode_messages
-from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.tokenizers.prompt_reader import PromptReader
 
 Message = Mapping[str, Any]
 
@@ -48,4 +48,5 @@ def encode(tokenizer: Any, prompt: JudgingPrompt) -> Encoded:
         first = chat.text.index(text)
         inside = [at for at, (start, stop) in enumerate(offsets) if start < first + len(text) and stop > first]
         spans.append((inside[0], inside[-1] + 1))
-    return Encoded(chat.token_ids, chat.protected, spans, Pieces(tokenizer).of(chat.token_ids))
+    reader = PromptReader(tokenizer)
+    return Encoded(reader.with_pieces(reader.read(chat.token_ids, written=chat.turns)), spans)

@@ -6,37 +6,28 @@ gives the loss of its tokens, and how many are still the most likely ones.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from pathlib import Path
-from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
+from time import perf_counter
+from typing import Any, cast
 
 from spec_stack.api.generator import SpecStackGenerator
+from spec_stack.bench.intervals import Interval, mean_interval, ratio_interval
+from spec_stack.bench.live import Progress
+from spec_stack.bench.prompts import Prompt, call_of
+from spec_stack.bench.rows import Row, Rows, digest, key_of
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.engine import Engine, PrefilledPrompt, token_logprobs
 from spec_stack.engine.request import Call
-from spec_stack.hf.architectures import text_config
-from spec_stack.hf.prompt import Message
-from spec_stack.prefill.calibration import fingerprint
 from spec_stack.prefill.rule import Observer, ScoringInputs
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-Prompt = str | Sequence[Message] | Mapping[str, Any]
-Progress = Callable[[int, int, str], None]
 KEEP_RATES = (0.1, 0.2, 0.3)
 # Tokens behind a question, up to the end of the turn, from which they count as instructions.
 _INSTRUCTIONS = 32
 _QUESTION_CHARACTERS = 120
-# Of a bootstrap.
-_NUM_DRAWS = 2000
+_ARM = "fidelity"
 
 
 @dataclass(frozen=True)
@@ -74,6 +65,12 @@ class PromptFidelity:
     loss: float
     pruned: list[PrunedPrompt]
 
+    @classmethod
+    def of_row(cls, row: Row) -> PromptFidelity:
+        """A row of a file."""
+        values = {name: value for name, value in row.items() if name != "arm"}
+        return cls(**{**values, "pruned": [PrunedPrompt(**each) for each in row["pruned"]]})
+
     def of(self, setting: str) -> PrunedPrompt:
         """This prompt under a setting."""
         return next(each for each in self.pruned if each.setting == setting)
@@ -84,32 +81,12 @@ class PromptFidelity:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A value with its 95 % interval, by bootstrap over prompts."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class SettingFidelity:
-    """All prompts under one setting.
+    """All prompts under one setting (a keep rate, or "calibrated").
 
-    Parameters
-    ----------
-    setting : str
-        The keep rate, or "calibrated".
-    kept : float
-        Kept share of all prompt tokens.
-    speedup : Interval
-        Dense over sparse time to first token.
-    lost : Interval
-        Loss of the dense answers' tokens above dense, in nats per token; mean over prompts.
-    token_agreement, answer_agreement : float
-        Shares of tokens and of whole answers that stay the same.
-    lost_by_kind : dict of str to Interval
-        `lost` by kind of prompt.
+    kept: share of all prompt tokens. speedup: dense over sparse time to first token. lost: loss of the dense answers'
+    tokens above dense, in nats per token; lost_by_kind: by kind of prompt. token_agreement, answer_agreement: shares of
+    tokens and of whole answers that stay the same.
     """
 
     setting: str
@@ -246,27 +223,25 @@ def measure_fidelity(
         raise ValueError(f"max_tokens, minutes and within must be over 0, got {max_tokens}, {minutes} and {within}")
     if generator.tokenizer is None:
         raise ValueError("the target has no tokenizer; fidelity is measured on texts")
-    calls = [_call_of(prompt, generator.tokenizer, number) for number, prompt in enumerate(prompts, start=1)]
+    calls = [call_of(prompt, generator.tokenizer, number) for number, prompt in enumerate(prompts, start=1)]
     measuring = _Measuring(generator.engine, keep_rates, max_tokens)
-    known = {} if rows is None else _read_rows(Path(rows))
-    until = monotonic() + 60 * minutes
+    kept = Rows(None if rows is None else Path(rows), minutes)
     measured: list[PromptFidelity] = []
     skipped: list[tuple[int, str]] = []
     for number, call in enumerate(calls, start=1):
         key = measuring.key(call)
-        if key not in known:
-            if measured and monotonic() >= until:
+        if (key, _ARM) not in kept:
+            if measured and not kept.has_time:
                 continue
             try:
-                known[key] = measuring.measure(call, key)
+                row = measuring.measure(call)
             except ValueError as error:
                 skipped.append((number, str(error)))
                 continue
-            if rows is not None:
-                _append(Path(rows), json.dumps(asdict(known[key])) + "\n")
+            kept.add(key, _ARM, asdict(row) | {"key": key})
             if progress is not None:
-                progress(number, len(calls), _in_words(known[key]))
-        measured.append(replace(known[key], number=number))
+                progress(number, len(calls), _in_words(row))
+        measured.append(replace(PromptFidelity.of_row(kept.of_arm(_ARM)[key]), number=number))
     if not measured:
         reasons = "; ".join(f"prompt {number}: {reason}" for number, reason in skipped[:3])
         raise ValueError(f"no prompt was measured ({reasons or 'the list is empty'})")
@@ -297,17 +272,16 @@ class _Measuring:
         prefill, pair = engine.config.prefill, engine.pair
         if prefill.calibrated_by and prefill.keep_rate not in keep_rates:
             self.settings["calibrated"] = None
-        decisive = pair.precision, pair.draft_precision, pair.target.device, prefill, sorted(self.settings), max_tokens
-        self._identity = [*map(str, decisive), *(_digest_of(model) for model in (pair.target, pair.draft))]
+        self._pair_key = key_of(pair, prefill, sorted(self.settings), max_tokens)
         # Prunes where any setting does.
         self._least = f"{min(keep_rates):g}"
         self._is_warm = False
 
     def key(self, call: Call) -> str:
         """Identifies a prompt with the pair and everything that decides its row."""
-        return sha256(json.dumps([call, self._identity], default=str).encode()).hexdigest()[:20]
+        return digest([call, self._pair_key])
 
-    def measure(self, call: Call, key: str) -> PromptFidelity:
+    def measure(self, call: Call) -> PromptFidelity:
         """Measure a prompt. Raises ValueError for one that cannot be pruned or prefilled."""
         request = self._engine.plan(self._sparse(call, self._least))
         if not request.scores:
@@ -324,7 +298,7 @@ class _Measuring:
         del dense
         seen = _Seen(self._engine.config.prefill)
         return PromptFidelity(
-            key=key,
+            key="",
             number=0,
             num_tokens=len(request.prompt_ids),
             pruned=[self._pruned(call, name, answer, seen) for name in self.settings],
@@ -361,12 +335,6 @@ class _Measuring:
         return str(self._engine.pair.tokenizer.decode(answer, skip_special_tokens=True))
 
 
-def _digest_of(model: PreTrainedModel) -> str:
-    """Identifies a model's weights: its configuration, and a number of each parameter."""
-    numbers = [float(parameter.detach().flatten()[-1]) for parameter in model.parameters()]
-    return sha256(f"{fingerprint(text_config(model.config))} {numbers}".encode()).hexdigest()
-
-
 class _Seen(Observer):
     """Finds a prompt's kind and question where it is scored."""
 
@@ -389,31 +357,13 @@ class _Seen(Observer):
             self.kind = "instructions behind the question" if num_behind >= _INSTRUCTIONS else "question last"
 
 
-def prompt_of(given: object, place: str) -> str | Sequence[Message]:
-    """The text or the messages of a prompt. Raises ValueError, naming the place, for a malformed one."""
-    found: Any = given
-    if isinstance(given, Mapping):
-        found = given.get("messages", given.get("prompt", given.get("text")))
-    if isinstance(found, Sequence) and found:
-        return found
-    raise ValueError(f'{place} must be a text, or have "messages" (a list), "prompt" or "text" (a string)')
-
-
-def _call_of(given: Prompt, tokenizer: Any, number: int) -> Call:
-    prompt = prompt_of(given, f"prompt {number}")
-    if not isinstance(prompt, str):
-        return Call(messages=list(prompt), tools=given.get("tools") if isinstance(given, Mapping) else None)
-    has_template = getattr(tokenizer, "chat_template", None)
-    return Call(messages=[{"role": "user", "content": prompt}]) if has_template else Call(prompt=prompt)
-
-
 def summarise(setting: str, rows: Sequence[PromptFidelity]) -> SettingFidelity:
     """Summarise a setting over all rows."""
     pruned = [row.of(setting) for row in rows]
     return SettingFidelity(
         setting=setting,
         kept=sum(each.num_kept_tokens for each in pruned) / sum(row.num_tokens for row in rows),
-        speedup=_ratio_interval([row.ttft_s for row in rows], [each.ttft_s for each in pruned]),
+        speedup=ratio_interval([row.ttft_s for row in rows], [each.ttft_s for each in pruned]),
         lost=mean_interval([row.lost(setting) for row in rows]),
         token_agreement=sum(each.agreement for each in pruned) / len(pruned),
         answer_agreement=sum(each.agreement == 1 for each in pruned) / len(pruned),
@@ -424,54 +374,8 @@ def summarise(setting: str, rows: Sequence[PromptFidelity]) -> SettingFidelity:
     )
 
 
-def mean_interval(values: Sequence[float]) -> Interval:
-    """The mean of one value per prompt."""
-    return _ratio_interval(values, [1.0] * len(values))
-
-
-def _ratio_interval(over: Sequence[float], under: Sequence[float]) -> Interval:
-    """The ratio of two sums over the same prompts, in order."""
-    above, below = np.array(over, dtype=float), np.array(under, dtype=float)
-    draws = np.random.default_rng(0).integers(len(above), size=(_NUM_DRAWS, len(above)))
-    low, high = np.percentile(above[draws].sum(1) / below[draws].sum(1), [2.5, 97.5])
-    return Interval(float(above.sum() / below.sum()), float(low), float(high))
-
-
 def _in_words(row: PromptFidelity) -> str:
     found = ", ".join(
         f"{each.setting} {row.ttft_s / each.ttft_s:.1f}x {row.lost(each.setting):+.3f} nats" for each in row.pruned
     )
     return f"{row.num_tokens} tokens, {row.kind}: {found}"
-
-
-def _read_rows(path: Path) -> dict[str, PromptFidelity]:
-    """Rows of earlier runs by key. Raises ValueError, naming the line, for a file of something else."""
-    rows = {}
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line or _is_torn(line):
-            continue
-        try:
-            values = json.loads(line)
-            pruned = [PrunedPrompt(**each) for each in values["pruned"]]
-            rows[values["key"]] = PromptFidelity(**{**values, "pruned": pruned})
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number} is no row of a measurement: {error}") from error
-    if text and not text.endswith("\n"):
-        _append(path, "\n")
-    return rows
-
-
-def _is_torn(line: str) -> bool:
-    """Whether an interruption has ended the writing of a row."""
-    try:
-        json.loads(line)
-    except ValueError:
-        return line.startswith("{")
-    return False
-
-
-def _append(path: Path, text: str) -> None:
-    """Add a text in one write, so that several runs may share a file."""
-    with path.open("ab") as file:
-        file.write(text.encode())

@@ -113,37 +113,3 @@ def _summarise(fact: HiddenFact, answers: list[GenerationResult], texts: list[Ge
         "answer": answer.text,
         "correct": fact.is_answered_by(answer.text),
     }
-
-
-def format_demo(report: dict[str, Any]) -> str:
-    """The report as a terminal table."""
-    columns = list(report["modes"].values())
-    acceptance = ["–" if c["acceptance_rate"] is None else f"{c['acceptance_rate']:.0%}" for c in columns]
-    speeds = [f"{c['decode_tokens_per_s']:.0f} tokens/s" for c in columns]
-    table = [
-        ("", "dense + plain", "sparse + speculative", ""),
-        ("prompt tokens prefilled", *(f"{c['kept_tokens']:,} of {c['prompt_tokens']:,}" for c in columns), ""),
-        ("share of the prompt kept", *(f"{c['keep_rate']:.0%}" for c in columns), ""),
-        ("time to first token", *(f"{c['ttft_s']:.2f} s" for c in columns), f"{report['ttft_ratio']:.1f}x sooner"),
-        ("decoding", *speeds, f"{report['decode_ratio']:.1f}x faster"),
-        ("tokens per step", *(f"{c['tokens_per_step']:.2f}" for c in columns), ""),
-        ("drafted tokens accepted", *acceptance, ""),
-        ("fact found", *("yes" if c["correct"] else "no" for c in columns), f"expected {report['expected']}"),
-    ]
-    verdict = "the same tokens as" if report["lossless"] else "NOT the same tokens as"
-    lines = [
-        *aligned(table),
-        "",
-        f"Q: {report['question']}",
-        *(f"A ({mode}): {row['answer']}" for mode, row in report["modes"].items()),
-        "",
-        f"Speculative decoding gave {verdict} plain greedy decoding over the same sparse prefill.",
-    ]
-    return "\n".join(lines)
-
-
-def aligned(table: list[tuple[str, ...]]) -> list[str]:
-    """Rows of cells as aligned lines, with a rule below the first."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
