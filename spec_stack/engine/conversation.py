@@ -8,16 +8,17 @@ from copy import copy
 import numpy as np
 import torch
 
-from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.config import SessionConfig
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
-from spec_stack.prefill.recall import RecallPlace, recall_dropped, select_turn
+from spec_stack.prefill.recall import RecallPlace, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import LookAhead, drop_unselected, gather_inputs
+from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn
 from spec_stack.types import Proposal, Selection
 
 _NO_RECALL = SessionConfig(recall=False)
@@ -39,8 +40,6 @@ class Conversation:
         self.index = pair.new_draft_cache(prefill_chunk)
         self.lookups = NgramIndex(ngram_cache)
         self.slotted: SlottedDraft | None = None
-        # The last turn's prompt behind earlier turns, half-open.
-        self.asked = (0, 0)
 
     @property
     def num_dense(self) -> int:
@@ -54,7 +53,6 @@ class Conversation:
         other.target = self.target.fork()
         other.index = self.index.fork()
         other.slotted = self.slotted and self.slotted.fork()
-        other.asked = self.asked
         return other
 
     def begin(self, request: Request, config: SessionConfig) -> Turn:
@@ -67,17 +65,13 @@ class Conversation:
         # The last token is always new: its logits are needed.
         last = len(request.prompt_ids) - 1
         self._forget_from(request.num_cached, min(num_shared(self.index.token_ids, request.prompt_ids), last))
-        # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
-        is_next = request.num_cached >= self.asked[1]
-        start = request.num_cached + 1 if is_next else min(request.num_cached, self.asked[0])
-        return Turn(self, self._pair, request, config, start)
+        return Turn(self, self._pair, request, config)
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Add a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
         token_ids = [*request.prompt_ids, *answer_ids]
         if self._ngram_cache is not None:
             self._ngram_cache.remember(request.prompt_ids, answer_ids)
-        self.asked = (turn.start, len(request.prompt_ids))
         # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
         self._forget_from(len(self.token_ids))
@@ -109,8 +103,8 @@ class Conversation:
 
 
 class Turn:
-    """A conversation's caches during one request. start: end of the earlier turns. keeps_index: whether the draft, of
-    which then all layers go over the prompt, keeps what the selection drops.
+    """A conversation's caches during one request. keeps_index: whether the draft, of which then all layers go over the
+    prompt, keeps what the selection drops.
     """
 
     def __init__(
@@ -119,36 +113,38 @@ class Turn:
         pair: ModelPair,
         request: Request,
         config: SessionConfig,
-        start: int = 0,
         keeps_index: bool = True,
     ) -> None:
-        self.start, self._keeps_index = start, keeps_index
+        self._keeps_index = keeps_index
         self._conversation, self._pair, self._request, self._config = conversation, pair, request, config
         self.target, self.lookups = conversation.target, conversation.lookups
         self.draft: DraftModel = pair.draft_in_target_vocab(conversation.index, request.tokenization)
         self.held = list(self.target.positions)
-        has_dropped = len(self.held) < request.num_cached
-        self._recalls = config.recall and has_dropped and request.can_score and self.target.can_recall
-        # Whether the draft scores the prompt before the target's prefill.
-        self.needs_scoring = request.scores or self._recalls
+        recall = config if self.target.can_recall else None
+        self._turn = plan_turn(
+            request.text, Held(request.num_cached, self.held), request.prefill, recall, request.obstacle
+        )
+
+    @property
+    def needs_scoring(self) -> bool:
+        """Whether the draft scores the prompt before the target's prefill."""
+        return isinstance(self._turn, NeedsScore)
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         """Score the prompt: the target's selection, and the first proposal."""
-        request = self._request
+        request, turn = self._request, self._turn
+        if not isinstance(turn, NeedsScore):
+            raise RuntimeError(f"this turn needs no score: {turn.reason}")
         inputs, proposal = gather_inputs(
             self.draft,
-            ScoringInputs(self._pair.reader.with_pieces(request.text), observer=request.observer),
+            ScoringInputs(self._pair.reader.with_pieces(turn.text), observer=request.observer),
             look_ahead,
             request.prefill,
             request.tokenization,
             whole=self._keeps_index,
-            # Earlier questions have been scored, and count again only where new text is pruned.
-            first_query=0 if request.scores else self.start,
+            first_query=turn.first_query,
         )
-        recalled: Sequence[int] = ()
-        if self._recalls:
-            recalled = recall_dropped(inputs, self.held, request.num_cached, request.prefill, self._config)
-        selection = self._select(inputs, recalled, request.prefill if request.scores else None)
+        selection = self._prefilled(plan_scored(turn, inputs, request.prefill, self._config, self._place))
         if not self._keeps_index:
             drop_unselected(self.draft, inputs, selection)
         return selection, proposal
@@ -156,14 +152,16 @@ class Turn:
     def select_everything(self) -> Selection:
         """The selection of a turn without scoring."""
         request = self._request
-        return self._select(ScoringInputs(request.text)) if self.held else Selection.everything(request.prompt_ids)
+        if not self.held:
+            return Selection.everything(request.prompt_ids)
+        return self._prefilled(select_turn(ScoringInputs(request.text), self.held, request.num_cached))
 
-    def _select(
-        self, inputs: ScoringInputs, recalled: Sequence[int] = (), config: PrefillConfig | None = None
-    ) -> Selection:
-        request = self._request
-        place: RecallPlace = "in_text" if self._pair.positions == "contiguous" else "last"
-        selection = select_turn(inputs, self.held, request.num_cached, recalled, config, place)
+    @property
+    def _place(self) -> RecallPlace:
+        return "in_text" if self._pair.positions == "contiguous" else "last"
+
+    def _prefilled(self, selection: Selection) -> Selection:
+        """A selection, for which the target's cache is rolled back."""
         self.target.rollback(len(self.held) - selection.num_held)
         return selection
 
