@@ -59,14 +59,13 @@ class NeedsScore:
     @property
     def first_query(self) -> int:
         """The first token whose segment may hold the question: earlier questions count again only where new text is
-        pruned. The new text begins behind the last answer."""
+        pruned. An edited question counts whole."""
         if self.prunes:
             return 0
-        if not self.text.turns:
-            # The answer's last token is not cached.
-            return self.held.num_tokens + 1
-        answers = (turn.span[1] for turn in self.text.turns if turn.role == "assistant")
-        return max((stop for stop in answers if stop < len(self.text)), default=0)
+        first = self.held.num_tokens
+        edited = (turn.span[0] for turn in self.text.turns if turn.role == "user" and first in range(*turn.span))
+        # The answer's last token is not cached.
+        return next(edited, first + 1)
 
 
 def plan_turn(

@@ -231,8 +231,7 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Pla
         return Plan.dense(prompt, whole.reason, "disabled")
     if prompt in known.plans:
         return known.plans[prompt]
-    if _LEAST_SHARE * held.num_tokens < num_tokens:
-        # A selection of the whole prompt is worth more than so short a prefix.
+    if not is_long_enough(held, num_tokens):
         held = Held()
         turn: Dense | NeedsScore = whole
     else:
@@ -244,6 +243,11 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Pla
     if (turn.prunes or turn.recalls) and needs_attention(config.scorer):
         return unscored
     return plan_prompt(unscored, None, 0, known)
+
+
+def is_long_enough(held: Held, num_prompt_tokens: int) -> bool:
+    """Return whether an earlier turn counts; else a selection of the whole prompt is worth more."""
+    return _LEAST_SHARE * held.num_tokens >= num_prompt_tokens
 
 
 def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[Held, bool]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.sglang.decide import Held, KnownTexts, Prompt, TurnStore, UnscoredPrompt, plan_prompt
+from spec_stack.prefill.turn import Held
+from spec_stack.sglang.decide import KnownTexts, Prompt, TurnStore, UnscoredPrompt, is_long_enough, plan_prompt
 from spec_stack.sglang.request import RequestOptions
 from spec_stack.sglang.server_args import ServerConfig
 from tests.support.reference_session import dropped_chunks_to_restore
@@ -148,4 +149,4 @@ def test_frozen_text_stays_away() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "is_worth_it"), [(24, False), (25, True), (99, True)])
 def test_a_beginning_counts_from_a_quarter_of_the_prompt_on(num_tokens: int, is_worth_it: bool) -> None:
-    assert Held(num_tokens, (0,)).is_worth_it(100) is is_worth_it
+    assert is_long_enough(Held(num_tokens, (0,)), 100) is is_worth_it
