@@ -59,6 +59,7 @@ ALLOWED = {
         "config",
         "settings",
         "api.pruner",
+        "api.request_body",
         "serve.fair_executor",
         "serve.http",
         "serve.protocol",
@@ -115,6 +116,7 @@ LIBRARIES = {
     "llguidance": {"hf"},
     "peft": {"hf"},
     "fastapi": {"serve", "proxy"},
+    "httpcore2": {"proxy"},
     "httpx2": {"proxy"},
     "sglang": {"sglang"},
 }

@@ -41,7 +41,8 @@ from experiments.real.rows import add_row_arguments, first_divergence
 from spec_stack import SpecStackGenerator
 from spec_stack.bench.arms import DRAFT_ONLY, PLAIN, Arm, Ours, Theirs, constant_schedule, our_arms, their_arms
 from spec_stack.bench.leaderboard import ALL, Leaderboard, Line
-from spec_stack.bench.live import Encoded, left, lines_of, predictors, rows_of, run_prompt
+from spec_stack.bench.live import left, lines_of, predictors, rows_of, run_prompt
+from spec_stack.bench.prompts import Encoded
 from spec_stack.bench.recorded import registered
 from spec_stack.bench.rows import Row, Rows
 from spec_stack.calibrate.documents import MODULES, module_source

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.api.generator import calibrated
+from spec_stack.api.request_body import as_functions
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
@@ -416,7 +417,7 @@ class PrunerConversation:
         joined = [_JOINT.join(text for _, text in each) for each in contents]
         parts: list[str | int] = [0]
         if not is_text:
-            parts = chat_parts(tokenizer, [{**each, "content": text} for each, text in zip(chat, joined, strict=True)])
+            parts = chat_parts(tokenizer, [_as_read(each, text) for each, text in zip(chat, joined, strict=True)])
         elif _has_leading_token(tokenizer) and not joined[0].startswith(tokenizer.bos_token):
             parts = [tokenizer.bos_token, 0]
         written, begins = "", []
@@ -425,6 +426,12 @@ class PrunerConversation:
                 begins.append((each, len(written)))
             written += each if isinstance(each, str) else joined[each]
         return written, begins
+
+
+def _as_read(message: Message, text: str) -> dict[str, Any]:
+    """A message with its text, and with calls in the form that templates write."""
+    calls = {"tool_calls": as_functions(message["tool_calls"])} if message.get("tool_calls") else {}
+    return {**message, "content": text, **calls}
 
 
 def _checked(config: PrefillConfig | None) -> PrefillConfig:

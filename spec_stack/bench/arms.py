@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,22 @@ import torch
 from transformers import MaxLengthCriteria
 
 from spec_stack.api.generator import SpecStackGenerator
+from spec_stack.bench.prompts import Encoded
 from spec_stack.bench.rows import Row
 from spec_stack.config import DecodeConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import make_policy
+from spec_stack.records import add_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Clock = Callable[[], float]
-Arm = Callable[[list[int]], Row]
-"""Answers a prompt of token ids greedily: seconds, tokens, steps, and proposed and accepted tokens."""
+Arm = Callable[[Encoded], Row]
+"""Answers a prompt greedily: seconds, tokens, steps, and proposed and accepted tokens."""
 PLAIN = "plain"
+RECORDED = {PLAIN: 0, "fixed 2": 2, "fixed 4": 4, "fixed 8": 8}
+"""The arms whose steps are recorded for a replay, with their gamma."""
 THEIRS = "Transformers, "
 DRAFT_ONLY: Mapping[str, Any] = {"proposer": "model"}
 # Transformers sizes a static cache by the longest answer, and a proposal at the answer's end runs beyond it.
@@ -33,24 +38,31 @@ _STATIC_ROOM = 16
 
 @dataclass
 class Ours:
-    """The generator under one policy, which learns from answer to answer. options: more of `stream`'s."""
+    """The generator under one policy, which learns from answer to answer.
+
+    options: more of `stream`'s. records: a .jsonl file for the steps.
+    """
 
     generator: SpecStackGenerator
     policy: Policy
     options: Mapping[str, Any]
     num_tokens: int
     clock: Clock = perf_counter
+    records: Path | None = None
 
-    def __call__(self, prompt_ids: list[int]) -> Row:
+    def __call__(self, prompt: Encoded) -> Row:
         options: dict[str, Any] = {"sparse_prefill": "draft_only", "max_tokens": self.num_tokens, **self.options}
+        options |= {"request_id": prompt.key, "task": prompt.task}
         began = self.clock()
-        steps = self.generator.stream(input_ids=prompt_ids, policy=self.policy, **options)
+        steps = self.generator.stream(input_ids=prompt.token_ids, policy=self.policy, **options)
         outputs = [next(steps)]
         first_s = self.clock() - began
         outputs += steps
         seconds, metrics = self.clock() - began, outputs[-1].metrics
         if metrics is None:
             raise RuntimeError("the stream ended without a last step")
+        if self.records is not None:
+            add_records((output.record for output in outputs), self.records)
         return {
             "seconds": seconds,
             "decode_s": seconds - first_s,
@@ -82,8 +94,8 @@ class Theirs:
             for name, value in self.settings.items():
                 setattr(self._config, name, value)
 
-    def __call__(self, prompt_ids: list[int]) -> Row:
-        fed: list[int] = []
+    def __call__(self, prompt: Encoded) -> Row:
+        prompt_ids, fed = prompt.token_ids, list[int]()
         hook = self.target.register_forward_pre_hook(
             lambda _, positional, named: fed.append(named["input_ids"].shape[1]), with_kwargs=True
         )

@@ -82,22 +82,11 @@ class PromptFidelity:
 
 @dataclass(frozen=True)
 class SettingFidelity:
-    """All prompts under one setting.
+    """All prompts under one setting (a keep rate, or "calibrated").
 
-    Parameters
-    ----------
-    setting : str
-        The keep rate, or "calibrated".
-    kept : float
-        Kept share of all prompt tokens.
-    speedup : Interval
-        Dense over sparse time to first token.
-    lost : Interval
-        Loss of the dense answers' tokens above dense, in nats per token; mean over prompts.
-    token_agreement, answer_agreement : float
-        Shares of tokens and of whole answers that stay the same.
-    lost_by_kind : dict of str to Interval
-        `lost` by kind of prompt.
+    kept: share of all prompt tokens. speedup: dense over sparse time to first token. lost: loss of the dense answers'
+    tokens above dense, in nats per token; lost_by_kind: by kind of prompt. token_agreement, answer_agreement: shares of
+    tokens and of whole answers that stay the same.
     """
 
     setting: str

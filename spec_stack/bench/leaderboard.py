@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,12 @@ _HEADER = ("policy", "speed", "tokens/s", "tokens/step", "proposed/step", "accep
 
 def _flat(name: str, interval: Interval) -> dict[str, float]:
     return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def with_all(tasks: Iterable[str]) -> list[str]:
+    """ "all", and each task where there are several."""
+    found = dict.fromkeys(tasks)
+    return list(dict.fromkeys([ALL, *filter(None, found)])) if len(found) > 1 else [ALL]
 
 
 def aligned(table: Sequence[tuple[str, ...]]) -> list[str]:

@@ -7,33 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import transformers
 
 from spec_stack.api.generator import SpecStackGenerator
-from spec_stack.bench.arms import PLAIN, THEIRS, Arm, Clock, Ours, our_arms, their_arms
+from spec_stack.bench.arms import DRAFT_ONLY, PLAIN, RECORDED, THEIRS, Arm, Clock, Ours, our_arms, their_arms
 from spec_stack.bench.intervals import ratio_interval
-from spec_stack.bench.leaderboard import ALL, Leaderboard, Line
-from spec_stack.bench.prompts import BUILT_IN, Prompt, call_of, read_prompts
+from spec_stack.bench.leaderboard import ALL, Leaderboard, Line, with_all
+from spec_stack.bench.prompts import BUILT_IN, Encoded, Prompt, call_of, read_prompts
 from spec_stack.bench.recorded import Maker, registered
 from spec_stack.bench.rows import Row, Rows, key_of
+from spec_stack.controller.registry import make_policy
 from spec_stack.engine.request import Call
 from spec_stack.hf.loading import ASSETS
+from spec_stack.records import check_record_path
 
 Progress = Callable[[int, int, str], None]
 _FEW = 12
 _WARM_UP_TOKENS = 4
 _ERROR_CHARACTERS = 160
 _SAME = "same text: greedy answers with exactly plain decoding's tokens; in low precision near-ties may differ."
-
-
-class Encoded(NamedTuple):
-    """A prompt's key among the rows, its task, and its tokens."""
-
-    key: str
-    task: str
-    token_ids: list[int]
 
 
 def bench(
@@ -45,6 +39,7 @@ def bench(
     minutes: float = 10.0,
     rivals: bool = True,
     rows: str | Path | None = None,
+    records: str | Path | None = None,
     progress: Progress | None = None,
     clock: Clock = perf_counter,
 ) -> Leaderboard:
@@ -68,6 +63,9 @@ def bench(
     rows : str or Path, optional
         A .jsonl file, to which every answer's row is added; the same call goes on after its rows. Policies of a
         resumed run start anew, and the rows of a policy whose source has changed do not count.
+    records : str or Path, optional
+        A new .jsonl file for the steps of plain decoding and of fixed gammas 2, 4 and 8, for `replay_policies`; with
+        rows, the file that these go on in.
     progress : callable, optional
         Called with (num_done, num_prompts, text) after every prompt.
     clock : callable
@@ -85,13 +83,23 @@ def bench(
     """
     if not (max_tokens >= 1 and minutes > 0):
         raise ValueError(f"max_tokens and minutes must be over 0, got {max_tokens} and {minutes}")
+    if records is not None:
+        check_record_path(records)
+        if rows is None and Path(records).exists():
+            raise ValueError(f"{records} exists, and a run may be recorded once; give rows to resume, or another file")
     policies = registered(options=predictors(generator)) if policies is None else policies
     encoded = encode(generator, read_prompts(BUILT_IN) if prompts is None else prompts, max_tokens)
     makers = our_arms(generator, policies, max_tokens, clock)
     makers |= their_arms(generator, max_tokens, clock) if rivals else {}
     # Transformers warns of what these calls do on purpose.
     transformers.logging.set_verbosity_error()
-    arms, notes = warmed_up(makers, encoded[0].token_ids)
+    arms, notes = warmed_up(makers, encoded[0])
+    if records is not None:
+        file, by_draft = Path(records), DRAFT_ONLY
+        arms |= {
+            name: Ours(generator, make_policy("fixed", gamma=gamma), by_draft, max_tokens, clock, file)
+            for name, gamma in RECORDED.items()
+        }
     kept = Rows(None if rows is None else Path(rows), minutes)
     for turn, prompt in enumerate(encoded):
         if turn and not kept.has_time and left(arms, prompt, kept):
@@ -130,12 +138,12 @@ def encode(generator: SpecStackGenerator, prompts: Sequence[Prompt], *decisive: 
     return encoded
 
 
-def warmed_up(makers: Mapping[str, Callable[..., Arm]], prompt_ids: list[int]) -> tuple[dict[str, Arm], list[str]]:
+def warmed_up(makers: Mapping[str, Callable[..., Arm]], prompt: Encoded) -> tuple[dict[str, Arm], list[str]]:
     """The arms, each after a short answer by a twin that does not count; a note for each of Transformers' that fail."""
     arms, notes = {}, []
     for name, make in makers.items():
         try:
-            make(num_tokens=_WARM_UP_TOKENS)(prompt_ids)
+            make(num_tokens=_WARM_UP_TOKENS)(prompt)
         # Transformers raises many kinds of error for pairs that it does not support.
         except Exception as error:
             if name.startswith(THEIRS):
@@ -175,16 +183,15 @@ def run_prompt(arms: Mapping[str, Arm], turn: int, prompt: Encoded, rows: Rows) 
     missing = left(arms, prompt, rows)
     for name in names[turn:] + names[:turn]:
         if name in missing:
-            rows.add(prompt.key, _row_name(name, arms[name]), {"task": prompt.task, **arms[name](prompt.token_ids)})
+            rows.add(prompt.key, _row_name(name, arms[name]), {"task": prompt.task, **arms[name](prompt)})
 
 
 def lines_of(precision: str, arms: Mapping[str, Arm], prompts: Sequence[Encoded], rows: Rows) -> list[Line]:
     """All arms on the prompts that each of them has answered, together and by task."""
     by_arm = rows_of(arms, rows)
     done = [prompt for prompt in prompts if all(prompt.key in own for own in by_arm.values())]
-    tasks = dict.fromkeys(prompt.task for prompt in done)
     found = []
-    for task in dict.fromkeys([ALL, *tasks]):
+    for task in with_all(prompt.task for prompt in done):
         keys = [prompt.key for prompt in done if task in (ALL, prompt.task)]
         plain = [by_arm[PLAIN][key] for key in keys]
         found += [_line(precision, task, name, [own[key] for key in keys], plain) for name, own in by_arm.items()]

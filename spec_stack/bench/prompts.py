@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spec_stack.calibrate.needles import FAMILIES, hide
 from spec_stack.calibrate.shapes import SHAPES
@@ -21,6 +21,14 @@ _SHARE_OF_LIMIT = 0.9
 # Shapes of a document's prompts, with a question each; and an instruction without one.
 _SHAPES = ("question last", "question first", "long format")
 _SUMMARY = "Summarize the text above in three sentences."
+
+
+class Encoded(NamedTuple):
+    """A prompt's key among the rows, its task, and its tokens."""
+
+    key: str
+    task: str
+    token_ids: list[int]
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:

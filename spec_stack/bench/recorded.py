@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_stack.bench.intervals import ratio_interval
-from spec_stack.bench.leaderboard import ALL, ORACLE, Leaderboard, Line
+from spec_stack.bench.leaderboard import ALL, ORACLE, Leaderboard, Line, with_all
 from spec_stack.bench.oracles import best_fixed, oracle
 from spec_stack.bench.replay import Costs, ReplayText, Score, fit_costs, merge_runs, replay
 from spec_stack.bench.training import as_network, make_estimator, step_examples
@@ -199,7 +199,7 @@ def _lines(
     precision: str, scores: Mapping[str, Mapping[str, Score]], task_of: Mapping[str, str], seed: int
 ) -> Iterable[Line]:
     prompts = list(scores[BASELINE])
-    for task in [ALL, *dict.fromkeys(map(task_of.__getitem__, prompts))]:
+    for task in with_all(map(task_of.__getitem__, prompts)):
         own = [prompt for prompt in prompts if task in (ALL, task_of[prompt])]
         base = [scores[BASELINE][prompt].seconds for prompt in own]
         for name, by_prompt in scores.items():

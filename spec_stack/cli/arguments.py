@@ -202,6 +202,7 @@ def _add_bench(commands: Any) -> None:
     add("--max-tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
     add("--minutes", type=float, default=10.0, help="start no prompt after so many minutes (%(default)s)")
     add("--rows", type=Path, help="file for a row per answer, from which a run resumes")
+    add("--record", type=Path, help="new .jsonl file for the steps of gammas 0, 2, 4 and 8, to be replayed")
     add("--no-rivals", dest="rivals", action="store_false", help="leave Transformers' arms out")
     add("--cpu-seconds", action="store_true", help="measure processor seconds, on a CPU that other programs use too")
     add("--folds", type=int, default=5, help="of a replay: parts of the prompts, each left out once (%(default)s)")

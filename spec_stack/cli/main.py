@@ -163,7 +163,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from spec_stack.bench.recorded import read, registered, replay_policies
 
-    for path in filter(None, (arguments.rows, arguments.csv, arguments.plot)):
+    for path in filter(None, (arguments.rows, arguments.record, arguments.csv, arguments.plot)):
         check_writable(path)
     if arguments.plot and not find_spec("matplotlib"):
         raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave --plot out")
@@ -196,6 +196,7 @@ def _bench_live(arguments: argparse.Namespace) -> Leaderboard:
         prompts,
         registered(arguments.policies, predictors(generator)),
         **given(arguments, ("max_tokens", "minutes", "rivals", "rows")),
+        records=arguments.record,
         progress=_tell_progress,
         clock=process_time if arguments.cpu_seconds else perf_counter,
     )
@@ -229,8 +230,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
     calibration = calibrate(pair, config, documents=documents, progress=show)
-    print(format_calibration(calibration))
     print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
+    print(format_calibration(calibration))
     return 0
 
 

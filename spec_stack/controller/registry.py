@@ -33,7 +33,6 @@ BATCH_POLICIES: Registry[type[Policy]] = Registry(
     },
 )
 """The same for a server, where one gamma holds for a whole batch and is set before anything is drafted."""
-POLICY_NAMES = tuple(POLICIES)
 CLOCK_POLICY_NAMES = ("throughput", "speckv")
 """Policies that decide by measured time, so that no two runs decide alike."""
 

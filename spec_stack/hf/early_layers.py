@@ -80,11 +80,10 @@ def _path_to_decoder(model: PreTrainedModel) -> list[str] | None:
     if not is_supported(model.config) or is_recurrent(text_config(model.config)):
         return None
     decoder = model.get_decoder()
-    path: list[str] | None = next((name.split(".") for name, each in model.named_modules() if each is decoder), None)
+    name = next(name for name, module in model.named_modules() if module is decoder)
     # A hook of Accelerate holds the forward of the very module.
-    if path is None or any("_hf_hook" in vars(module) for module in (model, decoder)):
-        return None
-    return path
+    is_hooked = any("_hf_hook" in vars(module) for module in (model, decoder))
+    return None if is_hooked or not hasattr(decoder, "layers") else name.split(".") if name else []
 
 
 def _with_layers(

@@ -127,6 +127,8 @@ def _check_bitsandbytes(role: str, name: str, device: torch.device) -> None:
         raise ValueError(
             f"{name} for the {role} needs {' and '.join(missing)}, not installed here: {how_to_install('quantized')}"
         )
+    # An optional kernel: without it bitsandbytes uses its own.
+    _drop_messages("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community")
 
 
 def _check_quantizable(role: str, name: str, config: Any) -> None:
@@ -185,8 +187,11 @@ def warm_up_quantized(model: PreTrainedModel) -> None:
     if stored_precision(model.config) is None:
         return
     # Repeated in every call on a CPU.
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(
-        lambda record: not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
-    )
+    _drop_messages("bitsandbytes.autograd._functions", "MatMul8bitLt: inputs will be cast")
     with torch.inference_mode():
         model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+
+
+def _drop_messages(logger: str, beginning: str) -> None:
+    """Drop a library's messages that begin so."""
+    logging.getLogger(logger).addFilter(lambda record: not str(record.msg).startswith(beginning))

@@ -5,32 +5,40 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx2
+import httpcore2
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from spec_stack.api.pruner import Pruner
+from spec_stack.api.request_body import BodyPrompt, find_prompt
 from spec_stack.config import KEEP_RATE_HEADER
-from spec_stack.proxy.config import LOOPBACK, ProxyConfig
-from spec_stack.proxy.pruning import PromptPruner, Pruning
-from spec_stack.proxy.upstream import Upstream, UpstreamResponse
-from spec_stack.serve.http import client_of, new_app, read_body, run_app, unless_disconnected
+from spec_stack.proxy.config import LOOPBACK, PRUNED, ProxyConfig
+from spec_stack.proxy.pruning import PromptPruner, Pruning, body_options, header_options
+from spec_stack.proxy.upstream import Upstream, UpstreamError, UpstreamResponse
+from spec_stack.serve.http import (
+    client_of,
+    decoded,
+    error_response,
+    new_app,
+    read_body,
+    report_headers,
+    run_app,
+    unless_disconnected,
+)
 from spec_stack.serve.protocol import BadRequestError
 
 logger = logging.getLogger(__name__)
 
-# The field that holds the prompt, by path.
-PRUNED = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/messages": "messages"}
-# Fields under which the answer holds the prompt, or goes on inside it.
-_WHOLE_FIELDS = ("echo", "suffix", "prompt_logprobs")
+OPTIONS_FIELD = "spec_stack"
+"""The body's field with `PruneOptions`, which upstream does not get."""
+# Fields under which the answer holds the prompt, or goes on inside it or from text that the server keeps.
+_WHOLE_FIELDS = ("echo", "suffix", "prompt_logprobs", "previous_response_id", "conversation")
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _CHECK_S = 2.0
-_MAX_HEADER = 300
 
 
 def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
@@ -52,13 +60,22 @@ def serve_proxy(pruner: Pruner, config: ProxyConfig) -> None:
     """Run the proxy until Ctrl-C or SIGTERM. Running requests then have `shutdown_s` seconds left."""
     if config.host not in LOOPBACK:
         logger.warning("listening on %s: whoever reaches this machine reaches %s", config.host, config.upstream)
-    try:
-        httpx2.get(f"{config.base_url}/v1/models", timeout=_CHECK_S, trust_env=False)
-    except httpx2.HTTPError as error:
-        logger.warning("%s does not answer yet: %s", config.upstream, error)
+    app = build_app(pruner, config)
+    asyncio.run(_check(config))
     # Upstream's own Server and Date headers are passed on.
     settings = {"limit_concurrency": config.max_connections, "server_header": False, "date_header": False}
-    run_app(build_app(pruner, config), config.host, config.port, config.shutdown_s, **settings)
+    run_app(app, config.host, config.port, config.shutdown_s, **settings)
+
+
+async def _check(config: ProxyConfig) -> None:
+    """Warn if the upstream server does not answer yet."""
+    upstream = Upstream(config)
+    try:
+        await upstream.check(_CHECK_S)
+    except UpstreamError as error:
+        logger.warning("%s does not answer yet: %r", config.upstream, error)
+    finally:
+        await upstream.close()
 
 
 class Endpoint:
@@ -74,89 +91,65 @@ class Endpoint:
         return await unless_disconnected(request, asyncio.create_task(self._forward(request, body)))
 
     async def _forward(self, request: Request, body: bytes) -> Response:
-        body, headers = await self._pruned(request, body)
+        forwarded, headers = await self._pruned(request, body)
         try:
-            response = await self._upstream.send(request, body)
-        except httpx2.TimeoutException:
+            response = await self._upstream.send(request, forwarded, is_changed=forwarded is not body)
+        except httpcore2.TimeoutException:
             self._outcomes.labels("failed").inc()
-            return BadRequestError("the upstream server did not answer in time", status=504).response(headers)
-        except httpx2.HTTPError as error:
-            logger.warning("upstream did not answer: %r", error)
+            error = BadRequestError("the upstream server did not answer in time", status=504)
+            return error_response(request, error, headers)
+        except UpstreamError as problem:
+            logger.warning("upstream did not answer: %r", problem)
             self._outcomes.labels("failed").inc()
-            message = "the upstream server did not answer; the proxy's log says why"
-            return BadRequestError(message, status=502).response(headers)
+            error = BadRequestError("the upstream server did not answer; the proxy's log says why", status=502)
+            return error_response(request, error, headers)
         self._outcomes.labels("ok").inc()
         return UpstreamResponse(response, headers)
 
     async def _pruned(self, request: Request, body: bytes) -> tuple[bytes, dict[str, str]]:
         """The body to forward, and headers that say what was done."""
-        field = PRUNED.get(request.url.path)
+        path = request.url.path.rstrip("/")
+        field = next((field for end, field in PRUNED.items() if path.endswith(end)), None)
         if field is None or request.method != "POST":
-            return body, {}
-        keep_rate = _keep_rate(request)
-        parsed = _parsed(body, field) if len(body) <= self._config.max_parsed_bytes else "the body is too long to parse"
-        if keep_rate == 1:
-            pruning = Pruning("dense", f"off: {KEEP_RATE_HEADER} is 1")
-        elif isinstance(parsed, str):
-            pruning = Pruning("unread", f"off: {parsed}")
-        else:
-            pruning = await self._prompts.prune(client_of(request, ()), _prompt(parsed, field), keep_rate)
-            if pruning.prompt is not None:
-                body = _with_prompt(parsed, field, pruning.prompt)
+            return body, report_headers(f"off: only POST to paths that end with {', '.join(PRUNED)} is pruned")
+        options = header_options(request.headers.get(KEEP_RATE_HEADER))
+        try:
+            parsed = _parsed(decoded(request, body, self._config.max_parsed_bytes))
+        except BadRequestError as error:
+            reason = "the body is too long to parse" if error.status == 413 else error.message
+            return body, self._report(Pruning("unread", f"off: {reason}"))
+        if (given := parsed.pop(OPTIONS_FIELD, None)) is not None:
+            options, body = body_options(given, options), json.dumps(parsed).encode()
+        try:
+            prompt = _prunable(parsed, field)
+        except ValueError as error:
+            return body, self._report(Pruning("unread", f"off: {error}"))
+        pruning = await self._prompts.prune(client_of(request, ()), prompt.chat, options)
+        if pruning.prompt is not None:
+            body = json.dumps(prompt.shortened(pruning.prompt)).encode()
+        return body, self._report(pruning)
+
+    def _report(self, pruning: Pruning) -> dict[str, str]:
         self._prompts.metrics.add(pruning)
-        return body, _headers(pruning)
+        return report_headers(pruning.reason, pruning.counts.values())
 
 
-def _keep_rate(request: Request) -> float | None:
-    """The keep rate that a request asks for. Raises BadRequestError."""
-    given = request.headers.get(KEEP_RATE_HEADER)
-    if given is None:
-        return None
-    try:
-        keep_rate = float(given)
-    except ValueError:
-        keep_rate = math.nan
-    if not 0 < keep_rate <= 1:
-        raise BadRequestError(f"{KEEP_RATE_HEADER} must be over 0 and at most 1; 1 forwards the whole prompt")
-    return keep_rate
-
-
-def _parsed(body: bytes, field: str) -> dict[str, Any] | str:
-    """The body, or the reason why its prompt is forwarded as it is."""
+def _parsed(body: bytes) -> dict[str, Any]:
+    """A body's JSON object. Raises BadRequestError."""
     try:
         parsed = json.loads(body)
         # NaN and 1e999 cannot be written again.
         json.dumps(parsed, allow_nan=False)
     except (ValueError, RecursionError):
-        return "the body is not JSON"
+        raise BadRequestError("the body is not JSON") from None
     if not isinstance(parsed, dict):
-        return "the body is not a JSON object"
+        raise BadRequestError("the body is not a JSON object")
+    return parsed
+
+
+def _prunable(body: dict[str, Any], field: str) -> BodyPrompt:
+    """The prompt of a body. Raises ValueError with the reason why it is forwarded whole."""
     for name in _WHOLE_FIELDS:
-        if parsed.get(name) is not None and parsed[name] is not False:
-            return f"{name} is about the whole prompt"
-    prompt = _prompt(parsed, field)
-    is_chat = isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
-    return parsed if is_chat or (field == "prompt" and isinstance(prompt, str)) else f"{field} holds no text to prune"
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str)
-
-
-def _prompt(body: Mapping[str, Any], field: str) -> Any:
-    """The messages or the text; a batch of one text is that text."""
-    prompt = body.get(field)
-    return prompt[0] if field == "prompt" and isinstance(prompt, list) and len(prompt) == 1 else prompt
-
-
-def _with_prompt(body: Mapping[str, Any], field: str, prompt: Any) -> bytes:
-    is_batch = field == "prompt" and isinstance(body[field], list)
-    return json.dumps({**body, field: [prompt] if is_batch else prompt}).encode()
-
-
-def _headers(pruning: Pruning) -> dict[str, str]:
-    reason = pruning.reason.encode("ascii", "replace").decode()
-    headers = {"x-spec-stack-reason": "".join(filter(str.isprintable, reason))[:_MAX_HEADER]}
-    for part, count in pruning.counts.items():
-        headers[f"x-spec-stack-{'prompt' if part == 'all' else part}-tokens"] = str(count)
-    return headers
+        if body.get(name) is not None and body[name] is not False:
+            raise ValueError(f"{name} is about the whole prompt")
+    return find_prompt(body, field)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -13,6 +14,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_PORT = 65535
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _SECONDS = ("deadline_s", "timeout_s", "shutdown_s")
+PRUNED = {"/chat/completions": "messages", "/completions": "prompt", "/messages": "messages", "/responses": "input"}
+"""The field that holds the prompt, by the end of the path: base URLs differ."""
 
 
 @documented
@@ -20,7 +23,9 @@ _SECONDS = ("deadline_s", "timeout_s", "shutdown_s")
 class ProxyConfig:
     """An OpenAI-compatible proxy that prunes prompts before an upstream server."""
 
-    upstream: str = option("", "URL of the upstream server, with or without /v1, such as http://127.0.0.1:8000")
+    upstream: str = option(
+        "", "base URL of the upstream server, as for OpenAI's clients; /v1 may be left out: http://127.0.0.1:8000"
+    )
     host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
     port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=_MAX_PORT)
     marker: str = option("", "text in place of every gap of a prompt; nothing by default")
@@ -33,6 +38,12 @@ class ProxyConfig:
     )
     timeout_s: float = option(
         600.0, "seconds without a byte from upstream, after which the answer is 504 or the stream is cut"
+    )
+    ca_file: str = option(
+        "", "file or folder with further certificate authorities for upstream; SSL_CERT_FILE and SSL_CERT_DIR are read"
+    )
+    outgoing_proxy: str = option(
+        "env", "URL of an HTTP proxy on the way to upstream, 'none', or 'env': HTTPS_PROXY, HTTP_PROXY and NO_PROXY"
     )
     max_body_bytes: int = option(32 << 20, "longest body of a request (413)", least=1)
     max_parsed_bytes: int = option(
@@ -51,7 +62,8 @@ class ProxyConfig:
 
     def __post_init__(self) -> None:
         _check_url(self.upstream)
-        require(isinstance(self.marker, str), f"marker must be a string, got {self.marker!r}")
+        for name in ("marker", "ca_file", "outgoing_proxy"):
+            require(isinstance(getattr(self, name), str), f"{name} must be a string, got {getattr(self, name)!r}")
         check_fields(self)
         for name in _SECONDS:
             require_number(name, getattr(self, name))
@@ -66,6 +78,11 @@ class ProxyConfig:
         """The upstream URL in front of /v1."""
         return self.upstream.rstrip("/").removesuffix("/v1")
 
+    @property
+    def names_version(self) -> bool:
+        """Whether the upstream URL holds another version than /v1 at its end, which stands for a client's /v1."""
+        return re.search(r"/v\d\w*(/|$)", urlsplit(self.base_url).path) is not None
+
 
 def _check_url(url: object) -> None:
     """Raise ValueError unless this is the URL of a server."""
@@ -76,5 +93,8 @@ def _check_url(url: object) -> None:
         is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError as error:
         raise ValueError(wanted) from error
+    bare = str(url).partition("?")[0].rstrip("/")
+    if end := next((each for each in (*PRUNED, "/models", "/embeddings") if bare.endswith(each)), None):
+        raise ValueError(f"upstream must be the base URL, as for OpenAI's clients: write {bare.removesuffix(end)}")
     require(is_server and not (parts.query or parts.fragment), wanted)
     require(parts.username is None, "upstream must not hold a password; clients send their own Authorization header")

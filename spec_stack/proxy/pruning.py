@@ -5,27 +5,39 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+import traceback
+from asyncio import Task
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from threading import Event
+from typing import Annotated, Any
 
 from prometheus_client import Counter, Histogram
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
-from spec_stack.config import SessionConfig
+from spec_stack.config import KEEP_RATE_HEADER, SessionConfig
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, QueueFullError, RequestCancelled
 from spec_stack.serve.http import AppMetrics
+from spec_stack.serve.protocol import BadRequestError, first_problem, unknown_field
 
 logger = logging.getLogger(__name__)
 
 # Bytes per position above which a prompt is too long for the draft, and bytes per token of long words.
 _BYTES_PER_POSITION, _BYTES_PER_TOKEN = 16, 8
-_MAX_LOGGED = 300
+# More tokens than a template writes around a message, and than any prompt has.
+_TEMPLATE_TOKENS, _ALL_TOKENS = 64, 1 << 30
+_MAX_PROTECTED, _MAX_CHARS = 64, 4000
+
+Prompt = str | list[dict[str, Any]]
+Check = Callable[..., None]
+"""Raises RequestCancelled when work should end; called as `on_progress`."""
 
 
 @dataclass(frozen=True)
@@ -64,38 +76,90 @@ class ProxyMetrics(AppMetrics):
             self._tokens.labels(part).inc(count)
 
 
+class PruneOptions(BaseModel):
+    """What a request asks of pruning, in the body's field `spec_stack` (see `Pruner.prune`)."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    keep_rate: float | None = Field(None, gt=0, le=1)
+    question: str | None = Field(None, max_length=_MAX_CHARS)
+    # Few and short ones: each is searched for in every line.
+    protect: Annotated[list[Annotated[str, Field(max_length=_MAX_CHARS)]], Field(max_length=_MAX_PROTECTED)] = []
+
+
+def header_options(keep_rate: str | None) -> PruneOptions:
+    """The options of a request's header. Raises BadRequestError."""
+    try:
+        return PruneOptions.model_validate({} if keep_rate is None else {"keep_rate": float(keep_rate)})
+    except ValueError:
+        wanted = "must be over 0 and at most 1; 1 forwards the whole prompt"
+        raise BadRequestError(f"{KEEP_RATE_HEADER} {wanted}") from None
+
+
+def body_options(given: Any, default: PruneOptions) -> PruneOptions:
+    """The options of a body's field, and defaults of those that it lacks. Raises BadRequestError."""
+    known = [*PruneOptions.model_fields]
+    if not isinstance(given, dict):
+        raise BadRequestError(f"spec_stack must be an object of {', '.join(known)}", "spec_stack")
+    for name in given:
+        if name not in known:
+            raise unknown_field(name, known)
+    try:
+        return PruneOptions.model_validate(default.model_dump() | given)
+    except ValidationError as error:
+        raise first_problem(error, "spec_stack") from error
+
+
 @dataclass(eq=False)
 class _Conversation:
-    """A conversation, and its last prompt and result."""
+    """A conversation. prompt: the last one that was pruned, with its result; latest: the one that was last asked for,
+    of which the draft has read a part."""
 
     client: str
-    keep_rate: float | None
+    options: PruneOptions
     pruner: PrunerConversation
-    prompt: Any
+    prompt: Prompt
+    latest: Prompt
     result: PruneResult | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the draft's cache."""
-        return self.result.num_tokens if self.result else 0
-
-    def prune(self, prompt: Any, marker: str) -> PruneResult:
-        """Prune the next turn."""
-        self.result = self.pruner.prune(prompt, keep_rate=self.keep_rate, marker=marker)
+    def prune(self, prompt: Prompt, marker: str, check: Check, max_tokens: int | None = None) -> PruneResult:
+        """Prune the next turn. max_tokens: instead of the keep rate."""
+        options = self.options
+        self.result = self.pruner.prune(
+            prompt,
+            keep_rate=options.keep_rate if max_tokens is None else None,
+            max_tokens=max_tokens,
+            question=options.question if prompt == self.latest else None,
+            protect=options.protect,
+            marker=marker,
+            on_progress=check,
+        )
         self.prompt = prompt
         return self.result
 
-    def precedes(self, client: str, keep_rate: float | None, prompt: Any) -> bool:
-        """Whether a prompt is this conversation's last one, or that and its answer with more behind.
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was dropped so far."""
+        return self.result is None or self.result.num_kept_tokens == self.result.num_tokens
 
-        Other longer prompts, such as a document that gets a question, are pruned anew: their decisions must not depend
-        on an earlier request.
+    def num_shared(self, client: str, options: PruneOptions, prompt: Prompt) -> int:
+        """How many messages of a prompt this conversation goes on from; 0 for another conversation.
+
+        It goes on where the prompt is the last one, or that and its answer with more behind. Other longer prompts, such
+        as a document that gets a question, are pruned anew: their decisions must not depend on an earlier request.
         """
-        if (self.client, self.keep_rate, type(self.prompt)) != (client, keep_rate, type(prompt)):
-            return False
+        asks_the_same = self.options == options
+        same = self.options.model_copy(update={"question": options.question})
+        if self.client != client or same != options:
+            return 0
+        if isinstance(prompt, str) or isinstance(self.latest, str):
+            return int(asks_the_same and self.latest == prompt)
         rest = prompt[len(self.prompt) :]
-        goes_on = not rest or (not isinstance(rest, str) and rest[0]["role"] == "assistant")
-        return goes_on and bool(prompt[: len(self.prompt)] == self.prompt)
+        goes_on = rest[0]["role"] == "assistant" or not self.prompt if rest else asks_the_same
+        if not goes_on or prompt[: len(self.prompt)] != self.prompt:
+            return 0
+        pairs = zip(prompt, self.latest, strict=False)
+        return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(prompt), len(self.latest)))
 
 
 class PromptPruner:
@@ -121,87 +185,128 @@ class PromptPruner:
         await self.queue.close()
         self._counter.shutdown(wait=False, cancel_futures=True)
 
-    async def prune(self, client: str, prompt: Any, keep_rate: float | None = None) -> Pruning:
-        """Prune a text or messages; keep_rate prunes prompts of any length. Never raises for a prompt."""
-        shown = _shown(prompt)
-        num_bytes = len(shown.encode("utf-8", "surrogatepass"))
+    async def prune(self, client: str, prompt: Prompt, options: PruneOptions) -> Pruning:
+        """Prune a text or messages; a keep rate prunes prompts of any length. Never raises for a prompt."""
+        if options.keep_rate == 1:
+            return Pruning("dense", "off: keep_rate is 1")
+        shown = _as_bytes(prompt)
+        num_bytes = len(shown)
         if num_bytes > _BYTES_PER_POSITION * self._pruner.max_positions:
             return Pruning(
                 "long", f"off: the prompt is too long for the draft's {self._pruner.max_positions} positions"
             )
         least = self._pruner.config.min_prompt_tokens
-        if keep_rate is None and await self._is_shorter(shown, num_bytes, least):
+        if options.keep_rate is None and await self._is_shorter(shown, num_bytes, least):
             return Pruning("short", f"off: the prompt is shorter than min_prompt_tokens={least}")
+        is_late = Event()
         try:
-            job = self.queue.submit(client, partial(self._score, client, prompt, keep_rate))
-            result = await asyncio.wait_for(job, self._config.deadline_s)
+            job = self.queue.submit(client, partial(self._score, client, prompt, options, is_late))
+            result = await self._in_time(job, is_late)
         except QueueFullError as error:
             return Pruning("busy", f"off: the draft is busy: {error.message}")
         except TimeoutError:
             logger.warning("a prompt was forwarded whole: scoring took over deadline_s=%s", self._config.deadline_s)
             return Pruning("late", f"off: scoring takes longer than deadline_s={self._config.deadline_s}")
         except Exception as error:
-            logger.warning("a prompt was forwarded whole: %s", repr(error)[:_MAX_LOGGED])
             return Pruning("failed", f"off: the draft cannot score the prompt ({type(error).__name__})")
         if result.num_kept_tokens >= result.num_tokens:
             return Pruning("dense", result.reason, None, result)
         return Pruning("pruned", result.reason, result.messages, result)
 
-    async def _is_shorter(self, shown: str, num_bytes: int, least: int) -> bool:
+    async def _in_time(self, job: Task[PruneResult], is_late: Event) -> PruneResult:
+        """A job's result. Raises TimeoutError after the deadline: the job then goes on, for the conversation's next
+        turn, until another one waits for the draft."""
+        try:
+            done, _ = await asyncio.wait([job], timeout=self._config.deadline_s)
+        except asyncio.CancelledError:
+            job.cancel()
+            raise
+        if done:
+            return job.result()
+        is_late.set()
+        if self.queue.is_waiting(job):
+            job.cancel()
+        # Nobody else asks how it ended.
+        job.add_done_callback(lambda job: job.cancelled() or job.exception())
+        raise TimeoutError
+
+    async def _is_shorter(self, shown: bytes, num_bytes: int, least: int) -> bool:
         """Whether a prompt surely has fewer tokens, without a place in the queue."""
         if num_bytes < least or num_bytes > _BYTES_PER_TOKEN * least:
             return num_bytes < least
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._counter, lambda: len(self._tokenizer(shown).input_ids)) < least
+            loop, text = asyncio.get_running_loop(), shown.decode()
+            return await loop.run_in_executor(self._counter, lambda: len(self._tokenizer(text).input_ids)) < least
         except Exception:
             # The draft's thread finds and reports the problem.
             return False
 
-    def _score(self, client: str, prompt: Any, keep_rate: float | None, check_cancelled: CheckCancelled) -> PruneResult:
-        conversation = self._take(client, keep_rate, prompt) or self._open(client, keep_rate, prompt)
+    def _score(
+        self, client: str, prompt: Prompt, options: PruneOptions, is_late: Event, check_cancelled: CheckCancelled
+    ) -> PruneResult:
+        def check(*_: object) -> None:
+            check_cancelled()
+            if is_late.is_set() and len(self.queue):
+                raise RequestCancelled
+
+        conversation = self._take(client, options, prompt)
         try:
             with self.metrics.scoring_s.time():
-                result = self._advance(conversation, prompt, check_cancelled)
+                result = self._advance(conversation, prompt, check)
         except RequestCancelled:
             self._keep(conversation)
             raise
-        except Exception:
-            # Out of memory: the caches of the other conversations may be what it lacks.
-            self._conversations.clear()
+        except Exception as error:
+            # Without its message, which may quote the prompt.
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            logger.warning("scoring failed: %s at %s:%s", type(error).__name__, frame.filename, frame.lineno)
+            if not isinstance(error, ValueError):
+                # Out of memory: the caches of the other conversations may be what it lacks.
+                self._conversations.clear()
             raise
         self._keep(conversation)
         return result
 
-    def _advance(self, conversation: _Conversation, prompt: Any, check_cancelled: CheckCancelled) -> PruneResult:
+    def _advance(self, conversation: _Conversation, prompt: Prompt, check: Check) -> PruneResult:
         """Prune the turns after a conversation's last prompt, if any."""
-        for stop in _turns(prompt, len(conversation.prompt)):
-            check_cancelled()
-            # A turn may hold no text.
-            with suppress(ValueError):
-                conversation.prune(prompt[:stop], self._config.marker)
         if conversation.result is not None and conversation.prompt == prompt:
             # A client that tries again.
             return conversation.result
-        return conversation.prune(prompt, self._config.marker)
+        marker, num_whole = self._config.marker, 0
+        least = self._pruner.config.min_prompt_tokens if conversation.options.keep_rate is None else 0
+        begin = len(conversation.prompt)
+        for start, stop in pairwise([begin, *_turns(prompt, begin), len(prompt)]):
+            check()
+            is_last = stop == len(prompt)
+            # Short turns stay whole. They are read together: each reading renders all that came before.
+            if not is_last and conversation.is_whole and _most_tokens(prompt[start:stop]) < least:
+                num_whole = stop
+                continue
+            # A turn may hold no text.
+            with suppress(ValueError):
+                if num_whole:
+                    conversation.prune(prompt[:num_whole], marker, check, _ALL_TOKENS)
+            num_whole = 0
+            with nullcontext() if is_last else suppress(ValueError):
+                result = conversation.prune(prompt[:stop], marker, check)
+        return result
 
-    def _open(self, client: str, keep_rate: float | None, prompt: Any) -> _Conversation:
-        pruner = self._pruner.conversation(SessionConfig(recall=self._config.recall))
-        return _Conversation(client, keep_rate, pruner, prompt[:0])
-
-    def _take(self, client: str, keep_rate: float | None, prompt: Any) -> _Conversation | None:
-        """Remove and return the client's conversation that a prompt continues, the longest one."""
-        fitting = [each for each in self._conversations if each.precedes(client, keep_rate, prompt)]
-        longest = max(fitting, key=lambda each: len(each.prompt), default=None)
-        if longest is not None:
-            self._conversations.remove(longest)
-        return longest
+    def _take(self, client: str, options: PruneOptions, prompt: Prompt) -> _Conversation:
+        """Remove and return the client's conversation that a prompt continues furthest, or open one."""
+        shared = [each.num_shared(client, options, prompt) for each in self._conversations]
+        if not any(shared):
+            pruner = self._pruner.conversation(SessionConfig(recall=self._config.recall))
+            return _Conversation(client, options, pruner, prompt[:0], prompt)
+        conversation = self._conversations.pop(shared.index(max(shared)))
+        conversation.options, conversation.latest = options, prompt
+        return conversation
 
     def _keep(self, conversation: _Conversation) -> None:
         kept, config = self._conversations, self._config
         kept.append(conversation)
-        while len(kept) > config.max_conversations or sum(each.num_tokens for each in kept) > config.max_cached_tokens:
-            kept.pop(0)
+        num_tokens = sum(each.pruner.num_cached_tokens for each in kept)
+        while len(kept) > config.max_conversations or num_tokens > config.max_cached_tokens:
+            num_tokens -= kept.pop(0).pruner.num_cached_tokens
 
 
 def _turns(prompt: Any, start: int) -> list[int]:
@@ -212,14 +317,11 @@ def _turns(prompt: Any, start: int) -> list[int]:
     return [at for at in range(start + 1, len(prompt)) if is_answer[at] and not is_answer[at - 1]]
 
 
-def _shown(prompt: Any) -> str:
-    """What the draft reads of a prompt, and more: its JSON without parts other than text."""
-    shown = prompt if isinstance(prompt, str) else [_without_media(message) for message in prompt]
-    return json.dumps(shown, ensure_ascii=False)
+def _most_tokens(messages: Sequence[Any]) -> int:
+    """A number of tokens that messages surely do not exceed."""
+    return sum(_TEMPLATE_TOKENS + len(_as_bytes(message)) for message in messages)
 
 
-def _without_media(message: Any) -> Any:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [part for part in content if isinstance(part, Mapping) and "text" in part]}
+def _as_bytes(prompt: Any) -> bytes:
+    """What the draft reads of a prompt, and more."""
+    return json.dumps(prompt, ensure_ascii=False).encode("utf-8", "replace")

@@ -47,6 +47,10 @@ class FairExecutor:
         """Jobs that wait."""
         return len(self._waiting)
 
+    def is_waiting(self, job: asyncio.Task[Any]) -> bool:
+        """Whether a job has not begun."""
+        return job in self._waiting
+
     @property
     def is_busy(self) -> bool:
         return self._thread_lock.locked()

@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -24,7 +25,12 @@ Result = TypeVar("Result")
 
 # Lists the request fields that the server ignored.
 IGNORED_HEADER = "x-spec-stack-ignored"
+REASON_HEADER = "x-spec-stack-reason"
+_COUNTED = [f"x-spec-stack-{part}-tokens" for part in ("prompt", "kept", "recalled")]
+_MAX_HEADER = 300
 _MAX_DISCARDED_BYTES = 256 << 20
+# zlib's window sizes for the formats of RFC 1952 and 1950.
+_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 
 class AppMetrics:
@@ -56,7 +62,7 @@ def new_app(
             allow_origins=list(cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[IGNORED_HEADER],
+            expose_headers=[IGNORED_HEADER, REASON_HEADER, *_COUNTED],
         )
 
     @app.get("/health")
@@ -69,23 +75,36 @@ def new_app(
 
     @app.exception_handler(StarletteHTTPException)
     async def handle_http_error(request: Request, error: StarletteHTTPException) -> Response:
-        return BadRequestError(error.detail, status=error.status_code).response(error.headers)
+        return error_response(request, BadRequestError(error.detail, status=error.status_code), error.headers)
 
     @app.exception_handler(BadRequestError)
     async def handle_bad_request(request: Request, error: BadRequestError) -> Response:
         metrics.requests.labels("refused").inc()
-        return error.response({"Retry-After": "1"} if error.status == 429 else None)
+        return error_response(request, error, {"Retry-After": "1"} if error.status == 429 else None)
 
     @app.exception_handler(ClientDisconnect)
     async def handle_disconnect(request: Request, error: ClientDisconnect) -> Response:
         metrics.requests.labels("cancelled").inc()
-        return BadRequestError(CANCELLED, status=499).response()
+        return error_response(request, BadRequestError(CANCELLED, status=499))
 
     @app.exception_handler(Exception)
     async def handle_failure(request: Request, error: Exception) -> Response:
-        return BadRequestError(FAILED, status=500).response()
+        return error_response(request, BadRequestError(FAILED, status=500))
 
     return app
+
+
+def error_response(request: Request, error: BadRequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """An error as an HTTP response, in the format of the API that the request is of."""
+    is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
+    return error.response(headers, is_anthropic)
+
+
+def report_headers(reason: str, counts: Iterable[int] = ()) -> dict[str, str]:
+    """The response headers about pruning. counts: tokens of the prompt, and of those the kept and the recalled ones."""
+    ascii_reason = reason.encode("ascii", "replace").decode()
+    headers = {REASON_HEADER: "".join(filter(str.isprintable, ascii_reason))[:_MAX_HEADER]}
+    return headers | dict(zip(_COUNTED, map(str, counts), strict=False))
 
 
 def client_of(request: Request, api_keys: Sequence[str]) -> str:
@@ -117,6 +136,25 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if num_bytes > max_bytes:
         raise BadRequestError(f"the body is longer than this server takes, {max_bytes} bytes", status=413)
     return b"".join(parts)
+
+
+def decoded(request: Request, body: bytes, max_bytes: int) -> bytes:
+    """A request's body without its Content-Encoding. Raises BadRequestError, 413 for over max_bytes."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        if encoding not in _WINDOW_BITS:
+            known = ", ".join(_WINDOW_BITS)
+            raise BadRequestError(f"the body's Content-Encoding is not read, only {known} are", status=415)
+        decoder = zlib.decompressobj(_WINDOW_BITS[encoding])
+        try:
+            body = decoder.decompress(body, max_bytes + 1)
+        except zlib.error:
+            raise BadRequestError(f"the body is not {encoding}, as its Content-Encoding says") from None
+        if not decoder.eof and len(body) <= max_bytes:
+            raise BadRequestError(f"the body ends within its {encoding} stream")
+    if len(body) > max_bytes:
+        raise BadRequestError(f"the body is longer than this server takes, {max_bytes} bytes", status=413)
+    return body
 
 
 async def unless_disconnected(request: Request, work: asyncio.Future[Result]) -> Result:

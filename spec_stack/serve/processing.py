@@ -21,6 +21,7 @@ from spec_stack.serve.protocol import (
     BadRequestError,
     ChatCompletionRequest,
     GenerationRequest,
+    first_problem,
 )
 
 
@@ -54,9 +55,7 @@ class RequestProcessor:
         try:
             return self._process(path, body, config)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise BadRequestError(f"{where}: {first['msg']}" if where else first["msg"], where or None) from error
+            raise first_problem(error) from error
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise BadRequestError(str(error)) from error
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 from fastapi.responses import JSONResponse
@@ -30,6 +31,7 @@ MAX_STOPS, MAX_STOP_CHARS = 64, 1000
 CANCELLED = "the request was cancelled"
 FAILED = "the server could not answer this request; its log says why"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "cancelled"}
+_ANTHROPIC_TYPES = _ERROR_TYPES | {413: "request_too_large", 499: "invalid_request_error", 504: "timeout_error"}
 
 
 class BadRequestError(Exception):
@@ -39,14 +41,32 @@ class BadRequestError(Exception):
         super().__init__(message, param, status)
         self.message, self.param, self.status = message, param, status
 
-    def body(self) -> dict[str, Any]:
-        """The error in OpenAI's format."""
-        kind = _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+    def body(self, anthropic: bool = False) -> dict[str, Any]:
+        """The error in OpenAI's format, or in Anthropic's."""
+        kind = (_ANTHROPIC_TYPES if anthropic else _ERROR_TYPES).get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "api_error" if anthropic else "server_error"
+        if anthropic:
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
-    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    def response(self, headers: Mapping[str, str] | None = None, anthropic: bool = False) -> JSONResponse:
         """The error as an HTTP response."""
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(self.body(anthropic), self.status, headers)
+
+
+def first_problem(error: ValidationError, prefix: str = "") -> BadRequestError:
+    """The first error of a validation."""
+    first = error.errors()[0]
+    where = ".".join(map(str, [*filter(None, [prefix]), *first["loc"]]))
+    return BadRequestError(f"{where}: {first['msg']}" if where else first["msg"], where or None)
+
+
+def unknown_field(name: str, known: Sequence[str]) -> BadRequestError:
+    """The error for a field that should be one of the known ones."""
+    shown, near = name[:MAX_NAME_CHARS], get_close_matches(name[:MAX_NAME_CHARS], known, 1)
+    meant = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return BadRequestError(f"{shown} is not known; {meant}", shown)
 
 
 def _one_of(forms: str) -> WrapValidator:

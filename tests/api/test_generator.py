@@ -23,7 +23,7 @@ from spec_stack import (
 from spec_stack.bench.demo import hide_fact
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.pool import PolicyPool
-from spec_stack.controller.registry import POLICIES, POLICY_NAMES, make_policy
+from spec_stack.controller.registry import POLICIES, make_policy
 from spec_stack.controller.simple import Fixed
 from spec_stack.records import read_records
 from tests.support.models import make_model, random_prompt
@@ -468,8 +468,8 @@ def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
 @pytest.mark.parametrize(
     ("policy", "pruned"),
     others_nightly(
-        product(POLICY_NAMES, (False, True)),
-        usual=list(zip(POLICY_NAMES, cycle((True, False)), strict=False)),
+        product(POLICIES, (False, True)),
+        usual=list(zip(POLICIES, cycle((True, False)), strict=False)),
     ),
 )
 def test_every_policy_is_lossless_live(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spec_stack.bench.intervals import Interval
-from spec_stack.bench.leaderboard import Leaderboard, Line, aligned
+from spec_stack.bench.leaderboard import Leaderboard, Line, aligned, with_all
 
 
 def line(policy: str, speed: float, task: str = "all", precision: str = "fp32", num_same: int | None = 3) -> Line:
@@ -71,3 +71,9 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
 
 def test_columns_are_aligned_with_a_rule_below_the_head() -> None:
     assert aligned([("a", "bb"), ("ccc", "d")]) == ["a    bb", "-------", "ccc  d"]
+
+
+def test_a_single_task_is_not_repeated_and_no_task_has_no_name() -> None:
+    assert with_all(["code", "chat", "code"]) == ["all", "code", "chat"]
+    assert with_all(["code", "code"]) == with_all([""]) == with_all([]) == ["all"]
+    assert with_all(["code", "", "all"]) == ["all", "code"]

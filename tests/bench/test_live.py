@@ -12,9 +12,12 @@ import pytest
 from spec_stack import SpecStackGenerator, StepContext
 from spec_stack.bench import live
 from spec_stack.bench.arms import PLAIN
-from spec_stack.bench.live import Encoded, bench, run_prompt, warmed_up
+from spec_stack.bench.live import bench, run_prompt, warmed_up
+from spec_stack.bench.prompts import Encoded
+from spec_stack.bench.recorded import BASELINE, read, replay_policies
 from spec_stack.bench.rows import Rows
 from spec_stack.controller.base import Policy
+from tests.support.controller_data import COSTS
 
 PROMPTS: list[Any] = [
     {"text": "def add(a, b):\n", "task": "code"},
@@ -69,6 +72,28 @@ def test_transformers_own_answers_are_the_same_text(embedded: SpecStackGenerator
     assert all(line.num_same == 1 and 1 <= line.tokens_per_step <= 8 for line in theirs)
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_what_a_run_has_recorded_is_replayed_with_the_same_steps(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    records, rows = tmp_path / "records.jsonl", tmp_path / "rows.jsonl"
+    options: dict[str, Any] = {"max_tokens": 40, "rivals": False, "records": records}
+    live = bench(embedded, PROMPTS, {}, **options, rows=rows)
+    kept = records.read_text()
+    bench(embedded, PROMPTS, {}, **options, rows=rows)
+    assert records.read_text() == kept
+    with pytest.raises(ValueError, match="exists, and a run may be recorded once"):
+        bench(embedded, PROMPTS, {}, **options)
+    found = read([records])
+    assert {record.policy for record in found} == {"fixed-0", "fixed-2", "fixed-4", "fixed-8"}
+    assert {record.task for record in found} == {"code", "all"}
+    board = replay_policies(found, {}, num_folds=2, costs={"fp32": COSTS})
+    proposed = {line.policy: line.proposed_per_step for line in board.of("fp32")}
+    assert BASELINE in proposed
+    for line in live.of("fp32"):
+        if line.policy.startswith("fixed"):
+            # Live steps include the prefill step, which proposes nothing.
+            assert line.proposed_per_step == pytest.approx(proposed[line.policy], rel=0.25)
+
+
 def test_time_ends_a_run_after_its_first_prompt_and_the_board_says_so(embedded: SpecStackGenerator) -> None:
     board = bench(embedded, PROMPTS, {}, max_tokens=1, rivals=False, minutes=1e-9)
     assert board.lines[0].num_prompts == 1
@@ -80,7 +105,7 @@ def test_arms_take_turns(tmp_path: Path) -> None:
     order: list[tuple[str, int]] = []
 
     def arm(name: str) -> Any:
-        return lambda ids: order.append((name, ids[0])) or {"token_ids": []}  # type: ignore[func-returns-value]
+        return lambda prompt: order.append((name, prompt.token_ids[0])) or {"token_ids": []}  # type: ignore[func-returns-value]
 
     arms, rows = {name: arm(name) for name in "abc"}, Rows(tmp_path / "rows.jsonl", 1.0)
     for turn in range(4):
@@ -97,11 +122,12 @@ def test_a_rival_that_cannot_run_is_left_out_with_its_reason_and_an_own_arm_rais
     def failing(num_tokens: int) -> Any:
         raise TypeError("no such cache")
 
-    arms, notes = warmed_up({"Transformers, assisted, 3": failing, "mine": lambda num_tokens=8: len}, [1])
+    prompt = Encoded("key", "code", [1])
+    arms, notes = warmed_up({"Transformers, assisted, 3": failing, "mine": lambda num_tokens=8: len}, prompt)
     assert list(arms) == ["mine"]
     assert notes == ["left out: Transformers, assisted, 3, no such cache"]
     with pytest.raises(TypeError, match="no such cache"):
-        warmed_up({"mine": failing}, [1])
+        warmed_up({"mine": failing}, prompt)
 
 
 @pytest.mark.parametrize(

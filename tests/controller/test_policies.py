@@ -22,7 +22,6 @@ from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.registry import (
     BATCH_POLICIES,
     POLICIES,
-    POLICY_NAMES,
     make_batch_policy,
     make_policy,
 )
@@ -63,7 +62,7 @@ class ThreeAtMost(Policy):
 
 
 MAKERS: dict[str, Callable[[], Policy]] = {
-    **{name: lambda name=name: make_policy(name) for name in POLICY_NAMES},  # type: ignore[misc]
+    **{name: lambda name=name: make_policy(name) for name in POLICIES},  # type: ignore[misc]
     **{f"{name} for batches": lambda name=name: make_batch_policy(name) for name in BATCH_POLICIES},  # type: ignore[misc]
     "ThreeAtMost": ThreeAtMost,
 }
@@ -113,23 +112,23 @@ def test_what_a_policy_chooses_is_cut_in_replay(chosen: int, most: int) -> None:
 
 
 def test_no_policy_clips_for_itself() -> None:
-    for name in POLICY_NAMES:
+    for name in POLICIES:
         assert "context.max_gamma)" not in inspect.getsource(type(make_policy(name)).choose), name
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", list(POLICIES))
 def test_a_policy_is_called_what_the_registry_calls_it(name: str) -> None:
     assert make_policy(name).name.split("-")[0] == name
 
 
 def test_a_name_means_the_same_rule_in_python_and_on_a_server() -> None:
-    assert set(BATCH_POLICIES) <= set(POLICY_NAMES)
+    assert set(BATCH_POLICIES) <= set(POLICIES)
     assert isinstance(make_batch_policy("throughput"), BatchThroughput)
     for name in BATCH_POLICIES:
         assert make_batch_policy(name).name == make_policy(name).name
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", list(POLICIES))
 def test_prefill_steps_may_be_observed_before_anything_was_chosen(name: str) -> None:
     policy = make_policy(name)
     prefill = step(8, 3, verify_s=9.0, is_prefill=True)
@@ -137,7 +136,7 @@ def test_prefill_steps_may_be_observed_before_anything_was_chosen(name: str) -> 
     assert 0 <= policy.choose(context(last=prefill)) <= 16
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", list(POLICIES))
 def test_a_step_whose_signals_were_not_kept_is_survived(name: str) -> None:
     policy = make_policy(name)
     silent = dataclasses.replace(step(8, 3, is_prefill=True), signals=DraftSignals())
@@ -365,5 +364,5 @@ def test_no_policy_does_better_than_the_oracle() -> None:
     text = merge_runs(Greedy(3).record("a", 16)).texts[0]
     costs = CHEAP_DRAFT
     best = oracle(text, costs).seconds
-    for name in POLICY_NAMES:
+    for name in POLICIES:
         assert replay(text, make_policy(name), costs).seconds >= best - 1e-12

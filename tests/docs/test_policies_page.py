@@ -94,7 +94,7 @@ def test_records_become_a_data_frame_in_three_lines(
     pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
     found = embedded.generate(
-        "def add(a, b):\n", max_tokens=9, ignore_eos=True, gamma=4, records="gamma-4.jsonl", sparse_prefill="off"
+        "def add(a, b):\n", max_tokens=9, ignore_eos=True, gamma=4, records="steps.jsonl", sparse_prefill="off"
     )
     (block,) = [block for block in of_language("python") if "pandas" in block.code]
     assert len([line for line in block.code.splitlines() if line and not line.startswith("import")]) == 3

@@ -51,7 +51,7 @@ def test_documents_are_continued_by_a_draft_of_random_weights_over_all_of_them_o
     options = f"--documents 700 --per-task 1 --tokens 6 --arms fixed whole confidence --rows {tmp_path}/rows.jsonl"
     run(monkeypatch, *options.split(), "--device", "cpu", "--precision", "fp32", "--random-draft")
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(report["700 tokens"]) == {"plain", "fixed", "whole", "confidence"}
+    assert set(report["all"]) == {"plain", "fixed", "whole", "confidence"}
     assert all(arm["same_tokens"] == 1 and arm["decode_over_plain"][0] > 0 for arm in report["all"].values())
 
 

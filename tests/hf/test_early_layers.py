@@ -116,10 +116,14 @@ def test_the_lag_counts_the_late_layers_as_their_share_and_only_until_they_ran()
     assert draft.draft_lag(NUM_PROMPT + 1) == 0
 
 
-@pytest.mark.parametrize("name", others_nightly(["Qwen3.5", "Falcon-H1"], usual=["Qwen3.5"]))
-def test_a_draft_with_a_state_reads_the_kept_tokens_again(name: str) -> None:
-    prompt = random_prompt(NUM_PROMPT)
-    draft = early(make_model(name), prompt, 2)
+@pytest.mark.parametrize("name", others_nightly(["Qwen3.5", "Falcon-H1", "Qwen3"], usual=["Qwen3.5", "Qwen3"]))
+def test_a_draft_with_a_state_or_wrapped_forwards_reads_the_kept_tokens_again(name: str) -> None:
+    prompt, model = random_prompt(NUM_PROMPT), make_model(name)
+    if name == "Qwen3":
+        # As a model that is split over devices.
+        hooks = pytest.importorskip("accelerate.hooks")
+        hooks.add_hook_to_module(model, hooks.ModelHook())
+    draft = early(model, prompt, 2)
     draft.keep_slots(KEPT)
     assert draft.draft_lag(NUM_PROMPT) == len(KEPT)
     again = CachedModel(draft.model, 4096)

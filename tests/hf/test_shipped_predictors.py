@@ -10,7 +10,7 @@ import pytest
 from spec_stack import SpecStackGenerator
 from spec_stack.bench.training import as_network, make_estimator, save_predictor, step_examples
 from spec_stack.controller.predictor import FILE_NAME, STEP_FEATURES, load_step_predictor
-from spec_stack.controller.registry import POLICY_NAMES, make_policy
+from spec_stack.controller.registry import POLICIES, make_policy
 from spec_stack.controller.speckv import SHIPPED
 from spec_stack.hf import loading
 
@@ -63,6 +63,6 @@ def test_a_bad_predictor_is_refused(tmp_path: Path) -> None:
 
 def test_what_the_package_ships_can_be_used() -> None:
     shipped = loading.predictors_beside(loading.ASSETS / "draft")
-    assert set(shipped) == {"speckv"} <= set(POLICY_NAMES)
+    assert set(shipped) == {"speckv"} <= set(POLICIES)
     for file in shipped.values():
         assert len(load_step_predictor(file).weights) == 2

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import socket
+import ssl
+import subprocess
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from statistics import median
 from threading import Event
 from time import monotonic
@@ -248,3 +254,130 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
 def test_the_pruner_names_its_tokenizer_and_limit(pruner: Pruner) -> None:
     assert pruner.tokenizer("x").input_ids
     assert pruner.max_positions > PrefillConfig.min_prompt_tokens
+
+
+REFUSAL = b'HTTP/1.1 401 Unauthorized\r\nContent-Length: 13\r\nConnection: close\r\n\r\n{"error":"x"}'
+
+
+class Refusing:
+    """A server that answers after the first bytes of a body, as Go's: it then ends its own side, and soon all."""
+
+    def __init__(self, answer: bytes, context: ssl.SSLContext | None = None) -> None:
+        self._answer, self._context = answer, context
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while self._socket.fileno() >= 0:
+            try:
+                connection = self._socket.accept()[0]
+                if self._context is not None:
+                    connection = self._context.wrap_socket(connection, server_side=True)
+            except OSError:
+                # Closed, or a client that does not trust the certificate.
+                continue
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(self._answer)
+                if self._context is None:
+                    connection.shutdown(socket.SHUT_WR)
+                Event().wait(0.3)
+
+    def stop(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (REFUSAL, 401),
+        (REFUSAL.replace(b"401 Unauthorized", b"413 Content Too Large"), 413),
+        (REFUSAL.replace(b"401 Unauthorized", b"429 Too Many Requests"), 429),
+        (REFUSAL.replace(b"401 Unauthorized", b"503 Unavailable"), 503),
+    ],
+)
+def test_a_refusal_before_the_end_of_the_body_is_passed_on(start: Start, answer: bytes, status: int) -> None:
+    server = Refusing(answer)
+    try:
+        url = start(f"http://127.0.0.1:{server.port}").url
+        for num_bytes in (100, 1_000_000, 12_000_000):
+            response = post(url, CHAT, {"messages": [{"role": "user", "content": "x" * num_bytes}]})
+            assert (response.status_code, response.content) == (status, b'{"error":"x"}')
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a private authority, ca.pem, and a server's certificate for 127.0.0.1 of it, server.pem."""
+    folder = tmp_path_factory.mktemp("authority")
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificates")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    new = "-newkey rsa:2048 -nodes -subj /CN=Test"
+    for line in (
+        f"req -x509 {new} -keyout ca.key -out ca.pem -days 3 -addext basicConstraints=critical,CA:TRUE",
+        f"req {new} -keyout server.key -out server.csr",
+        "x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out only.pem -days 3 -extfile names",
+    ):
+        subprocess.run(["openssl", *line.split()], cwd=folder, check=True, capture_output=True)
+    (folder / "server.pem").write_text((folder / "server.key").read_text() + (folder / "only.pem").read_text())
+    named = subprocess.run(
+        ["openssl", "x509", "-hash", "-noout", "-in", "ca.pem"], cwd=folder, check=True, capture_output=True, text=True
+    )
+    (folder / "hashed").mkdir()
+    shutil.copy(folder / "ca.pem", folder / "hashed" / f"{named.stdout.strip()}.0")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "name"),
+    [
+        ({}, "SSL_CERT_FILE", "ca.pem"),
+        ({}, "SSL_CERT_DIR", "hashed"),
+        ({"ca_file": "ca.pem"}, "", ""),
+        ({"ca_file": "hashed"}, "", ""),
+    ],
+)
+def test_a_private_authority_is_trusted_where_it_is_named(
+    start: Start, authority: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, str], variable: str, name: str
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority / "server.pem")
+    server = Refusing(REFUSAL, context)
+    try:
+        url = f"https://127.0.0.1:{server.port}"
+        assert post(start(url).url, CHAT, HELLO).status_code == 502
+        if variable:
+            monkeypatch.setenv(variable, str(authority / name))
+        proxy = start(url, **{key: str(authority / value) for key, value in option.items()})
+        for num_bytes in (100, 12_000_000):
+            response = post(proxy.url, CHAT, {"messages": [{"role": "user", "content": "x" * num_bytes}]})
+            assert (response.status_code, response.content) == (401, b'{"error":"x"}')
+    finally:
+        server.stop()
+
+
+def test_the_way_to_upstream_may_lead_through_a_proxy(
+    start: Start, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = "http://far.invalid"
+    assert post(start(f"{far}/base/v1", outgoing_proxy=upstream.url).url, CHAT, HELLO).status_code == 200
+    assert upstream.seen[-1].path == f"{far}/base{CHAT}"
+    # Set only while the proxies begin: the client of these tests reads them too.
+    with monkeypatch.context() as environment:
+        environment.setenv("HTTP_PROXY", upstream.url.replace("//", "//me:secret@"))
+        found, without, near = start(far), start(far, outgoing_proxy="none"), start()
+        environment.setenv("NO_PROXY", "far.invalid")
+        excepted = start(far)
+    assert post(found.url, CHAT, HELLO).status_code == 200
+    assert upstream.seen[-1].headers["proxy-authorization"].startswith("Basic ")
+    num_seen = len(upstream.seen)
+    assert post(without.url, CHAT, HELLO).status_code == post(excepted.url, CHAT, HELLO).status_code == 502
+    assert len(upstream.seen) == num_seen
+    # A server on this machine is reached straight.
+    assert post(near.url, CHAT, HELLO).status_code == 200
+    assert upstream.seen[-1].path == CHAT
+    with pytest.raises(ValueError, match="HTTP proxy"):
+        start(far, outgoing_proxy="socks5://127.0.0.1:1")

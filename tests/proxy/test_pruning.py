@@ -10,8 +10,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from spec_stack import Pruner
+from spec_stack import PrefillConfig, Pruner
+from spec_stack.proxy.app import build_app
+from spec_stack.proxy.config import ProxyConfig
 from tests.proxy.conftest import Start
+from tests.support.running_app import RunningApp
 from tests.support.upstream import FakeUpstream
 
 CODE = (Path(__file__).parents[1] / "support" / "code_to_prune.txt").read_text()
@@ -62,13 +65,15 @@ def test_a_short_prompt_and_every_other_path_pass_as_they_are(start: Start, upst
         assert reason(response) == "off: the prompt is shorter than min_prompt_tokens=400"
         assert "x-spec-stack-kept-tokens" not in response.headers
     long = json.dumps({"input": CODE * 3, "messages": LONG}).encode()
-    for path in ("/v1/embeddings", "/v1/responses", "/tokenize?x=%20a&y", "/v1/a%2Fb/"):
+    for path in ("/v1/embeddings", "/tokenize?x=%20a&y", "/v1/a%2Fb/", "/v1/messages/count_tokens"):
         response = post(url, path, long)
         assert (upstream.seen[-1].body, upstream.seen[-1].path) == (long, path)
-        assert "x-spec-stack-reason" not in response.headers
+        assert reason(response).startswith("off: only POST to paths that end with /chat/completions, ")
     for method in ("GET", "DELETE", "PUT", "OPTIONS"):
-        assert httpx2.request(method, f"{url}/v1/models").status_code == 200
+        response = httpx2.request(method, f"{url}/v1/models")
+        assert response.status_code == 200
         assert upstream.seen[-1].method == method
+        assert reason(response).startswith("off: only POST")
 
 
 def test_completions_are_pruned_if_they_are_one_text(pruner: Pruner, start: Start, upstream: FakeUpstream) -> None:
@@ -106,7 +111,9 @@ def test_only_texts_are_shorter_and_anthropics_messages_are_pruned_too(
         assert 0 < len(shorter) < len(CODE) / 2
         assert message["content"][0] == image
         assert message["content"][1] == {"type": "text", "cache_control": {"type": "ephemeral"}}
-        assert message["content"][2] == result
+        (part,) = message["content"][2].pop("content")
+        assert 0 < len(part["text"]) < len(OTHER)
+        assert message["content"][2] == {"type": "tool_result", "tool_use_id": "a"}
         assert upstream.seen[-1].json["system"] == CODE
 
 
@@ -178,7 +185,7 @@ def test_a_request_sets_its_own_keep_rate(pruner: Pruner, start: Start, upstream
         assert "x-spec-stack-keep-rate" not in upstream.seen[-1].headers
     response = post(url, CHAT, {"messages": LONG}, **{"x-spec-stack-keep-rate": "1"})
     assert upstream.seen[-1].json["messages"] == LONG
-    assert reason(response) == "off: x-spec-stack-keep-rate is 1"
+    assert reason(response) == "off: keep_rate is 1"
     for wrong in ("0", "2", "nan", "half"):
         assert post(url, CHAT, {"messages": LONG}, **{"x-spec-stack-keep-rate": wrong}).status_code == 400
 
@@ -253,3 +260,108 @@ def test_a_question_behind_an_earlier_prompt_is_pruned_as_if_nothing_came_before
     post(url, path, {field: first})
     post(url, path, {field: first + then})
     assert upstream.seen[-1].json == {field: pruner.prune(first + then).messages}
+
+
+def scorings(url: str) -> dict[str, float]:
+    lines = httpx2.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+def moved_cache_control(messages: list[dict[str, Any]]) -> None:
+    messages[-1]["content"][-1]["cache_control"] = {"type": "ephemeral"}
+
+
+def without_old_reasoning(messages: list[dict[str, Any]]) -> None:
+    for message in messages[:-2]:
+        message.pop("reasoning_content", None)
+
+
+def other_ids(messages: list[dict[str, Any]]) -> None:
+    for at, message in enumerate(messages):
+        message["id"], message["name"] = f"{len(messages)}-{at}", f"n{len(messages)}"
+
+
+def strings_for_old_parts(messages: list[dict[str, Any]]) -> None:
+    for message in messages[:-1]:
+        message["content"] = message["content"][0]["text"]
+
+
+def without_old_images(messages: list[dict[str, Any]]) -> None:
+    for message in messages[-1:]:
+        message["content"] = [{"type": "image_url", "image_url": {"url": "data:x"}}, *message["content"]]
+
+
+@pytest.mark.parametrize(
+    "change", [moved_cache_control, without_old_reasoning, other_ids, strings_for_old_parts, without_old_images]
+)
+def test_a_conversation_goes_on_whatever_the_draft_does_not_read(
+    pruner: Pruner, start: Start, upstream: FakeUpstream, change: Any
+) -> None:
+    url, conversation, chat = start().url, pruner.conversation(), list[dict[str, Any]]()
+    for at in range(4):
+        chat.append({"role": "user", "content": [{"type": "text", "text": f"{CODE[900 * at :][:1800]}\n{QUESTION}"}]})
+        messages = json.loads(json.dumps(chat))
+        change(messages)
+        post(url, "/v1/messages", {"messages": messages})
+        expected = conversation.prune(chat).messages
+        sent = upstream.seen[-1].json["messages"]
+        for message, wanted, given in zip(sent, expected, messages, strict=True):
+            text = message["content"] if isinstance(message["content"], str) else message["content"][-1]["text"]
+            assert text == wanted["content"][0]["text"]
+            assert {**message, "content": 0} == {**given, "content": 0}
+        answer = {"type": "text", "text": f"It is {at}."}
+        chat.append({"role": "assistant", "content": [answer], "reasoning_content": f"Thought {at}."})
+    assert scorings(url)["spec_stack_sessions"] == 1
+
+
+@pytest.mark.slow
+def test_late_work_goes_on_for_the_next_turn_and_gives_way_to_other_clients(
+    start: Start, upstream: FakeUpstream
+) -> None:
+    url = start(deadline_s=3).url
+    long = [{"role": "user", "content": f"{CODE * 22}\n{QUESTION}"}]
+    assert "deadline_s" in reason(post(url, CHAT, {"messages": long}, authorization="Bearer one"))
+    # One long prompt does not hold the draft beyond its deadline.
+    assert reason(post(url, CHAT, {"messages": LONG}, authorization="Bearer two")).startswith("on: ")
+    for _ in range(20):
+        answered = [*long, {"role": "assistant", "content": "Four."}, {"role": "user", "content": "Are you sure?"}]
+        if not reason(post(url, CHAT, {"messages": answered}, authorization="Bearer one")).startswith("off: scoring"):
+            break
+    assert len(upstream.seen[-1].body) < len(CODE) * 11
+
+
+class CountingPruner(Pruner):
+    """Counts the readings of its conversations."""
+
+    num_read = 0
+
+    def conversation(self, *args: Any) -> Any:
+        conversation = super().conversation(*args)
+        prune = conversation.prune
+
+        def counted(*given: Any, **options: Any) -> Any:
+            self.num_read += 1
+            return prune(*given, **options)
+
+        conversation.prune = counted  # type: ignore[method-assign]
+        return conversation
+
+
+def test_a_long_history_of_short_turns_is_read_at_once(upstream: FakeUpstream) -> None:
+    pruner = CountingPruner.from_pretrained(device="cpu", config=PrefillConfig(keep_rate=0.3, min_prompt_tokens=400))
+    app = RunningApp(build_app(pruner, ProxyConfig(upstream.url, port=0, deadline_s=120, shutdown_s=1)), 1)
+    try:
+        chat: list[dict[str, Any]] = []
+        for at in range(40):
+            chat += [{"role": "user", "content": f"Is {at} prime?"}, {"role": "assistant", "content": f"See {at}."}]
+        response = post(app.url, CHAT, {"messages": [*chat, *LONG]})
+        assert reason(response).startswith("on: the new text")
+        assert upstream.seen[-1].json["messages"][:-1] == chat
+        assert pruner.num_read == 2
+        # As if every turn had come on its own.
+        conversation = pruner.conversation()
+        for stop in range(1, 80, 2):
+            conversation.prune(chat[:stop])
+        assert upstream.seen[-1].json["messages"] == conversation.prune([*chat, *LONG]).messages
+    finally:
+        app.stop()
