@@ -39,6 +39,7 @@ from spec_stack.tokenizers.prompt_reader import PromptReader
 
 # Least part of the prompt for an earlier turn to count: one in four tokens.
 _LEAST_SHARE = 4
+_NO_TURN = "no chat turn was found in the prompt, so nothing but special tokens is protected"
 # The same prompt repeats at once with n replies, and after a client's retry.
 _MOST_PLANS = 16
 
@@ -239,6 +240,8 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Pla
         turn = plan_turn(whole.text, held, config, recall)
     if isinstance(turn, Dense):
         turn = NeedsScore(whole.text, held, False, False, turn.reason)
+    if known.reader.turns.openings and not whole.text.turns:
+        turn = replace(turn, reason=f"{turn.reason}; {_NO_TURN}")
     unscored = UnscoredPrompt(turn.text, held, turn.prunes, turn.recalls, turn.reason, prompt)
     if (turn.prunes or turn.recalls) and needs_attention(config.scorer):
         return unscored

@@ -23,6 +23,7 @@ from tests.support.nightly import others_nightly
 from tests.support.reference_session import Trace
 
 SPARSE = PrefillConfig(
+    granularity="chunks",
     keep_rate=0.3,
     chunk_size=8,
     min_prompt_tokens=24,
@@ -648,9 +649,7 @@ def test_a_draft_with_another_tokenizer_serves_a_session() -> None:
     tokenizer = make_tokenizer("a b c d e f ab abc de cd", "<t>")
     other = make_tokenizer("f e bc d abc c b ef a", "<s>")
     models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
-    config = SpecStackConfig(
-        replace(SPARSE, granularity="chunks"), session=replace(EAGER, recall_threshold=0.0, max_recalled_chunks=40)
-    )
+    config = SpecStackConfig(SPARSE, session=replace(EAGER, recall_threshold=0.0, max_recalled_chunks=40))
     generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=other)
     plain = make_model(seed=1, vocab=16)
     text, session, restored = "abcdefdeab" * 60, generator.session(), 0
