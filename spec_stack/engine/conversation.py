@@ -40,6 +40,8 @@ class Conversation:
         self.index = pair.new_draft_cache(prefill_chunk)
         self.lookups = NgramIndex(ngram_cache)
         self.slotted: SlottedDraft | None = None
+        # The last turn's prompt behind earlier turns, half-open.
+        self.asked = (0, 0)
 
     @property
     def num_dense(self) -> int:
@@ -53,6 +55,7 @@ class Conversation:
         other.target = self.target.fork()
         other.index = self.index.fork()
         other.slotted = self.slotted and self.slotted.fork()
+        other.asked = self.asked
         return other
 
     def begin(self, request: Request, config: SessionConfig) -> Turn:
@@ -65,13 +68,17 @@ class Conversation:
         # The last token is always new: its logits are needed.
         last = len(request.prompt_ids) - 1
         self._forget_from(request.num_cached, min(num_shared(self.index.token_ids, request.prompt_ids), last))
-        return Turn(self, self._pair, request, config)
+        # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
+        is_next = request.num_cached >= self.asked[1]
+        start = request.num_cached + 1 if is_next else min(request.num_cached, self.asked[0])
+        return Turn(self, self._pair, request, config, start)
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Add a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
         token_ids = [*request.prompt_ids, *answer_ids]
         if self._ngram_cache is not None:
             self._ngram_cache.remember(request.prompt_ids, answer_ids)
+        self.asked = (turn.start, len(request.prompt_ids))
         # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
         self._forget_from(len(self.token_ids))
@@ -103,8 +110,8 @@ class Conversation:
 
 
 class Turn:
-    """A conversation's caches during one request. keeps_index: whether the draft, of which then all layers go over the
-    prompt, keeps what the selection drops.
+    """A conversation's caches during one request. start: end of the earlier turns. keeps_index: whether the draft, of
+    which then all layers go over the prompt, keeps what the selection drops.
     """
 
     def __init__(
@@ -113,16 +120,17 @@ class Turn:
         pair: ModelPair,
         request: Request,
         config: SessionConfig,
+        start: int = 0,
         keeps_index: bool = True,
     ) -> None:
-        self._keeps_index = keeps_index
+        self.start, self._keeps_index = start, keeps_index
         self._conversation, self._pair, self._request, self._config = conversation, pair, request, config
         self.target, self.lookups = conversation.target, conversation.lookups
         self.draft: DraftModel = pair.draft_in_target_vocab(conversation.index, request.tokenization)
         self.held = list(self.target.positions)
         recall = config if self.target.can_recall else None
         self._turn = plan_turn(
-            request.text, Held(request.num_cached, self.held), request.prefill, recall, request.obstacle
+            request.text, Held(request.num_cached, self.held, start), request.prefill, recall, request.obstacle
         )
 
     @property

@@ -42,6 +42,7 @@ def save_conversation(
         tensors |= {f"{role}.{name}": tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
     header = {
         "version": VERSION,
+        "asked": conversation.asked,
         "made_with": _made_with(pair, prefill),
         "config": asdict(config),
         "encoded": None if conversation.encoded is None else asdict(conversation.encoded),
@@ -78,6 +79,7 @@ def load_conversation(
             raise ValueError("its tensors are not those that were saved")
         encoded, config = _encoded(header["encoded"]), SessionConfig(**header["config"])
         made_with, token_ids = header["made_with"], tensors["token_ids"].tolist()
+        start, stop = header["asked"]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"cannot take {path} for a session: {error}") from error
     _check_made_with(made_with, _made_with(pair, prefill))
@@ -85,7 +87,7 @@ def load_conversation(
         if not torch.allclose(tensors[name], probe, rtol=0, atol=_TOLERANCE * float(probe.abs().max())):
             role = name.split(".")[1]
             raise ValueError(f"the session was made with another {role}: of the same shape, with other weights")
-    conversation.token_ids, conversation.encoded = token_ids, encoded
+    conversation.token_ids, conversation.encoded, conversation.asked = token_ids, encoded, (start, stop)
     conversation.target = conversation.target.filled(_part(tensors, "target."))
     conversation.index = conversation.index.filled(_part(tensors, "draft."))
     return config

@@ -21,10 +21,11 @@ from spec_stack.types import Selection
 @dataclass(frozen=True)
 class Held:
     """What the target has of a text: num_tokens of it are from earlier turns, and those at `positions` are in the
-    cache, in write order."""
+    cache, in write order. start: where the turn's own text begins; None is behind the earlier turns."""
 
     num_tokens: int = 0
     positions: Sequence[int] = ()
+    start: int | None = None
 
     @classmethod
     def dense(cls, num_tokens: int) -> Held:
@@ -59,13 +60,11 @@ class NeedsScore:
     @property
     def first_query(self) -> int:
         """The first token whose segment may hold the question: earlier questions count again only where new text is
-        pruned. An edited question counts whole."""
+        pruned."""
         if self.prunes:
             return 0
-        first = self.held.num_tokens
-        edited = (turn.span[0] for turn in self.text.turns if turn.role == "user" and first in range(*turn.span))
         # The answer's last token is not cached.
-        return next(edited, first + 1)
+        return self.held.num_tokens + 1 if self.held.start is None else self.held.start
 
 
 def plan_turn(

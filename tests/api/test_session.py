@@ -358,7 +358,7 @@ def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(po
 
 
 def test_a_scoring_error_takes_the_new_text_whole_and_the_session_goes_on() -> None:
-    generator = make_generator(PrefillConfig(chunk_size=8, min_prompt_tokens=24, keep_rate=0.3))
+    generator = make_generator(PrefillConfig(granularity="chunks", chunk_size=8, min_prompt_tokens=24, keep_rate=0.3))
     session = generator.session(SessionConfig(recall=False))
     prompt = random_prompt(100)
     answer = session.generate(input_ids=prompt, max_tokens=3).token_ids
