@@ -204,6 +204,16 @@ class Pruner:
         return self._pair.tokenizer
 
     @property
+    def precision(self) -> str:
+        """Of the draft's weights."""
+        return self._pair.draft_precision
+
+    @property
+    def device(self) -> str:
+        """Where the draft is."""
+        return str(self._pair.draft.device)
+
+    @property
     def max_positions(self) -> int:
         """Most tokens that the draft reads."""
         return self._pair.max_positions[1]

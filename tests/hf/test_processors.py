@@ -322,6 +322,8 @@ def test_what_leaves_no_token_or_another_shape_is_an_error_that_names_it(target:
 
     with pytest.raises(ValueError, match="allow no token"):
         generator.generate(input_ids=[3, 4], logits_processor=nothing)
+    with pytest.raises(ValueError, match="NaN"):
+        generator.generate(input_ids=[3, 4], logits_processor=lambda ids, scores: scores * torch.nan)
     with pytest.raises(ValueError, match="shapeless must return scores"):
         generator.generate(input_ids=[3, 4], logits_processor=shapeless)
     wrong: Sequence[Any] = (3, "x", [Counting(), None], Counting)
