@@ -1,5 +1,5 @@
-"""Chooses heads and a setting from judged prompts, without models: `choose(cases, margin)`. Heads are ranked on other
-families than the judged one; a guard compares the choice with the default on held-out prompts."""
+"""Chooses heads and shares from judged prompts, without models: `choose(cases, margin)`. Heads are ranked on other
+families than the judged one; held-out prompts tell what is gained over the default."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,16 +24,12 @@ _NUM_HEADS = (2, 4, 8, 16)
 _DEPTHS = (1.0, 0.67)
 # A setting is judged at rates between these, small ones included.
 _JUDGED_FROM, _JUDGED_TO = 0.06, 0.25
-# Recall that a setting with fewer layers may lose against the best or the default, and recall that a draft's pass must
-# gain over BM25 alone.
+# Recall that a setting with fewer layers may lose against the best or the default.
 _TIE = 0.02
-_EARNED = 0.05
 # Fewest prompts for a choice, and for a length.
 _FEWEST = 8
 _FEWEST_OF_LENGTH = 4
 Head = tuple[int, int]
-# Per rule, the needed share of each prompt.
-Needs = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -46,19 +42,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """A scoring setting: this many heads of the first `depth` layers; BM25 alone without heads."""
+    """A scoring setting: this many heads of the first `depth` layers."""
 
     num_heads: int
     depth: int = 1 << 30
 
-    def scores(self, judged: ScoredPrompt, heads: Sequence[int]) -> torch.Tensor:
-        """Scores (num_segments,) of the heads in these rows, as in the selection rule."""
-        return judged.by_head[list(heads)].mean(dim=0) if self.num_heads else judged.words
-
     def fields(self, heads: Sequence[Head]) -> dict[str, Any]:
         """The setting's fields of PrefillConfig."""
-        if not self.num_heads:
-            return {"granularity": "lines", "scorer": "bm25"}
         return {
             "granularity": "lines",
             "scoring_queries": "prompt",
@@ -69,15 +59,15 @@ class Setting:
         }
 
 
-WORDS = Setting(0)
-
-
 def settings_of(heads: Sequence[Head]) -> list[Setting]:
     """The candidate settings of a draft with these heads."""
-    num_layers = 1 + max(layer for layer, _ in heads)
-    depths = dict.fromkeys(math.ceil(share * num_layers) for share in _DEPTHS)
+    depths = dict.fromkeys(math.ceil(share * _num_layers(heads)) for share in _DEPTHS)
     numbers = [number for number in _NUM_HEADS if number < len(heads)] or [len(heads)]
-    return [*(Setting(number, depth) for depth, number in product(depths, numbers)), WORDS]
+    return [Setting(number, depth) for depth, number in product(depths, numbers)]
+
+
+def _num_layers(heads: Sequence[Head]) -> int:
+    return 1 + max(layer for layer, _ in heads)
 
 
 class HeadRanking:
@@ -94,8 +84,6 @@ class HeadRanking:
 
     def best(self, setting: Setting, without: Collection[str] = ()) -> list[int]:
         """Rows of the voting heads, chosen without these families."""
-        if not setting.num_heads:
-            return []
         worth = torch.stack([own for kind, own in self._by_kind.items() if kind not in without]).mean(dim=0)
         worth = torch.where(self._layers < setting.depth, worth, -torch.inf)
         return worth.argsort(descending=True, stable=True)[: setting.num_heads].tolist()
@@ -103,11 +91,11 @@ class HeadRanking:
     def needs(self, setting: Setting, case: Case) -> float:
         """A prompt's needed share, with heads chosen on other families."""
         without = () if case.task.is_guard else (case.task.kind,)
-        return need(case, setting.scores(case.judged, self.best(setting, without)))
+        return need(case, case.judged.by_head[self.best(setting, without)].mean(dim=0))
 
     def cost(self, setting: Setting) -> int:
         """Number of layers that a setting runs."""
-        return 1 + max((self.heads[row][0] for row in self.best(setting)), default=-1)
+        return _num_layers([self.heads[row] for row in self.best(setting)])
 
 
 def need(case: Case, scores: torch.Tensor) -> float:
@@ -129,8 +117,8 @@ class Choice:
 
 
 def choose(cases: Sequence[Case], margin: float) -> Choice:
-    """The setting with the best recall, BM25 alone, or the default. margin: recall that a length's share may lose
-    against share 0.2."""
+    """The heads and shares with the best recall, or the default. margin: recall that a length's share may lose against
+    share 0.2. The last note says what is gained over the default."""
     first = min((case.task.num_tokens for case in cases), default=0)
     choosing = [case for case in cases if not case.task.is_guard and case.task.num_tokens == first]
     if len(choosing) < _FEWEST or len({case.task.kind for case in choosing}) < 2:
@@ -139,18 +127,16 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
     heads = [(int(layer), int(head)) for layer, head in choosing[0].judged.heads]
     ranks = HeadRanking(choosing, heads)
     found = _best_setting(choosing, ranks)
-    needs = {
-        "chosen": [ranks.needs(found, case) for case in cases],
-        "default": [need(case, case.judged.default) for case in cases],
-        "BM25": [need(case, case.judged.words) for case in cases],
-    }
-    notes: list[str] = []
-    found = _if_earned(found, needs, notes)
-    settings = _if_guarded(found.fields([heads[row] for row in ranks.best(found)]), cases, needs, notes)
-    curve = _keep_curve(cases, needs["chosen"], needs["default"], margin)
-    if settings and curve:
+    chosen = [ranks.needs(found, case) for case in cases]
+    default = [need(case, case.judged.default) for case in cases]
+    curve = _keep_curve(cases, chosen, default, margin)
+    settings = found.fields([heads[row] for row in ranks.best(found)])
+    if curve:
         settings["keep_rate"] = curve if len(curve) > 1 else curve[0][1]
-    return Choice(settings, notes + _by_length(cases, needs, settings.get("keep_rate", _USUAL)))
+    gain = _gain(cases, chosen, default, curve, (ranks.cost(found), _num_layers(heads)))
+    if not gain:
+        settings, chosen, gain = {}, default, "It gains nothing over the default, which stays."
+    return Choice(settings, [*_by_length(cases, chosen, default, settings.get("keep_rate", _USUAL)), gain])
 
 
 def _best_setting(cases: Sequence[Case], ranks: HeadRanking) -> Setting:
@@ -164,36 +150,29 @@ def _best_setting(cases: Sequence[Case], ranks: HeadRanking) -> Setting:
     return min(good, key=lambda setting: (ranks.cost(setting), -worth[setting]))
 
 
-def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
-    """The setting, or BM25 alone if the draft's pass does not beat it significantly and by enough; updates `needs`."""
-    gains = [_worth(ours) - _worth(words) for ours, words in zip(needs["chosen"], needs["BM25"], strict=True)]
-    gain, enough = fmean(gains), max(_EARNED, stdev(gains) / math.sqrt(len(gains)))
-    if found != WORDS and gain >= enough:
-        ours, words = (f"{recall(needs[name], _USUAL):.0%}" for name in ("chosen", "BM25"))
-        notes.append(f"The draft earns its pass: it keeps {ours} of the evidence at {_USUAL}, BM25 {words}.")
-        return found
-    notes.append(
-        f"The draft does not earn its pass: its heads keep {max(gain, 0.0):.3f} more than BM25 at best, as "
-        f"a mean over shares from {_JUDGED_FROM} to {_JUDGED_TO}, and {enough:.3f} would pay. BM25 alone does."
+def _gain(
+    cases: Sequence[Case],
+    chosen: Sequence[float],
+    default: Sequence[float],
+    curve: Sequence[tuple[int, float]],
+    layers: tuple[int, int],
+) -> str:
+    """What is gained over the default, by prompts that chose nothing; empty for nothing. layers: that run, of all."""
+    held_out = [at for at, case in enumerate(cases) if case.task.is_guard]
+    ours, theirs = ([needs[at] for at in held_out] for needs in (chosen, default))
+    if sum(map(_worth, ours)) < sum(map(_worth, theirs)) - _TIE * len(held_out):
+        return ""
+    kept, usual = recall(ours, _USUAL), recall(theirs, _USUAL)
+    smaller = [f"{100 * rate:.3g}% of {length} tokens" for length, rate in curve if rate < _USUAL]
+    gains = [f"it keeps {' and '.join(smaller)} in place of {_USUAL:.0%}"] if smaller else []
+    if layers[0] < layers[1]:
+        gains.append(f"{layers[0]} of the draft's {layers[1]} layers run")
+    if not gains and kept <= usual:
+        return ""
+    gains.append(
+        f"{kept:.0%} of {len(held_out)} held-out prompts keep their evidence at {_USUAL:.0%}, by default {usual:.0%}"
     )
-    needs["chosen"] = needs["BM25"]
-    return WORDS
-
-
-def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, notes: list[str]) -> dict[str, Any]:
-    """The choice, or nothing if it keeps less than the default on held-out prompts, beyond ties; updates `needs`."""
-    guard = [at for at, case in enumerate(cases) if case.task.is_guard]
-    own = {name: [needs[name][at] for at in guard] for name in ("chosen", "default")}
-    kept, usual = (f"{recall(own[name], _USUAL):.0%}" for name in own)
-    shown = f"on {len(guard)} prompts that chose nothing, it keeps {kept} at {_USUAL}, the default {usual}"
-    # It runs fewer layers, or none after its last head.
-    allowed = _TIE * len(guard) if settings.get("scoring_heads") else 0.0
-    if sum(map(_worth, own["chosen"])) >= sum(map(_worth, own["default"])) - allowed:
-        notes.append(f"The guard: {shown}.")
-        return settings
-    notes.append(f"The default stays, better over all shares: {shown}.")
-    needs["chosen"] = needs["default"]
-    return {}
+    return f"Gained over the default: {'; '.join(gains)}."
 
 
 def _worth(need: float) -> float:
@@ -237,18 +216,15 @@ def _keep_curve(
     return tuple(curve)
 
 
-def _by_length(cases: Sequence[Case], needs: Needs, keep_rate: Any) -> list[str]:
-    """Recall at each length: of the choice at its share, and of the default and BM25 at the usual one."""
+def _by_length(cases: Sequence[Case], chosen: Sequence[float], default: Sequence[float], keep_rate: Any) -> list[str]:
+    """Recall at each length: of the choice at its share, and of the default at the usual one."""
     notes, config = [], PrefillConfig(keep_rate=keep_rate)
     for length in sorted({case.task.num_tokens for case in cases}):
-        own = {
-            name: [need for need, case in zip(needs[name], cases, strict=True) if case.task.num_tokens == length]
-            for name in needs
-        }
+        own = [at for at, case in enumerate(cases) if case.task.num_tokens == length]
+        ours, theirs = ([needs[at] for at in own] for needs in (chosen, default))
         rate = config.rate_for(length)
         notes.append(
-            f"Of {len(own['chosen'])} prompts of {length} tokens, {recall(own['chosen'], rate):.0%} keep all evidence "
-            f"at {rate:.3g}; at {_USUAL} {recall(own['default'], _USUAL):.0%} under the default and "
-            f"{recall(own['BM25'], _USUAL):.0%} under BM25."
+            f"Of {len(own)} prompts of {length} tokens, {recall(ours, rate):.0%} keep all evidence at {rate:.3g}; "
+            f"{recall(theirs, _USUAL):.0%} under the default at {_USUAL}."
         )
     return notes

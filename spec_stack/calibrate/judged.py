@@ -25,7 +25,6 @@ from spec_stack.types import Proposal
 
 BY_HEAD = PrefillConfig(head_reduction="mean")
 """How heads are judged: by the mean of their attention, over lines."""
-WORDS = PrefillConfig(scorer="bm25")
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,13 @@ class ScoredPrompt:
     """A prompt's scores per segment after the draft's pass.
 
     heads: (num_heads, 2), layer and head of each row. by_head: (num_heads, num_segments), the segment's score by each
-    head alone. words, default: (num_segments,), scores of BM25 and of the default rule. costs: (num_segments,), tokens
+    head alone. default: (num_segments,), scores of the default rule. costs: (num_segments,), tokens
     of a segment that are not kept anyway. wanted: (num_segments,) bool, segments with evidence that is not kept anyway.
     num_tokens: (2,), of the prompt and of its always kept ends.
     """
 
     heads: torch.Tensor
     by_head: torch.Tensor
-    words: torch.Tensor
     default: torch.Tensor
     costs: torch.Tensor
     wanted: torch.Tensor
@@ -82,7 +80,6 @@ def judge(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
         by_head=raise_named(
             torch.stack([segments.worth(importance, BY_HEAD) for importance in by_head.values()]), evidence, segments
         ),
-        words=make_rule("bm25").score(evidence, segments, WORDS),
         default=make_rule(PrefillConfig.scorer).score(evidence, segments, PrefillConfig()),
         costs=_count(segments, ~is_free),
         wanted=_count(segments, wanted & ~is_free) > 0,

@@ -97,7 +97,7 @@ def _shortest(target: Any, draft: Any, config: PrefillConfig, cases: Sequence[Ca
     except ValueError:
         return tried
     if not even:
-        notes.append("Sparse prefill gains nothing at any length: the draft costs as much as it saves.")
+        notes.insert(0, "Sparse prefill gains nothing at any length: the draft costs as much as it saves.")
     return max(even or _NEVER, tried)
 
 
@@ -108,7 +108,7 @@ def format_calibration(calibration: Calibration) -> str:
     if config.scoring_heads:
         named = ", ".join(f"{layer}.{head}" for layer, head in config.scoring_heads)
         lines.append(f"heads (layer.head): {named}; {1 + max(layer for layer, _ in config.scoring_heads)} layers run")
-    lines += [f"prompts from {config.min_prompt_tokens} tokens on are pruned", *calibration.notes]
+    lines.append(f"prompts from {config.min_prompt_tokens} tokens on are pruned")
     if calibration.unfinished:
         lines.append(f"{calibration.num_prompts} prompts were judged; {calibration.unfinished} are left.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *calibration.notes])

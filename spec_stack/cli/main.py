@@ -230,8 +230,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
     calibration = calibrate(pair, config, documents=documents, progress=show)
-    print(format_calibration(calibration))
     print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
+    print(format_calibration(calibration))
     return 0
 
 

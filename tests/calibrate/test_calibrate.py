@@ -59,15 +59,14 @@ def test_a_calibration_is_the_same_after_a_file_and_works_in_a_generator(
         device="cpu", calibration=file, config=SpecStackConfig(PrefillConfig(min_prompt_tokens=512))
     )
     result = generator.generate(TEXTS[0][:3000], max_tokens=2)
-    assert result.metrics.sparse_prefill_reason == (
+    assert result.metrics.sparse_prefill_reason.startswith(
         f"on: the prompt has min_prompt_tokens=512 or more; calibrated by {FILE_NAME}"
     )
 
 
-def test_the_report_says_what_every_length_keeps_and_whether_the_draft_pays(calibrated: Calibration) -> None:
+def test_the_report_says_what_every_length_keeps_and_last_what_is_gained(calibrated: Calibration) -> None:
     text = format_calibration(calibrated)
-    assert "its pass" in text
-    assert "prompts that chose nothing" in text
+    assert "over the default" in text.splitlines()[-1]
     assert "Of 22 prompts of 512 tokens, " in text
     assert "Of 5 prompts of 1024 tokens, " in text
 
@@ -107,16 +106,6 @@ def test_a_budget_for_no_prompt_leaves_the_default(pair: ModelPair) -> None:
     assert "too few" in format_calibration(made)
 
 
-def test_of_a_draft_with_random_weights_bm25_is_chosen(pair: ModelPair) -> None:
-    torch.manual_seed(0)
-    blind = type(pair.draft)(pair.draft.config).eval()
-    blind.set_attn_implementation("sdpa")
-    random_pair = ModelPair.assemble(blind, blind, pair.tokenizer)
-    found = calibrate(random_pair, CalibrateConfig(lengths=(512,), prompts=22))
-    assert found.apply().scorer == "bm25"
-    assert "does not earn its pass" in " ".join(found.notes)
-
-
 def look(pair: ModelPair, prompt: Prompt, config: PrefillConfig) -> ScoringInputs:
     pieces = pair.pieces(prompt.token_ids)
     draft = pair.draft_in_target_vocab(pair.new_draft_cache(8192))
@@ -136,12 +125,11 @@ def test_what_is_judged_is_what_the_selection_rules_give_whatever_was_judged_bef
         segments = make_segments(len(prompt.token_ids), evidence.pieces, config)
         expected = make_rule(config.scorer).score(evidence, segments, config)
         torch.testing.assert_close(judged.default, expected, rtol=2e-3, atol=2e-3)
-        torch.testing.assert_close(judged.words, make_rule("bm25").score(evidence, segments, config))
         heads, rows = [(int(layer), int(head)) for layer, head in judged.heads.tolist()], [5, 2, 7]
         setting = Setting(3)
         config = PrefillConfig(**setting.fields([heads[row] for row in rows]))
         expected = make_rule(config.scorer).score(look(pair, prompt, config), segments, config)
-        torch.testing.assert_close(setting.scores(judged, rows), expected, rtol=2e-3, atol=1e-5)
+        torch.testing.assert_close(judged.by_head[rows].mean(dim=0), expected, rtol=2e-3, atol=1e-5)
         wanted = {
             at for at, (start, stop) in enumerate(segments) for low, high in prompt.spans if start < high and low < stop
         }
@@ -152,9 +140,9 @@ def test_the_share_that_a_prompt_needs_is_one_at_which_its_evidence_is_kept(pair
     index, maker = pair.new_draft_cache(8192), PromptMaker(pair, TEXTS, 0)
     for shape in ("rules", "tags", "question first, reminder"):
         prompt = maker.make(Task(1400, "fact", 2, False, shape))
-        need = float(needed(judged := judge(pair, index, prompt), judged.words))
-        config = PrefillConfig(scorer="bm25", keep_rate=min(1.0, need + 1e-6))
-        evidence = replace(look(pair, prompt, config), attention=None)
+        need = float(needed(judged := judge(pair, index, prompt), judged.default))
+        config = PrefillConfig(keep_rate=min(1.0, need + 1e-6))
+        evidence = look(pair, prompt, config)
         kept = {*select(evidence, config).positions}
         assert all(at in kept for start, stop in prompt.spans for at in range(start, stop))
 
@@ -178,7 +166,7 @@ def test_a_draft_with_another_tokenizer_is_calibrated_too(tmp_path: Path) -> Non
     foreign = ModelPair.load(ASSETS / "target", tmp_path, device="cpu", target_weights=False)
     assert foreign.translation is not None
     found = calibrate(foreign, CalibrateConfig(lengths=(512,), prompts=12))
-    assert found.settings
+    assert found.num_prompts == 12
     assert found.check(foreign.target.config, foreign.draft.config) == ""
 
 
@@ -215,6 +203,14 @@ def test_a_file_that_is_no_calibration_is_refused_by_name(
         Calibration.load(file)
     with pytest.raises(ValueError, match="cannot take"):
         Calibration.load(file.parent / "missing.json")
+
+
+def test_a_file_that_chose_bm25_still_works(tmp_path: Path) -> None:
+    file = Calibration({"granularity": "lines", "scorer": "bm25", "keep_rate": 0.15}, {}, {}, 0.1).save(tmp_path)
+    generator = SpecStackGenerator.from_pretrained(device="cpu", calibration=file)
+    result = generator.generate(TEXTS[0], max_tokens=1)
+    assert generator.config.prefill.scorer == "bm25"
+    assert result.metrics.keep_rate == pytest.approx(0.15, abs=0.01)
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
