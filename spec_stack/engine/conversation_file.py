@@ -46,9 +46,9 @@ def save_conversation(
         tensors |= {f"{role}.{name}": tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
     header = {
         "version": VERSION,
+        "asked": conversation.asked,
         "made_with": _made_with(pair, prefill),
         "config": asdict(config),
-        "asked": conversation.asked,
         "encoded": None if conversation.encoded is None else asdict(conversation.encoded),
     }
     file, part = Path(os.path.realpath(path)), None

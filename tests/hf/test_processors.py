@@ -222,7 +222,7 @@ def positions_read(generator: SpecStackGenerator, **options: Any) -> list[int]:
 
 
 def test_after_sparse_prefill_processors_see_the_whole_prompt(target: PreTrainedModel) -> None:
-    config = SpecStackConfig(PrefillConfig(keep_rate=0.3, chunk_size=8))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", keep_rate=0.3, chunk_size=8))
     generator, prompt = SpecStackGenerator(target, similar(target), config=config), random_prompt(120)
     options: dict[str, Any] = {
         "input_ids": prompt,
