@@ -11,26 +11,29 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.prompt_text import PromptText, between
+from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between
 from spec_stack.prefill.segments import line_borders
 
 WINDOW = 160
 """Tokens at the end of a prompt whose own queries score it."""
 # Tokens of a place before the window that the draft reads again behind the prompt.
 _LEAD = 64
-# Turns before the last one whose ends are candidates.
-_EARLIER_TURNS = 2
-MOST_REPEATED = (2 + _EARLIER_TURNS) * _LEAD
-"""Most tokens that the draft reads again behind a prompt."""
+MOST_REPEATED = 5 * _LEAD
+"""Most tokens that the draft reads again behind a prompt: the system message's end, an earlier request, both ends of
+the last one, and the newest plan of the assistant."""
 # Most tokens behind the last turn that open the answer, and as many where no template opens it.
 _OPENING, _NO_OPENING = 8, 4
-# Tokens before the end over which a word's weight halves, where no segment has a question mark.
+# Tokens before the request's end over which a word's weight halves without a draft.
 _HALF_LIFE = 12
 # Tokens of a segment where the texts are not known.
 _SEGMENT = 16
 # Fewest tokens of a segment without a question mark. A template's own line is shorter, and an attention sink.
 _FEWEST = 4
-_QUESTION_MARK = re.compile("[?\uff1f\u061f\u037e\u2e2e]")
+# A mark that ends a segment, directly behind a word: `name?.length`, `a ? b : c`, `?id=7` and `parse()?` ask nothing.
+_CLOSING = "[\"'`*_)\\]\u2019\u201d\u00bb\u300d\u300f\uff09?!]*"
+_QUESTION_MARK = re.compile(
+    f"(?:[\\w\"'\u2019\u201d\u00bb*`][\u00a0\u202f]?[?\u037e]|[\uff1f\u061f\u2e2e]){_CLOSING}\\s*\\Z"
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class Candidates:
 
     segments: half-open spans of tokens, in order. is_question: whether each holds a question mark. num_repeated: so
     many first segments are before the window, and are repeated behind the prompt. start: first token of the window.
-    opening: last tokens of the prompt, which open the answer. is_given: the caller named the question, which alone has
-    is_question; the other segments are background.
+    opening: last tokens of the prompt, which open the answer. request: the last user message. is_given: the caller
+    named the question, which alone has is_question; the other segments are background.
     """
 
     num_tokens: int
@@ -49,6 +52,7 @@ class Candidates:
     num_repeated: int
     start: int
     opening: int
+    request: Span
     is_given: bool = False
 
     @property
@@ -56,13 +60,13 @@ class Candidates:
         return self.segments[: self.num_repeated]
 
     def reaching(self, first: int) -> Candidates:
-        """The segments that reach the text from token `first` on; none where that is all protected, and every token of
-        it then scores the prompt."""
+        """The segments that reach the text from token `first` on, and those of a request that has other turns behind
+        it; where there is none, every token of that text scores the prompt."""
         first = min(first, self.num_tokens - 1)
         at = [
             index
-            for index, ((_, stop), mark) in enumerate(zip(self.segments, self.is_question, strict=True))
-            if stop > first or (self.is_given and mark)
+            for index, (segment, mark) in enumerate(zip(self.segments, self.is_question, strict=True))
+            if segment[1] > first or (mark if self.is_given else self.is_of_earlier_request(segment))
         ]
         num_repeated = sum(index < self.num_repeated for index in at)
         segments = tuple(self.segments[index] for index in at)
@@ -74,6 +78,13 @@ class Candidates:
             num_repeated=num_repeated,
             start=max(self.start, min(borders)),
         )
+
+    def is_of_request(self, segment: Span) -> bool:
+        return self.request[0] <= segment[0] < self.request[1]
+
+    def is_of_earlier_request(self, segment: Span) -> bool:
+        """Whether a segment is of the last user message, and other turns are behind that."""
+        return self.is_of_request(segment) and self.request[1] <= self.start
 
     def asking(self, question: Span) -> Candidates:
         """The candidates with a question that the caller names, in the prompt or behind it."""
@@ -99,24 +110,37 @@ class Candidates:
 
 
 def find_candidates(text: PromptText) -> Candidates:
-    """Find the segments that may hold the question. Without pieces, segments are runs of tokens."""
+    """Find the segments that may hold the question. Without pieces, segments are runs of tokens.
+
+    The last user message asks, whatever calls and results are behind it; the newest plan of the assistant may ask too,
+    and an earlier user message to which the last one refers. A tool's result asks nothing.
+    """
     num_tokens, pieces = len(text), text.pieces
-    turns = between(text.template, num_tokens)
-    behind = num_tokens - turns[-1][1] if turns else 0
+    turns = text.turns or [ChatTurn("user", span) for span in between(text.template, num_tokens)]
+    behind = num_tokens - turns[-1].span[1] if turns else 0
     opening = min(behind, _OPENING) or min(_NO_OPENING, num_tokens)
     # A turn of nothing but what opens the answer is the template's.
-    *earlier, last = [turn for turn in turns if turn[0] < num_tokens - opening] or [(0, num_tokens)]
-    start = max(num_tokens - WINDOW, last[0])
-    places = [end for turn in earlier[-_EARLIER_TURNS:] for end in _ends(*turn)]
-    if (begin := min([last, *earlier])[0]) > 0:
+    turns = [turn for turn in turns if turn.span[0] < num_tokens - opening] or [ChatTurn("user", (0, num_tokens))]
+    last = turns[-1]
+    start = max(num_tokens - WINDOW, last.span[0])
+    *earlier, request = [turn for turn in turns if turn.role == "user"] or [last]
+    places = [end for turn in earlier[-1:] for end in _ends(*turn.span)]
+    plans = [turn for turn in turns[:-1] if turn.role == "assistant"]
+    places += [end for turn in plans[-1:] for end in _ends(*turn.span)]
+    begin, end = request.span
+    if request == last:
+        places.append((begin, min(begin + _LEAD, start)))
+    else:
+        places += [(begin, min(begin + _LEAD, end)), (max(begin + _LEAD, end - _LEAD), end)]
+    if turns[0].span[0] > 0:
         # The end of the system message, with its template.
-        places.insert(0, (max(0, begin - _LEAD), begin))
-    places.append((last[0], min(last[0] + _LEAD, start)))
+        places.append((max(0, turns[0].span[0] - _LEAD), turns[0].span[0]))
     borders = _borders(num_tokens, pieces)
-    before = _askable([segment for place in places for segment in _cut(borders, *place)], pieces)
-    segments = (*before, *_askable(_cut(borders, start, last[1]), pieces))
+    before = _askable([segment for place in sorted(places) for segment in _cut(borders, *place)], pieces)
+    in_place = [] if last.role == "tool" else _askable(_cut(borders, start, last.span[1]), pieces)
+    segments = (*before, *in_place)
     marked = tuple(pieces is not None and _has_mark(pieces, segment) for segment in segments)
-    found = Candidates(num_tokens, segments, marked, len(before), start, opening)
+    found = Candidates(num_tokens, segments, marked, len(before), start, opening, request.span)
     return found if text.question is None else found.asking(text.question)
 
 
@@ -138,15 +162,22 @@ def _ends(start: int, stop: int) -> list[Span]:
 
 
 def question_words(found: Candidates) -> dict[int, float]:
-    """The question's tokens and their weights, up to 1, without a draft: of segments with a question mark, else of the
-    end.
+    """The question's tokens and their weights, up to 1, without a draft.
+
+    A question mark at the request's very end makes its questions all that counts. Elsewhere the request counts by its
+    distance from its end, and in full its first line where that is short, and every question.
     """
-    marked = [segment for segment, mark in zip(found.segments, found.is_question, strict=True) if mark]
-    if marked:
-        return {at: 1.0 for segment in marked for at in range(*segment)}
-    inside = found.segments[found.num_repeated :]
-    end = inside[-1][1] if inside else 0
-    return {at: 0.5 ** ((end - 1 - at) / _HALF_LIFE) for segment in inside for at in range(*segment)}
+    marked = [each for each, mark in zip(found.segments, found.is_question, strict=True) if mark]
+    inside = [each for each in found.segments if found.is_of_request(each)]
+    if inside and inside[-1] in marked:
+        marked = [each for each in marked if found.is_of_request(each)]
+    weights = {at: 1.0 for segment in marked for at in range(*segment)}
+    if found.is_given or not inside or inside[-1] in marked:
+        return weights
+    (start, end), first = found.request, inside[0]
+    if first[0] == start and first[1] - start <= _LEAD // 2:
+        weights |= dict.fromkeys(range(*first), 1.0)
+    return {at: 0.5 ** ((end - 1 - at) / _HALF_LIFE) for each in inside for at in range(*each)} | weights
 
 
 def _borders(num_tokens: int, pieces: Sequence[str] | None) -> list[int]:

@@ -1,22 +1,18 @@
-"""The words of a prompt's question and of its segments. Pure; milliseconds, no draft."""
+"""Rare words that segments share with the question, and headings that it names. Pure; milliseconds, no draft."""
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from math import sqrt
 
 import torch
 
-from spec_stack.prefill.queries import question_words
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments
+from spec_stack.prefill.words import ONE_CHARACTER, words_of
 
-# Tokens with so much weight are the question itself, and are not searched.
-_ASKED = 0.5
 # Most segments that hold a rare word, and what the largest score by rare words adds to a factor of 1.
 _MOST_SEGMENTS, _RARE_WORDS = 6, 2.0
 # Shorter words count half: most are function words.
@@ -27,22 +23,16 @@ _HEADING_ENDS = (":", "\uff1a", "{")
 _NAMED, _OF_HEADING, _SECTION = 0.5, 0.8, 64
 # Least sum of rare words for which a follow-up names a heading.
 _NAMED_FOR_RECALL = 1 / 3
-# Scripts without spaces count by the character.
-_CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
-_WORD = re.compile(f"[{_CHARACTERS}]|[^\\W{_CHARACTERS}]+")
-_ONE_CHARACTER = re.compile(f"[{_CHARACTERS}]")
 
 
 def question_and_bodies(
-    inputs: ScoringInputs, segments: Segments, asked: Mapping[int, float] | None = None
-) -> tuple[dict[Hashable, float], list[Sequence[Hashable]]]:
-    """The question's words with their weights, and the words of every segment outside the question; without text,
-    tokens in place of words. asked: the question's tokens with their weights.
-    """
-    asked = question_words(inputs.candidates) if asked is None else asked
-    question = {at for at, weight in asked.items() if weight >= _ASKED}
-    bodies = [_words(inputs, [at for at in range(*segment) if at not in question]) for segment in segments]
-    return _weights(inputs, asked), bodies
+    inputs: ScoringInputs, segments: Segments, first: int = 0
+) -> tuple[Mapping[Hashable, float], list[Sequence[Hashable]]]:
+    """The question's words with their weights, and the words of every segment outside the question. first: as in
+    `ScoringInputs.asked`."""
+    asked = inputs.asked(first)
+    bodies = [words_of(inputs.text, [at for at in range(*each) if at not in asked.tokens]) for each in segments]
+    return asked.words, bodies
 
 
 def raise_named(worth: torch.Tensor, inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
@@ -68,8 +58,7 @@ def score_for_recall(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
     """Scores (num_segments,), fp32, of a conversation's old segments: rare words in common with the new text's
     question, and at least 1 for a heading that the question names and the text under it.
     """
-    asked = question_words(inputs.candidates.reaching(segments.num_tokens))
-    shared = shared_rare_words(inputs, segments, dict.fromkeys(asked, 1.0))
+    shared = shared_rare_words(inputs, segments, segments.num_tokens)
     scores = shared.clone()
     if inputs.pieces is not None:
         for heading, section in _named_sections(shared, inputs.pieces, segments):
@@ -78,14 +67,12 @@ def score_for_recall(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
     return scores
 
 
-def shared_rare_words(
-    inputs: ScoringInputs, segments: Segments, asked: Mapping[int, float] | None = None
-) -> torch.Tensor:
-    """Rare words in common with the question (num_segments,), fp32. asked: of `question_and_bodies`.
+def shared_rare_words(inputs: ScoringInputs, segments: Segments, first: int = 0) -> torch.Tensor:
+    """Rare words in common with the question (num_segments,), fp32.
 
     Each question word that at most six segments hold gives its weight divided by the root of their number to each.
     """
-    weights, bodies = question_and_bodies(inputs, segments, asked)
+    weights, bodies = question_and_bodies(inputs, segments, first)
     if inputs.pieces is not None:
         weights = {word: weight * _significance(str(word)) for word, weight in weights.items()}
     found = [weights.keys() & body for body in bodies]
@@ -101,7 +88,7 @@ def _shares(scores: torch.Tensor) -> torch.Tensor:
 
 def _significance(word: str) -> float:
     """What a word counts: half if it is short, except for numbers and words of one character."""
-    is_short = word.isalpha() and len(word) < _FEWEST_LETTERS and not _ONE_CHARACTER.match(word)
+    is_short = word.isalpha() and len(word) < _FEWEST_LETTERS and not ONE_CHARACTER.match(word)
     return _SHORT_WORD if is_short else 1.0
 
 
@@ -139,34 +126,3 @@ def _heading(line: str) -> tuple[str, int] | None:
 
 def _ends_section(other: tuple[str, int] | None, heading: tuple[str, int]) -> bool:
     return other is not None and other[0] == heading[0] and other[1] <= heading[1]
-
-
-def _weights(inputs: ScoringInputs, asked: Mapping[int, float]) -> dict[Hashable, float]:
-    """The weight of each question word: the maximum over its tokens."""
-    weights: dict[Hashable, float] = {}
-    for run in _runs(sorted(asked)):
-        for word, token in _words_by_token(inputs, run):
-            weights[word] = max(weights.get(word, 0.0), asked[token])
-    return weights
-
-
-def _runs(tokens: Sequence[int]) -> list[range]:
-    """Increasing tokens as runs without gaps."""
-    cuts = [0, *(at for at in range(1, len(tokens)) if tokens[at] != tokens[at - 1] + 1), len(tokens)]
-    return [range(tokens[start], tokens[stop - 1] + 1) for start, stop in pairwise(cuts) if start < stop]
-
-
-def _words(inputs: ScoringInputs, tokens: Sequence[int]) -> Sequence[Hashable]:
-    if inputs.pieces is None:
-        return [inputs.text.all_ids[at] for at in tokens]
-    return _WORD.findall("".join([inputs.pieces[at] for at in tokens]).lower())
-
-
-def _words_by_token(inputs: ScoringInputs, tokens: Sequence[int]) -> list[tuple[Hashable, int]]:
-    """The words of these tokens, each with the token in which it ends."""
-    if inputs.pieces is None:
-        return [(inputs.text.all_ids[at], at) for at in tokens]
-    pieces = inputs.text.all_pieces or ()
-    owner = [at for at in tokens for _ in pieces[at].lower()]
-    text = "".join(pieces[at] for at in tokens).lower()
-    return [(match.group(), owner[match.end() - 1]) for match in _WORD.finditer(text)]

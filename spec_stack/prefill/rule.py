@@ -19,6 +19,7 @@ from spec_stack.prefill.explanation import Explanation
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import Candidates, find_candidates, question_words
 from spec_stack.prefill.segments import Segments
+from spec_stack.prefill.words import Question, read_question
 from spec_stack.types import Selection
 
 
@@ -59,6 +60,8 @@ class ScoringInputs:
         The draft's attention, with `importance(config)` (N,); None without a pass of the draft, and of a later turn.
     importance
         (N,), precomputed; used instead of the attention's own.
+    question
+        What is asked, precomputed.
     observer
         Receives the scores.
     """
@@ -67,6 +70,7 @@ class ScoringInputs:
     attention: CapturedAttention | None = None
     importance: torch.Tensor | None = None
     observer: Observer | None = None
+    question: Question | None = None
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -79,11 +83,18 @@ class ScoringInputs:
         return self.text.pieces
 
     def starting_at(self, first: int) -> ScoringInputs:
-        """The inputs of the text from token `first` on."""
+        """The inputs of the text from token `first` on; its question may stand before it."""
         if not first:
             return self
         importance = None if self.importance is None else self.importance[first:]
-        return ScoringInputs(self.text.starting_at(first), None, importance, self.observer)
+        question = self.asked(first).starting_at(first)
+        return ScoringInputs(self.text.starting_at(first), None, importance, self.observer, question)
+
+    def asked(self, first: int = 0) -> Question:
+        """The question's words, by `question_words` of the text from token `first` on."""
+        if self.question is not None:
+            return self.question
+        return read_question(self.text, question_words(self.candidates.reaching(first)))
 
     def note_part(self, name: str, scores: torch.Tensor) -> None:
         """Tell the observer, if any, the scores (num_segments,) after what is named raised them."""
@@ -105,13 +116,10 @@ class ScoringInputs:
         return known or find_candidates(self.text)
 
     def weights_by_words(self, first: int = 0) -> dict[Span, float]:
-        """Weights, 0 to 1, of the scoring segments of the text from token `first` on, without a draft."""
-        found = self.starting_at(first).candidates
+        """Weights, 0 to 1, of the scoring segments without a draft. first: as in `asked`."""
+        found = self.candidates.reaching(first)
         asked = question_words(found)
-        return {
-            (first + start, first + stop): max(asked.get(at, 0.0) for at in range(start, stop))
-            for start, stop in found.segments
-        }
+        return {span: max(asked.get(at, 0.0) for at in range(*span)) for span in found.segments}
 
     def weights_by_attention(self, config: PrefillConfig) -> dict[Span, float]:
         """Weights, 0 to 1, of the scoring queries' segments, in prompt tokens; empty without a pass of the draft."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
-from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.rules.bm25 import bm25
@@ -25,9 +26,13 @@ def test_scores_equal_the_formula_word_by_word(bodies: list[list[str]], asked: d
     assert bm25(bodies, dict(asked)) == pytest.approx(reference_bm25.scores(bodies, asked))
 
 
-def scores(pieces: list[str], protected: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+def scores(
+    pieces: list[str], protected: Sequence[tuple[int, int]] = (), roles: Sequence[str] = ("user",)
+) -> torch.Tensor:
     config = PrefillConfig()
-    evidence = ScoringInputs(PromptText(list(range(len(pieces))), pieces, protected))
+    turns = zip(roles, between(protected, len(pieces)), strict=True)
+    text = PromptText(list(range(len(pieces))), pieces, protected, turns=[ChatTurn(*turn) for turn in turns])
+    evidence = ScoringInputs(text)
     return make_rule("bm25").score(evidence, make_segments(len(pieces), pieces, config), config)
 
 
@@ -43,21 +48,21 @@ INSTRUCTIONS = [" Quote", " the", " red", " barn", " if", " it", " was", " not",
 
 
 @pytest.mark.parametrize(
-    ("pieces", "protected"),
+    ("pieces", "protected", "roles"),
     [
-        ([*DOCUMENT, *QUESTION], ()),
-        ([*DOCUMENT, *QUESTION, "\n", *INSTRUCTIONS], ()),
-        ([*QUESTION, "\n", *DOCUMENT], ()),
-        (["<user>", *QUESTION, "<end>", "<tool>", *DOCUMENT, "<end>"], ((0, 1), (6, 8), (140, 141))),
-        (["<system>", *QUESTION, "\n", "<user>", *DOCUMENT, "<end>"], ((0, 8), (140, 141))),
+        ([*DOCUMENT, *QUESTION], (), ["user"]),
+        ([*DOCUMENT, *QUESTION, "\n", *INSTRUCTIONS], (), ["user"]),
+        ([*QUESTION, "\n", *DOCUMENT], (), ["user"]),
+        (["<user>", *QUESTION, "<end>", "<tool>", *DOCUMENT, "<end>"], ((0, 1), (6, 8), (140, 141)), ["user", "tool"]),
+        (["<system>", *QUESTION, "\n", "<user>", *DOCUMENT, "<end>"], ((0, 8), (140, 141)), ["user"]),
     ],
     ids=["last", "in front of instructions", "first", "in an earlier turn", "in the system message"],
 )
 def test_the_line_that_shares_the_questions_words_is_the_best(
-    pieces: list[str], protected: Sequence[tuple[int, int]]
+    pieces: list[str], protected: Sequence[tuple[int, int]], roles: Sequence[str]
 ) -> None:
     borders = make_segments(len(pieces), pieces, PrefillConfig()).borders
-    best = int(scores(pieces, protected).argmax())
+    best = int(scores(pieces, protected, roles).argmax())
     assert "".join(pieces[borders[best] : borders[best + 1]]) == "A mill stands by the river.\n"
 
 
@@ -70,6 +75,30 @@ def test_a_request_without_a_question_mark_is_looked_for_at_the_end() -> None:
     assert int(scores(pieces).argmax()) == 1
 
 
+@pytest.mark.parametrize("code", ["user?.name ? a : b", "GET /items?id=77", "let x = parse(y)?;"])
+def test_a_question_mark_in_code_does_not_replace_the_request(code: str) -> None:
+    pieces = [*DOCUMENT, *re.findall(r"\w+|\W", code), "\n", "Find", " the", " mill", "."]
+    assert int(scores(pieces).argmax()) == 1
+
+
+@pytest.mark.parametrize("num_results", [1, 2, 5])
+def test_the_users_request_is_looked_for_however_many_results_are_behind_it(num_results: int) -> None:
+    pieces = [
+        "<user>",
+        "Find",
+        " the",
+        " mill",
+        ".",
+        *["<call>", "Reading", " on", ".", "<tool>", *DOCUMENT] * num_results,
+    ]
+    protected = [(at, at + 1) for at, piece in enumerate(pieces) if piece in ("<user>", "<call>", "<tool>")]
+    roles = ["user", *["assistant", "tool"] * num_results]
+    segments = make_segments(len(pieces), pieces, PrefillConfig())
+    best = scores(pieces, protected, roles).topk(num_results).indices
+    found = {"".join(pieces[segments.borders[at] : segments.borders[at + 1]]) for at in best}
+    assert found == {"A mill stands by the river.\n"}
+
+
 def test_scripts_without_spaces_are_searched_by_the_character() -> None:
     pieces = [*"猫は庭にいる。\n犬は家にいる。\n鳥は空をとぶ。\n", *"犬はどこ？"]
     assert int(scores(pieces).argmax()) == 1
@@ -80,3 +109,13 @@ def test_without_text_tokens_are_the_words() -> None:
     config = PrefillConfig(chunk_size=10)
     inputs, segments = ScoringInputs(PromptText(ids)), make_segments(202, None, config)
     assert int(make_rule("bm25").score(inputs, segments, config).argmax()) == 4
+
+
+def test_new_text_is_searched_for_the_words_of_a_request_before_it() -> None:
+    pieces = ["<user>", "Find", " the", " mill", ".", "<call>", "Reading", " on", ".", "<tool>", *DOCUMENT]
+    protected = [(0, 1), (5, 6), (9, 10)]
+    turns = zip(["user", "assistant", "tool"], between(protected, len(pieces)), strict=True)
+    text = PromptText(list(range(len(pieces))), pieces, protected, turns=[ChatTurn(*turn) for turn in turns])
+    new = ScoringInputs(text).starting_at(10)
+    segments = make_segments(len(DOCUMENT), DOCUMENT, PrefillConfig())
+    assert int(make_rule("bm25").score(new, segments, PrefillConfig()).argmax()) == 1

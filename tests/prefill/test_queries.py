@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spec_stack.prefill.importance import Segment, over_queries
-from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between
 from spec_stack.prefill.queries import find_candidates, question_words
 from tests.support import reference_question
 
@@ -17,23 +17,62 @@ from tests.support import reference_question
 def test_the_question_is_where_a_slow_reader_finds_it(seed: int) -> None:
     rng = random.Random(seed)
     pieces: list[str] = []
-    protected: list[tuple[int, int]] = []
-    for turn in range(rng.randrange(0, 6)):
+    template: list[tuple[int, int]] = []
+    ends = [".", "?", "\n", "\uff1f", "?)", "=7", '?"']
+    for turn in range(rng.randrange(0, 7)):
         begin = len(pieces)
         pieces += ["<t>"] * rng.choice([1, 3, 90 if turn == 0 else 2])
-        protected.append((begin, len(pieces)))
-        for _ in range(rng.randrange(0, 9)):
-            pieces += ["word"] * rng.choice([1, 2, 5, 30, 150]) + [rng.choice([".", "?", "\n", "\uff1f"]), "\n"]
+        template.append((begin, len(pieces)))
+        for _ in range(rng.randrange(1, 9)):
+            pieces += ["word"] * rng.choice([1, 2, 5, 30, 150]) + [rng.choice(ends), "\n"]
     pieces += ["<t>"] * rng.choice([1, 4, 12])
-    protected.append((len(pieces) - rng.choice([0, 1]), len(pieces)))
-    protected = protected if rng.random() < 0.8 else []
-    found = find_candidates(PromptText(range(len(pieces)), pieces, protected))
-    expected = reference_question.question_of(pieces, protected)
+    template.append((len(pieces) - rng.choice([0, 1]), len(pieces)))
+    template = template if rng.random() < 0.8 else []
+    spans = between(template, len(pieces))
+    roles = [rng.choice(["user", "assistant", "tool"]) for _ in spans]
+    turns = [ChatTurn(*each) for each in zip(roles, spans, strict=True)] if template else []
+    found = find_candidates(PromptText(range(len(pieces)), pieces, template, turns=turns))
+    expected = reference_question.question_of(pieces, template, roles if template else ["user"] * len(spans))
     for first in (0, *rng.sample(range(len(pieces)), k=min(4, len(pieces)))):
         new, slow = found.reaching(first), expected.since(first)
         assert [*new.segments] == [*slow.repeated, *slow.in_place]
         assert (new.num_repeated, [*new.is_question], new.opening) == (len(slow.repeated), slow.marked, slow.opening)
         assert question_words(new) == pytest.approx(slow.words())
+
+
+@pytest.mark.parametrize("num_results", range(1, 11))
+def test_the_last_user_message_asks_whatever_results_are_behind_it(num_results: int) -> None:
+    turns, pieces = [], ["<system>"]
+    for role, text in [
+        ("user", "find the mill now"),
+        *[("assistant", "look at it"), ("tool", "no mill is here")] * num_results,
+    ]:
+        turns.append(ChatTurn(role, (len(pieces), len(pieces) + len(text))))
+        pieces += [*text, f"<{role}>\n"]
+    text = PromptText(
+        range(len(pieces)), pieces, turns=turns, template=between([each.span for each in turns], len(pieces))
+    )
+    request, plan = turns[0].span, turns[-2].span
+    for first, kept in ((0, plan), (plan[0], plan), (len(pieces) - 3, (0, 0))):
+        asked = {at for segment in find_candidates(text).reaching(first).segments for at in range(*segment)}
+        assert asked - {0} == {*range(*request), *range(*kept)}
+
+
+@pytest.mark.parametrize(
+    ("text", "asks"),
+    [
+        ("Who was it?", True),
+        ("Who said 'why?'", True),
+        ("Qui est-ce\u00a0?\n", True),
+        ("\u8c01\uff1f", True),
+        ("user?.name ? a : b", False),
+        ("GET /items?id=77", False),
+        ("let x = parse(y)?", False),
+        ("a ?? b", False),
+    ],
+)
+def test_a_question_mark_behind_a_word_ends_a_question(text: str, asks: bool) -> None:
+    assert find_candidates(PromptText(range(len(text)), list(text))).is_question[0] is asks
 
 
 def test_a_short_line_is_no_segment_unless_it_has_a_question_mark() -> None:

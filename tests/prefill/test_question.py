@@ -124,7 +124,7 @@ def recall_scores(old: str, new: str) -> tuple[list[str], Segments, ScoringInput
 @pytest.mark.parametrize("question", [*PROMPTS, "Tell me the total of ord-4017.", "And the order ord-4003?"])
 def test_recall_scores_are_those_by_hand(question: str) -> None:
     pieces, segments, inputs = recall_scores("".join(PROMPTS.get(question, RECORDS)), question)
-    asked = dict.fromkeys(question_words(inputs.candidates.reaching(segments.num_tokens)), 1.0)
+    asked = question_words(inputs.candidates.reaching(segments.num_tokens))
     expected = reference_question.recalled(pieces, list(segments), asked)
     assert score_for_recall(inputs, segments).tolist() == pytest.approx(expected)
 

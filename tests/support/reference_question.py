@@ -4,56 +4,84 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from tests.support import reference_segments
 
 Span = tuple[int, int]
 # Of the package: the longest line, and the last tokens of a prompt whose queries are taken in place.
-LONGEST, WINDOW = 128, 160
+LONGEST = 128
 
 
-@dataclass
+@dataclass(frozen=True)
 class Question:
-    """The segments that may hold a prompt's question, those before the window apart, and the answer's opening."""
+    """The segments of a prompt that may hold its question, and the tokens of the request."""
 
     pieces: Sequence[str]
     repeated: list[Span]
     in_place: list[Span]
     opening: int
+    request: Sequence[int]
+    is_last: bool
 
     @property
     def marked(self) -> list[bool]:
         return [_asks(self.pieces, span) for span in [*self.repeated, *self.in_place]]
 
     def since(self, first: int) -> Question:
-        """The segments with a token of the text from `first` on."""
-        repeated, in_place = ([each for each in spans if each[1] > first] for spans in (self.repeated, self.in_place))
-        return Question(self.pieces, repeated, in_place, self.opening)
+        """The segments with a token of the text from `first` on, and the request where others are behind it."""
 
-    def words(self) -> dict[int, float]:
+        def stays(span: Span) -> bool:
+            return span[1] > first or (not self.is_last and span[0] in self.request)
+
+        repeated, in_place = ([each for each in spans if stays(each)] for spans in (self.repeated, self.in_place))
+        return replace(self, repeated=repeated, in_place=in_place)
+
+    def words(self, half_life: int = 12, short: int = 32) -> dict[int, float]:
         """The weight of every token of the question."""
         spans = [*self.repeated, *self.in_place]
-        asked = [at for span, is_marked in zip(spans, self.marked, strict=True) if is_marked for at in range(*span)]
-        inside = [at for span in self.in_place for at in range(*span)]
-        return dict.fromkeys(asked, 1.0) if asked else {at: 2 ** ((at - inside[-1]) / 12) for at in inside}
+        own = [span for span in spans if span[0] in self.request]
+        ends_so = bool(own) and _asks(self.pieces, own[-1])
+        questions = [span for span in (own if ends_so else spans) if _asks(self.pieces, span)]
+        weights = {at: 1.0 for span in questions for at in range(*span)}
+        if own and not ends_so:
+            begin, end = self.request[0], self.request[-1]
+            for at in (at for span in own for at in range(*span)):
+                is_first = own[0][0] == begin and at < own[0][1] <= begin + short
+                weights[at] = 1.0 if is_first else weights.get(at, 2 ** ((at - end) / half_life))
+        return weights
 
 
-def question_of(pieces: Sequence[str], protected: Sequence[Sequence[int]] = ()) -> Question:
-    """Look at every token: of which turn it is, of which line, and how far from that turn's ends."""
+def question_of(
+    pieces: Sequence[str],
+    template: Sequence[Span] = (),
+    roles: Sequence[str] = ("user",),
+    window: int = 160,
+    lead: int = 64,
+    most_opening: tuple[int, int] = (8, 4),
+) -> Question:
+    """Look at every token: of whose turn it is, of which line, and how far from that turn's ends."""
     size = len(pieces)
-    is_free = [not any(start <= at < stop for start, stop in protected) for at in range(size)]
-    turns = [list(each) for free, each in groupby(range(size), is_free.__getitem__) if free]
-    opening = min((size - 1 - turns[-1][-1] if turns else 0) or 4, 8, size)
-    turns = [turn for turn in turns if turn[0] < size - opening] or [list(range(size))]
-    *earlier, last = turns
-    in_place = [at for at in last if at >= size - WINDOW]
-    places = [list(range(max(0, turns[0][0] - 64), turns[0][0]))]
-    for turn in earlier[-2:]:
-        places += [turn] if len(turn) <= 64 else [turn[:32], turn[-32:]]
-    places.append([at for at in last[:64] if at < size - WINDOW])
-    return Question(pieces, _lines(pieces, places), _lines(pieces, [in_place]), opening)
+    is_free = [not any(start <= at < stop for start, stop in template) for at in range(size)]
+    spoken = [list(each) for free, each in groupby(range(size), is_free.__getitem__) if free]
+    opening = min((size - 1 - spoken[-1][-1] if spoken else 0) or most_opening[1], most_opening[0], size)
+    turns = [each for each in zip(roles, spoken, strict=True) if each[1][0] < size - opening]
+    turns = turns or [("user", list(range(size)))]
+    users = [turn for role, turn in turns if role == "user"] or [turns[-1][1]]
+    last_role, last = turns[-1]
+    system = turns[0][1][0]
+    places = [list(range(max(0, system - lead), system))]
+    near = [*users[-2:-1], *[turn for role, turn in turns[:-1] if role == "assistant"][-1:]]
+    for turn in near:
+        places += [turn] if len(turn) <= lead else [turn[: lead // 2], turn[-(lead // 2) :]]
+    if users[-1] is last:
+        places.append([at for at in last[:lead] if at < size - window])
+    else:
+        places += [users[-1][:lead], users[-1][lead:][-lead:]]
+    in_place = [] if last_role == "tool" else [at for at in last if at >= size - window]
+    repeated = _lines(pieces, sorted(place for place in places if place))
+    return Question(pieces, repeated, _lines(pieces, [in_place]), opening, users[-1], users[-1] is last)
 
 
 def _lines(pieces: Sequence[str], places: Sequence[Sequence[int]]) -> list[Span]:
@@ -70,7 +98,18 @@ def _lines(pieces: Sequence[str], places: Sequence[Sequence[int]]) -> list[Span]
 
 
 def _asks(pieces: Sequence[str], span: Span) -> bool:
-    return any(mark in "".join(pieces[slice(*span)]) for mark in "?\uff1f\u061f\u037e\u2e2e")
+    """Whether a text ends with a question mark behind a word, whatever closes it."""
+    text = "".join(pieces[slice(*span)]).rstrip()
+    while text and text[-1] in "\"'`*_)]?!\u2019\u201d\u00bb\u300d\u300f\uff09" and not text.endswith("?"):
+        text = text[:-1]
+    if text.endswith(("\uff1f", "\u061f", "\u2e2e")):
+        return True
+    before = text.rstrip("?").removesuffix("\u00a0")
+    return (
+        text.endswith(("?", "\u037e"))
+        and bool(before)
+        and (before[-1].isalnum() or before[-1] in "_\"'`*\u2019\u201d\u00bb")
+    )
 
 
 def raised(

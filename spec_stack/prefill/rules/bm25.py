@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -32,7 +32,7 @@ class ByBM25(SelectionRule):
         return scores
 
 
-def bm25(bodies: Sequence[Sequence[Hashable]], asked: dict[Hashable, float]) -> list[float]:
+def bm25(bodies: Sequence[Sequence[Hashable]], asked: Mapping[Hashable, float]) -> list[float]:
     """BM25 of each body of words for the weighted question words; an empty body has 0."""
     counts = [Counter(body) for body in bodies]
     num_bodies = sum(map(bool, counts))
