@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from spec_stack.prefill.queries import MOST_REPEATED
 from tests.sglang.test_dashboard import NAMES
 
 from .conftest import ASSETS, MIN_PROMPT_TOKENS, Launcher, Reference, Server, generate_body
@@ -97,7 +98,8 @@ def test_every_option_passes_msgpack_and_too_many_spans_do_not(busy: Server, ref
 
 
 def test_a_draft_of_fewer_positions_than_the_context_scores_what_it_can(busy: Server, reference: Reference) -> None:
-    most, over = (reference.text_ids(_DRAFT_POSITIONS + more, seed=701) for more in (0, 1))
+    # Its scoring queries run again behind the prompt.
+    most, over = (reference.text_ids(_DRAFT_POSITIONS - MOST_REPEATED + more, seed=701) for more in (0, 1))
     assert _report(busy.generate(most, 2, **_LONG))["outcome"] == "pruned"
     report = _report(busy.generate(over, 2, **_LONG))
     assert report["outcome"] == "unsupported"
@@ -201,8 +203,8 @@ def test_a_pruned_prompt_leaves_a_line_at_debug(busy: Server, reference: Referen
 
 
 def test_a_prompt_up_to_the_context_limit_is_scored(beside: Server, reference: Reference) -> None:
-    """Its queries run again behind it, at positions that neither model is asked for elsewhere."""
-    reply = beside.generate(reference.text_ids(2035, seed=770), 2, **_LONG)
+    """Up to where its queries, which run again behind it, are at the draft's last positions."""
+    reply = beside.generate(reference.text_ids(2048 - MOST_REPEATED, seed=770), 2, **_LONG)
     assert _report(reply)["outcome"] == "pruned"
     assert not beside.state()["num_failures"]
 
