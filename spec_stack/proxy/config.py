@@ -63,7 +63,10 @@ class ProxyConfig:
     def __post_init__(self) -> None:
         _check_url(self.upstream)
         for name in ("marker", "ca_file", "outgoing_proxy"):
-            require(isinstance(getattr(self, name), str), f"{name} must be a string, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            require(
+                isinstance(value, str) or (name, value) == ("marker", None), f"{name} must be a string, got {value!r}"
+            )
         check_fields(self)
         for name in _SECONDS:
             require_number(name, getattr(self, name))
