@@ -45,7 +45,7 @@ MAX_LOOK_AHEAD = 64
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
 OTHER_PRECISION = "other"
 """A precision that has no name here, as records say it: a checkpoint stored quantized in another way."""
-# Below this temperature divided logits overflow; sampling is greedy.
+# Below this temperature divided logits overflow; a lower one counts as this one.
 MIN_TEMPERATURE = 1e-3
 DEFAULT_MAX_TOKENS = 256
 """The number that max_tokens=None asks for where the models have positions for it."""
@@ -342,13 +342,13 @@ class SamplingParams:
     max_tokens: int | None = option(
         None, "most tokens to generate; None is 256, or the remaining positions of the models", 1
     )
-    temperature: float = option(0.0, "0 is greedy")
-    top_k: int = option(0, "draw among this many most likely tokens; 0 is off", 0, hint="; 0 is off")
+    temperature: float = option(0.0, f"0 is greedy; others below {MIN_TEMPERATURE} count as {MIN_TEMPERATURE}")
+    top_k: int = option(0, "draw among this many most likely tokens; 0 and -1 are off", 0, hint="; 0 is off")
     top_p: float = option(1.0, "draw among the most likely tokens with this share of the probability; 1.0 is off")
     seed: int | None = option(
         None,
         "makes a sampled request reproducible, under a policy that does not measure time and without n-gram lookup; a "
-        "call that names neither uses such a policy",
+        "call that names neither uses such a policy; -1 is None",
         0,
         2**63 - 1,
     )
@@ -374,11 +374,14 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
+        # What other engines' clients send for "off" and "random".
+        for name, off in (("top_k", 0), ("seed", None)):
+            if (value := plain(getattr(self, name))) == -1 and not isinstance(value, bool):
+                object.__setattr__(self, name, off)
         check_fields(self)
-        require(
-            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
-            f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} and more, got {self.temperature}",
-        )
+        require(0 <= self.temperature < math.inf, f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", MIN_TEMPERATURE)
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}; 1.0 is off")
         require(isinstance(self.stop, str | Sequence), f"stop must be a string or a list of strings, got {self.stop!r}")
         require(

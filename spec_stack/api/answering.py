@@ -291,7 +291,7 @@ def samples(call: Mapping[str, Any], n: int) -> list[Call]:
         own = dict(call)
         if call.get("request_id") is not None:
             own["request_id"] = f"{call['request_id']}-{index}"
-        if call.get("seed") is not None:
+        if call.get("seed") not in (None, -1):
             own["seed"] = _next_seed(call["seed"], index)
         params = call.get("params")
         if params is not None and params.seed is not None:

@@ -26,7 +26,7 @@ from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
-from spec_stack.hf.loading import has_tokenizer, load_draft, load_tokenizer
+from spec_stack.hf.loading import find_tokenizers, has_tokenizer, load_draft, load_tokenizer, name_of_model
 from spec_stack.hf.processors import Processor, is_shareable, keeps_nothing, name_of
 from spec_stack.hf.prompt import unpadded
 from spec_stack.hf.versions import CACHE_NAMES, is_given
@@ -76,7 +76,8 @@ def with_draft(
     config : SpecStackConfig, optional
         For all calls.
     tokenizer, draft_tokenizer : optional
-        The model's and the draft's; only needed if they differ.
+        The model's and the draft's. None finds them where the models were loaded from; without a tokenizer nothing is
+        pruned in lines, and the reason says so.
 
     Returns
     -------
@@ -120,9 +121,12 @@ def _open_generator(
     draft_tokenizer: Any,
 ) -> SpecStackGenerator:
     if isinstance(draft, str | Path):
-        source, draft = str(draft), load_draft(draft, target, config.prefill.positions)
-        if tokenizer is not None and draft_tokenizer is None and has_tokenizer(source):
-            draft_tokenizer = load_tokenizer(source)
+        draft = load_draft(draft, target, config.prefill.positions)
+    if tokenizer is None:
+        tokenizer, found = find_tokenizers(target, draft)
+        draft_tokenizer = draft_tokenizer or found
+    elif draft_tokenizer is None and has_tokenizer(name_of_model(draft)):
+        draft_tokenizer = load_tokenizer(name_of_model(draft))
     return SpecStackGenerator(target, draft, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
 
 

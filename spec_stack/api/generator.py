@@ -26,7 +26,7 @@ from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Call
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.loading import ASSETS, DeviceMap
+from spec_stack.hf.loading import ASSETS, DeviceMap, name_of_model
 from spec_stack.prefill.shipped import choose_calibration, sketch
 from spec_stack.settings.warning import warn_caller
 from spec_stack.types import GenerationResult
@@ -47,7 +47,8 @@ class SpecStackGenerator(GenerationMixin):
     target, draft : PreTrainedModel
         Loaded models, on one device, with transformers' default attention (which is replaced in place).
     tokenizer : optional
-        The target's. Without one only `input_ids` are taken and no text is made.
+        The target's. Without one only `input_ids` are taken, no text is made, and prompts are pruned in chunks alone
+        (`PrefillConfig.granularity`).
     config : SpecStackConfig, optional
         Default pruning and drafting of all calls.
     policy : str or Policy, optional
@@ -56,6 +57,8 @@ class SpecStackGenerator(GenerationMixin):
         The draft's; the target's by default (`tokenizers.vocabulary.compare`).
     draft_step : {"auto", "eager", "static", "compiled"}
         How short forwards run (see `LoadConfig`).
+    calibration : str, Path or bool, optional
+        As for `from_pretrained`; the draft's folder is the one that it was loaded from.
 
     Raises
     ------
@@ -81,10 +84,12 @@ class SpecStackGenerator(GenerationMixin):
         policy: str | Policy | None = None,
         draft_tokenizer: Any = None,
         draft_step: DraftStep = LoadConfig.draft_step,
+        calibration: str | Path | bool | None = None,
     ) -> None:
         config = _checked(config)
         pair = ModelPair.assemble(target, draft, tokenizer, draft_tokenizer, config.prefill.positions, draft_step)
-        self._set_up(Engine(pair, config, policy))
+        prefill = calibrated(config.prefill, name_of_model(draft), calibration, target, draft)
+        self._set_up(Engine(pair, replace(config, prefill=prefill), policy))
 
     def _set_up(self, engine: Engine) -> None:
         self.engine, self.pair = engine, engine.pair

@@ -20,12 +20,11 @@ from spec_stack.engine.progress import OnProgress, Progress, RequestCancelled
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_tokenizer, open_alone
 from spec_stack.hf.prompt import Message, Span, num_shared
-from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
-from spec_stack.prefill.recall import recall_dropped, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import line_borders
+from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn, scoring_obstacle
 from spec_stack.types import Proposal
 
 if TYPE_CHECKING:
@@ -205,6 +204,16 @@ class Pruner:
         return self._pair.tokenizer
 
     @property
+    def precision(self) -> str:
+        """Of the draft's weights."""
+        return self._pair.draft_precision
+
+    @property
+    def device(self) -> str:
+        """Where the draft is."""
+        return str(self._pair.draft.device)
+
+    @property
     def max_positions(self) -> int:
         """Most tokens that the draft reads."""
         return self._pair.max_positions[1]
@@ -320,68 +329,60 @@ class PrunerConversation:
             raise ValueError(f"protect must be a list of strings, got {protect!r}")
         prompt, num_old = self._read(messages, question, protect)
         num_tokens = len(prompt.token_ids)
-        held = sorted(at for at in self._kept if at < num_old)
-        kept, num_recalled = {*held, *range(num_old, num_tokens)}, 0
+        held = Held(num_old, sorted(at for at in self._kept if at < num_old))
+        kept, num_recalled = {*held.positions, *range(num_old, num_tokens)}, 0
+        # The same prompt again keeps what it kept.
+        recall = None if list(prompt.token_ids) == list(self._token_ids) else self._session
         obstacle = scoring_obstacle(config, num_tokens, self._pair.max_positions[1], self._pair.scoring_limit)
-        reason = f"off: {obstacle}" if obstacle else ""
-        if not obstacle:
-            scores, reason = self._decide(prompt, config, len(held), num_old, max_tokens)
-            # The same prompt again keeps what it kept.
-            is_again = list(prompt.token_ids) == list(self._token_ids)
-            if scores or (len(held) < num_old and not is_again):
-                inputs = self._inputs(prompt, progress)
-                rule = config if scores else None
-                kept, num_recalled = self._select(prompt, inputs, rule, held, num_old, max_tokens)
+        turn = plan_turn(prompt.read, held, config, recall, obstacle)
+        reason = turn.reason
+        if max_tokens is not None and len(kept) <= max_tokens and not obstacle:
+            reason = f"off: {len(kept)} tokens are no more than max_tokens={max_tokens}"
+            turn = replace(turn, prunes=False) if isinstance(turn, NeedsScore) else turn
+        if isinstance(turn, NeedsScore) and (turn.prunes or turn.recalls):
+            inputs = self._inputs(turn, progress)
+            kept, num_recalled = self._select(prompt, turn, inputs, config, max_tokens)
         self._token_ids, self._kept = prompt.token_ids, _whole_segments(prompt, kept, bool(marker))
         if max_tokens is not None and len(self._kept) > max_tokens:
             reason += f"; what is never pruned, or was kept before, is over max_tokens={max_tokens}"
         return _result(messages, prompt, self._kept, marker, num_recalled, reason)
 
-    def _decide(
-        self, prompt: _Prompt, config: PrefillConfig, num_held: int, num_old: int, max_tokens: int | None
-    ) -> tuple[bool, str]:
-        """Whether the new text is pruned, and the reason."""
-        num_tokens = len(prompt.token_ids)
-        num_left = num_held + num_tokens - num_old
-        if max_tokens is not None and num_left <= max_tokens:
-            return False, f"off: {num_left} tokens are no more than max_tokens={max_tokens}"
-        text = "new text" if num_old else "prompt"
-        new = clip_spans(prompt.read.kept, num_old)
-        return decide_scoring(config, num_tokens - num_old, new, text=text)
-
     def _select(
         self,
         prompt: _Prompt,
+        turn: NeedsScore,
         inputs: ScoringInputs,
-        config: PrefillConfig | None,
-        held: list[int],
-        num_old: int,
+        config: PrefillConfig,
         max_tokens: int | None,
     ) -> tuple[set[int], int]:
-        """The kept tokens, and the number of recalled ones. config: None keeps all new text."""
-        recalled = recall_dropped(inputs, held, num_old, self._config, self._session)
+        """The kept tokens, and the number of recalled ones."""
+        held, num_old, room = turn.held.positions, turn.held.num_tokens, 0
         num_new = len(prompt.token_ids) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.read.kept, num_old))
-        room = (max_tokens or 0) - len(held) - len(recalled) - num_protected
-        for _ in range(_MOST_TRIES):
-            if config is not None and max_tokens is not None:
+        for attempt in range(_MOST_TRIES):
+            selection = plan_scored(turn, inputs, config, self._session)
+            if max_tokens is not None and turn.prunes and not attempt:
+                room = max_tokens - len(held) - selection.num_recalled - num_protected
                 config = replace(config, keep_rate=min(1.0, max(1, room) / num_new))
-            turn = select_turn(inputs, held, num_old, recalled, config)
-            kept = {*held, *recalled, *turn.positions}
+                selection = plan_scored(turn, inputs, config, self._session)
+            kept = {*held, *selection.positions}
             over = len(_whole_segments(prompt, kept, True)) - (max_tokens or 0)
             if max_tokens is None or over <= 0 or room <= 1:
                 break
             # Segments that did not fit leave a part of the room unused.
-            room = sum(at >= num_old for at in turn.positions) - num_protected - over
-        return kept, len(recalled)
+            room = sum(at >= num_old for at in selection.positions) - num_protected - over
+            config = replace(config, keep_rate=min(1.0, max(1, room) / num_new))
+        return kept, selection.num_recalled
 
-    def _inputs(self, prompt: _Prompt, progress: Progress) -> ScoringInputs:
-        draft, token_ids = self._draft, prompt.token_ids
+    def _inputs(self, turn: NeedsScore, progress: Progress) -> ScoringInputs:
+        draft, token_ids = self._draft, turn.text.token_ids
         draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
-            inputs = ScoringInputs(prompt.read)
+            inputs = ScoringInputs(turn.text)
             with progress.watch(draft, "scoring", max(1, len(token_ids) - draft.next_position)):
-                return gather_inputs(draft, inputs, lambda *_: Proposal(), self._config)[0]
+                return gather_inputs(draft, inputs, lambda *_: Proposal(), self._config, first_query=turn.first_query)[
+                    0
+                ]
         except BaseException as error:
             # A forward that is cancelled between two layers leaves whole pieces; only a recurrent state is lost.
             if isinstance(error, Exception) or draft.is_stateful:

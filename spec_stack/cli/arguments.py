@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from spec_stack import __version__
+from spec_stack.api.request_body import PROMPT_FIELDS, find_prompt
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.cli.chat import read_document, system_messages
 from spec_stack.config import (
@@ -47,7 +48,7 @@ PRUNING = (*CHOSEN, "draft_kv_budget", "positions")
 _NOT_SAMPLED = ("bad_words_ids", "logit_bias", "stop_token_ids")
 ANSWERED = (
     *(entry.name for entry in fields(SamplingParams)),
-    *("sampling", "sparse_prefill", "policy", "gamma", "proposer"),
+    *("sampling", "sparse_prefill", "policy", "gamma", "proposer", "question"),
 )
 _EXAMPLES = """examples:
   spec-stack generate "Name three rivers."
@@ -138,6 +139,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--json-schema", type=Path, help="JSON schema file for the answer")
     parser.add_argument("--regex", help="regular expression for the answer")
     _add_answer_arguments(parser)
+    _add_question(parser)
     parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
     parser.add_argument("--stats", action="store_true", help="print the cost of the answer on standard error")
 
@@ -148,6 +150,7 @@ def _add_chat(commands: Any) -> None:
     _add_list(parser, "--file", "document for the first turn", type=Path)
     parser.add_argument("--system", help="a system message")
     _add_answer_arguments(parser)
+    _add_question(parser)
     _add(parser, SessionConfig)
 
 
@@ -155,7 +158,8 @@ def _add_prune(commands: Any) -> None:
     parser = commands.add_parser(
         "prune",
         help="shorten a text or OpenAI messages for any engine",
-        description="Reads a text, OpenAI messages or a request body (JSON), and writes the same without the lines "
+        description="Reads a text, OpenAI messages or a request's body (chats, completions, Responses and Anthropic's "
+        "messages; other JSON is a text), and writes the same without the lines "
         "that the draft scores lowest for the question. No target is loaded.",
     )
     parser.add_argument("file", nargs="?", type=Path, help="file to shorten (default: standard input)")
@@ -163,7 +167,7 @@ def _add_prune(commands: Any) -> None:
     default = f"the draft's calibrated rate, for prompts of {PrefillConfig.min_prompt_tokens} tokens or more"
     parser.add_argument("--keep-rate", type=float, help=f"share of the tokens to keep (default: {default})")
     parser.add_argument("--max-tokens", type=int, help="most tokens to keep, by the draft's tokenizer")
-    parser.add_argument("--question", help="the question about the text, if the text does not contain it")
+    _add_question(parser)
     _add_list(parser, "--protect", "string whose lines are kept")
     parser.add_argument("--marker", default="", help="text in place of every gap (default: nothing)")
     parser.add_argument("--json", action="store_true", help="print the result, kept spans and counts as a JSON object")
@@ -326,6 +330,13 @@ def _add_list(parser: argparse.ArgumentParser, flag: str, help: str, **settings:
     parser.add_argument(flag, action="append", default=[], help=f"{help}; repeatable", **settings)
 
 
+def _add_question(parser: argparse.ArgumentParser) -> None:
+    """The flags of commands that drop text of one prompt."""
+    what = "what finds the kept text, in place of the question in the prompt; the answer does not read it"
+    parser.add_argument("--question", default=argparse.SUPPRESS, help=what)
+    parser.add_argument("--quiet", action="store_true", help="no line on standard error where text was dropped")
+
+
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -392,8 +403,9 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     return prompt
 
 
-def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:
-    """The text or messages for `prune`, and the request body around the messages, if any. Line ends stay."""
+def read_prunable(file: Path | None) -> tuple[Any, Callable[[Any], Any] | None]:
+    """The text or chat for `prune`, and what makes of a shorter one the JSON that was read; None for a text, which
+    other JSON is too. Line ends stay."""
     if file is not None and str(file) != "-":
         text = read_document(file, newline="")
     else:
@@ -402,14 +414,18 @@ def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:
         text = _standard_input("nothing to prune")
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text, None
-    if isinstance(value, dict) and "messages" in value:
-        if not isinstance(value["messages"], list):
-            raise ValueError(f'the body\'s "messages" must be a list of messages, got {value["messages"]!r}')
-        return value["messages"], value
+    if isinstance(value, str):
+        return value, lambda shorter: shorter
     is_chat = isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value)
-    return (value if is_chat else text), None
+    body = {"messages": value} if is_chat else value
+    if isinstance(body, dict) and not isinstance(body.get("messages", []), list):
+        raise ValueError(f'the body\'s "messages" must be a list of messages, got {body["messages"]!r}')
+    if not isinstance(body, dict) or not any(isinstance(body.get(name), str | list) for name in PROMPT_FIELDS):
+        return text, None
+    prompt = find_prompt(body)
+    return prompt.chat, lambda chat: prompt.shortened(chat)["messages"] if is_chat else prompt.shortened(chat)
 
 
 def _standard_input(problem: str) -> str:

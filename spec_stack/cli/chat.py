@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -78,16 +80,21 @@ class Chat:
         documents: Sequence[str] = (),
         read: Callable[[str], str] = read_block,
         out: TextIO | None = None,
+        told: Callable[[int, int], None] = lambda num_kept, num_tokens: None,
     ) -> None:
-        self._generator, self._options = generator, options
+        self._generator, self._options, self._told = generator, options, told
         self._read, self._out, self._progress = read, out or sys.stdout, ProgressLine()
-        self._head = system_messages(system)
-        self._begin(documents)
+        self._head, self._first_documents = system_messages(system), list(documents)
+        self._is_dim = self._out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._begin()
 
-    def _begin(self, documents: Sequence[str]) -> None:
+    def _begin(self) -> None:
         self.session = self._generator.session()
         self.messages: list[dict[str, str]] = list(self._head)
-        self._documents = list(documents)
+        self._documents = list(self._first_documents)
+        # The documents of every turn: /undo gives them back.
+        self._attached: list[list[str]] = []
+        self._num_dropped = 0
 
     def run(self) -> None:
         """Read lines until end of input or /quit."""
@@ -123,17 +130,21 @@ class Chat:
 
     def _reset(self) -> None:
         self.session.close()
-        self._begin(())
+        self._begin()
+        if self._documents:
+            self._say(f"{len(self._documents)} documents go with the next message", dim=True)
 
     def _add_document(self, path: Path) -> None:
         self._documents.append(read_document(path))
 
     def _undo(self) -> None:
-        """Remove the last turn; the session rolls back at the next message."""
+        """Remove the last turn; its documents go with the next message, at which the session rolls back."""
         if len(self.messages) <= len(self._head):
             raise ValueError("there is no turn to take back")
         self.messages = self.messages[:-2]
-        self._say(f"taken back; {self._num_turns} turns are left", dim=True)
+        self._documents = [*(self._attached.pop() if self._attached else []), *self._documents]
+        again = f"; {len(self._documents)} documents go with the next message" if self._documents else ""
+        self._say(f"taken back; {self._num_turns} turns are left{again}", dim=True)
 
     @property
     def _num_turns(self) -> int:
@@ -143,14 +154,15 @@ class Chat:
         """Write the session to a file, and the messages to another file beside it."""
         self.session.save(path)
         said = _messages_of(path)
-        said.write_text(json.dumps({"messages": self.messages, "documents": self._documents}), encoding="utf-8")
+        state = {"messages": self.messages, "documents": self._documents, "attached": self._attached}
+        said.write_text(json.dumps(state), encoding="utf-8")
         self._say(f"saved to {path} and {said}", dim=True)
 
     def _load(self, path: Path) -> None:
-        messages, documents = _read_messages(_messages_of(path))
+        messages, documents, attached = _read_messages(_messages_of(path))
         session = self._generator.load_session(path)
         self.session.close()
-        self.session, self.messages, self._documents = session, messages, documents
+        self.session, self.messages, self._documents, self._attached = session, messages, documents, attached
         self._say(f"loaded; {self._num_turns} turns", dim=True)
 
     def _answer(self, line: str) -> None:
@@ -166,14 +178,23 @@ class Chat:
             return
         else:
             self._say("")
+        self._attached.append(self._documents)
         self._documents = []
         self.messages = [*asked, {"role": "assistant", "content": "".join(output.text for output in answer)}]
         if answer and (metrics := answer[-1].metrics) is not None:
             self._say(status_line(metrics), dim=True)
+            num_dropped = metrics.num_prompt_tokens - metrics.num_kept_tokens
+            if num_dropped > self._num_dropped:
+                self._told(metrics.num_kept_tokens, metrics.num_prompt_tokens)
+            self._num_dropped = num_dropped
 
     def _stream(self, asked: Sequence[Mapping[str, str]], answer: list[StepOutput]) -> None:
         """Print an answer as it streams, and append its steps to `answer`."""
-        with closing(self.session.stream(messages=asked, on_progress=self._progress, **self._options)) as outputs:
+        with warnings.catch_warnings():
+            # For programs that pass the new message alone; here it follows an /undo.
+            warnings.filterwarnings("ignore", "this call shares .* begins anew")
+            steps = self.session.stream(messages=asked, on_progress=self._progress, **self._options)
+        with closing(steps) as outputs:
             try:
                 for output in outputs:
                     answer.append(output)
@@ -183,7 +204,7 @@ class Chat:
                 self._progress.clear()
 
     def _say(self, text: str, dim: bool = False) -> None:
-        if dim and self._out.isatty():
+        if dim and self._is_dim:
             text = f"{_DIM}{text}{_PLAIN}"
         print(text, file=self._out, flush=True)
 
@@ -192,11 +213,12 @@ def _messages_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.messages.json")
 
 
-def _read_messages(path: Path) -> tuple[list[dict[str, str]], list[str]]:
+def _read_messages(path: Path) -> tuple[list[dict[str, str]], list[str], list[list[str]]]:
     """Read the messages of /save. Raises ValueError for an invalid file."""
     try:
         values = json.loads(read_document(path))
         messages = [{name: str(message[name]) for name in ("role", "content")} for message in values["messages"]]
-        return messages, [str(text) for text in values["documents"]]
+        attached = [[str(text) for text in turn] for turn in values.get("attached", [])]
+        return messages, [str(text) for text in values["documents"]], attached
     except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"cannot read {path}: its messages are not those of a chat: {error!r}") from error

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
@@ -56,6 +57,13 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _tell_dropped(arguments: argparse.Namespace, num_kept: int, num_tokens: int) -> None:
+    """Say that a part of the prompt was dropped, if it was."""
+    if num_kept < num_tokens and not arguments.quiet:
+        whole = "" if arguments.command == "prune" else "--sparse-prefill off reads all, "
+        _tell(f"spec-stack: kept {num_kept} of {num_tokens} prompt tokens; {whole}--quiet hides this line")
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments)
     request = request_of(arguments)
@@ -83,15 +91,19 @@ def _generate(arguments: argparse.Namespace) -> int:
         print(json.dumps(answer))
     else:
         print()
+    _tell_dropped(arguments, last.metrics.num_kept_tokens, last.metrics.num_prompt_tokens)
     if arguments.stats:
         _tell(f"{status_line(last.metrics)}\n{last.metrics.sparse_prefill_reason}")
     return 0
 
 
 def _chat(arguments: argparse.Namespace) -> int:
+    if sys.stdin is None:
+        raise ValueError("chat reads standard input, which is closed")
     documents, options = [read_document(path) for path in arguments.file], answer_options(arguments)
     config = SpecStackConfig(prefill_of(arguments), session=config_of(SessionConfig, arguments))
-    Chat(_load(arguments, config), options, arguments.system, documents).run()
+    told = partial(_tell_dropped, arguments)
+    Chat(_load(arguments, config), options, arguments.system, documents, told=told).run()
     return 0
 
 
@@ -109,16 +121,21 @@ def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = N
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    text, body = read_prunable(arguments.file)
+    prunable, restored = read_prunable(arguments.file)
     result = _load_pruner(arguments).prune(
-        text, **given(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker"))
+        prunable, **given(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker"))
     )
+    shorter = result.messages if restored is None else restored(result.messages)
     if arguments.json:
-        print(json.dumps(asdict(result)))
-    elif isinstance(result.messages, str):
-        sys.stdout.write(result.messages)
+        print(json.dumps({**asdict(result), "messages": shorter}))
+    elif restored is None:
+        sys.stdout.write(shorter)
     else:
-        print(json.dumps(result.messages if body is None else {**body, "messages": result.messages}))
+        print(json.dumps(shorter))
+    if restored is None and _is_json(prunable) and not _is_json(shorter):
+        _tell("spec-stack: this JSON is no request's body; it was shortened as a text, and the result is no JSON")
+    if not arguments.explain:
+        _tell_dropped(arguments, result.num_kept_tokens, result.num_tokens)
     if arguments.explain:
         _tell(f"kept {result.num_kept_tokens} of {result.num_tokens} tokens; {result.reason}")
         for kept in result.kept:
@@ -128,6 +145,14 @@ def _prune(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     arguments.api_keys += filter(None, [os.environ.get("SPEC_STACK_API_KEY")])
     config = config_of(ServeConfig, arguments)
@@ -135,8 +160,21 @@ def _serve(arguments: argparse.Namespace) -> int:
     from spec_stack.serve.http import check_address
 
     check_address(config.host, config.port)
-    serve(_load(arguments, SpecStackConfig(prefill_of(arguments), config_of(DecodeConfig, arguments))), config)
+    generator = _load(arguments, SpecStackConfig(prefill_of(arguments), config_of(DecodeConfig, arguments)))
+    pair = generator.pair
+    target = f"{arguments.target or 'the embedded target'} ({pair.precision})"
+    draft = f"{arguments.draft or 'the embedded draft'} ({pair.draft_precision})"
+    _tell(f"spec-stack: {target} with {draft} on {pair.target.device}; {_pruning_of(generator.config.prefill)}")
+    serve(generator, config)
     return 0
+
+
+def _pruning_of(config: PrefillConfig) -> str:
+    """What is dropped of prompts, in words."""
+    if config.sparse_prefill in ("off", "draft_only"):
+        return "prompts are read whole"
+    least = config.min_prompt_tokens if config.sparse_prefill == "auto" else 0
+    return f"of prompts of {least} tokens and more a share of {config.keep_rate} is kept, which is lossy"
 
 
 def _proxy(arguments: argparse.Namespace) -> int:
@@ -145,7 +183,10 @@ def _proxy(arguments: argparse.Namespace) -> int:
     from spec_stack.serve.http import check_address
 
     check_address(config.host, config.port)
-    serve_proxy(_load_pruner(arguments, prefill), config)
+    pruner = _load_pruner(arguments, prefill)
+    draft = f"{arguments.draft or 'the embedded draft'} ({pruner.precision}) on {pruner.device}"
+    _tell(f"spec-stack: {draft} in front of {config.upstream}; {_pruning_of(pruner.config)}")
+    serve_proxy(pruner, config)
     return 0
 
 
@@ -340,6 +381,10 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: 0 done, 1 the pair does not fit (doctor), 2 bad input, 130 interrupted."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # Closed (>&-): what is said goes nowhere, and no file that is opened takes its place.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character outside the encoding is escaped, as on stderr; JSON is ASCII.
         sys.stdout.reconfigure(errors="backslashreplace")

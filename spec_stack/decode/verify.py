@@ -67,6 +67,8 @@ def verify_in_order(
     for index, token_id in enumerate([*proposal.token_ids, None]):
         row = shaper(prefix_ids, target_logits[index])
         if not bool(row.max() > -torch.inf):
+            if bool(row.isnan().any()):
+                raise ValueError("a logits processor returned NaN here, or the model did; find which before going on")
             raise ValueError("the logits processors allow no token here; loosen them, or the grammar they keep to")
         rows.append(row)
         choice = _judge(row, index, token_id, proposal.draft_probs, sampler)

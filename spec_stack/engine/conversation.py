@@ -8,16 +8,17 @@ from copy import copy
 import numpy as np
 import torch
 
-from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.config import SessionConfig
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
-from spec_stack.prefill.recall import RecallPlace, recall_dropped, select_turn
+from spec_stack.prefill.recall import RecallPlace, select_turn
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import LookAhead, drop_unselected, gather_inputs
+from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn
 from spec_stack.types import Proposal, Selection
 
 _NO_RECALL = SessionConfig(recall=False)
@@ -127,28 +128,31 @@ class Turn:
         self.target, self.lookups = conversation.target, conversation.lookups
         self.draft: DraftModel = pair.draft_in_target_vocab(conversation.index, request.tokenization)
         self.held = list(self.target.positions)
-        has_dropped = len(self.held) < request.num_cached
-        self._recalls = config.recall and has_dropped and request.can_score and self.target.can_recall
-        # Whether the draft scores the prompt before the target's prefill.
-        self.needs_scoring = request.scores or self._recalls
+        recall = config if self.target.can_recall else None
+        self._turn = plan_turn(
+            request.text, Held(request.num_cached, self.held, start), request.prefill, recall, request.obstacle
+        )
+
+    @property
+    def needs_scoring(self) -> bool:
+        """Whether the draft scores the prompt before the target's prefill."""
+        return isinstance(self._turn, NeedsScore)
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         """Score the prompt: the target's selection, and the first proposal."""
-        request = self._request
+        request, turn = self._request, self._turn
+        if not isinstance(turn, NeedsScore):
+            raise RuntimeError(f"this turn needs no score: {turn.reason}")
         inputs, proposal = gather_inputs(
             self.draft,
-            ScoringInputs(self._pair.reader.with_pieces(request.text), observer=request.observer),
+            ScoringInputs(self._pair.reader.with_pieces(turn.text), observer=request.observer),
             look_ahead,
             request.prefill,
             request.tokenization,
             whole=self._keeps_index,
-            # Earlier questions have been scored, and count again only where new text is pruned.
-            first_query=0 if request.scores else self.start,
+            first_query=turn.first_query,
         )
-        recalled: Sequence[int] = ()
-        if self._recalls:
-            recalled = recall_dropped(inputs, self.held, request.num_cached, request.prefill, self._config)
-        selection = self._select(inputs, recalled, request.prefill if request.scores else None)
+        selection = self._prefilled(plan_scored(turn, inputs, request.prefill, self._config, self._place))
         if not self._keeps_index:
             drop_unselected(self.draft, inputs, selection)
         return selection, proposal
@@ -156,14 +160,16 @@ class Turn:
     def select_everything(self) -> Selection:
         """The selection of a turn without scoring."""
         request = self._request
-        return self._select(ScoringInputs(request.text)) if self.held else Selection.everything(request.prompt_ids)
+        if not self.held:
+            return Selection.everything(request.prompt_ids)
+        return self._prefilled(select_turn(ScoringInputs(request.text), self.held, request.num_cached))
 
-    def _select(
-        self, inputs: ScoringInputs, recalled: Sequence[int] = (), config: PrefillConfig | None = None
-    ) -> Selection:
-        request = self._request
-        place: RecallPlace = "in_text" if self._pair.positions == "contiguous" else "last"
-        selection = select_turn(inputs, self.held, request.num_cached, recalled, config, place)
+    @property
+    def _place(self) -> RecallPlace:
+        return "in_text" if self._pair.positions == "contiguous" else "last"
+
+    def _prefilled(self, selection: Selection) -> Selection:
+        """A selection, for which the target's cache is rolled back."""
         self.target.rollback(len(self.held) - selection.num_held)
         return selection
 

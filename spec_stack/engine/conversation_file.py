@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -35,30 +38,46 @@ _TOLERANCE = 0.01
 def save_conversation(
     conversation: Conversation, path: str | Path, config: SessionConfig, pair: ModelPair, prefill: PrefillConfig
 ) -> None:
-    """Write one safetensors file, replacing an earlier one atomically. Raises ValueError where it cannot be written."""
+    """Write one safetensors file, replacing an earlier one atomically, with its mode and behind a link to it. Raises
+    ValueError where it cannot be written."""
     tensors = {"token_ids": torch.tensor(conversation.token_ids, dtype=torch.long)} | _probes(pair)
     for role, model in (("target", conversation.target), ("draft", conversation.index)):
         contents = model.contents()
         tensors |= {f"{role}.{name}": tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
     header = {
         "version": VERSION,
+        "asked": conversation.asked,
         "made_with": _made_with(pair, prefill),
         "config": asdict(config),
-        "asked": conversation.asked,
         "encoded": None if conversation.encoded is None else asdict(conversation.encoded),
     }
-    file = Path(path)
-    part = file.with_name(f"{file.name}.part")
+    file, part = Path(os.path.realpath(path)), None
     try:
-        if file.is_dir():
-            raise IsADirectoryError("it is a folder; name a file in it")
+        _check_replaceable(file)
+        handle, part = tempfile.mkstemp(prefix=f"{file.name}.", suffix=".part", dir=file.parent)
+        os.close(handle)
         save_file(tensors, part, {"kind": _KIND, "session": json.dumps(header), "digest": _digest(tensors)})
-        part.replace(file)
+        if file.exists():
+            shutil.copymode(file, part)
+        os.replace(part, file)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot write {file}: {error}") from error
+        raise ValueError(f"cannot write {path}: {error}") from error
     finally:
         with suppress(OSError):
-            part.unlink()
+            if part is not None:
+                os.unlink(part)
+
+
+def _check_replaceable(file: Path) -> None:
+    """Raise OSError for what is no file, or may not be written."""
+    if file.is_dir():
+        raise IsADirectoryError("it is a folder; name a file in it")
+    if file.is_symlink():
+        raise OSError("its links lead in a circle")
+    if file.exists() and not file.is_file():
+        raise OSError("it is a pipe or a device; name a file")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise PermissionError("it may not be written")
 
 
 def load_conversation(

@@ -51,10 +51,10 @@ from spec_stack.hf.prompt import (
     unpadded,
 )
 from spec_stack.hf.structured import Grammar
-from spec_stack.prefill.decide import decide_scoring, scoring_obstacle
 from spec_stack.prefill.explainer import Explainer
-from spec_stack.prefill.prompt_text import PromptText, clip_spans
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.rule import Observer
+from spec_stack.prefill.turn import Held, NeedsScore, plan_turn, scoring_obstacle
 from spec_stack.settings.checks import plain, require
 from spec_stack.types import DraftTokenization
 
@@ -131,8 +131,8 @@ class Request(DecodeRequest):
     # Whether the prompt, or its part that is new to a session, is scored to be pruned, and why.
     scores: bool
     reason: str
-    # Whether the draft can score the prompt at all.
-    can_score: bool
+    # Why the draft cannot score the prompt; empty where it can.
+    obstacle: str
     # The prompt in the tokens of a draft with another tokenizer, where that draft can be used.
     tokenization: DraftTokenization | None
     params: SamplingParams
@@ -187,13 +187,19 @@ def plan_request(
     is_readable = not obstacle
     num_draft_tokens = len(prompt_ids if tokenization is None else tokenization.token_ids)
     draft_room = pair.max_positions[1] - num_draft_tokens
-    obstacle = obstacle or scoring_obstacle(prefill, num_draft_tokens, pair.max_positions[1], pair.scoring_limit)
-    num_new, what = len(prompt_ids) - num_cached, "new text" if num_cached else "prompt"
-    scores, reason = decide_scoring(prefill, num_new, (), obstacle, what)
+    has_texts = pair.tokenizer is not None
+    obstacle = obstacle or scoring_obstacle(
+        prefill, num_draft_tokens, pair.max_positions[1], pair.scoring_limit, has_texts
+    )
+    # What of the earlier turns was dropped is known once the caches are rolled back.
+    held = Held.dense(num_cached)
+    decision = plan_turn(text, held, prefill, obstacle=obstacle)
+    scores = isinstance(decision, NeedsScore)
     if scores or num_cached or question is not None:
         # A short prompt is not read.
         text = pair.read(encoded, question)
-        scores, reason = decide_scoring(prefill, num_new, clip_spans(text.kept, num_cached), obstacle, what)
+        decision = plan_turn(text, held, prefill, obstacle=obstacle)
+        scores = isinstance(decision, NeedsScore)
     notes = [pair.vocabulary.decode_reason, skipped_note(processors) if processors else ""]
     if not is_readable:
         notes.append(f"{obstacle}, so it proposes nothing")
@@ -220,8 +226,8 @@ def plan_request(
         num_cached=num_cached,
         prefill=prefill,
         scores=scores,
-        reason=f"{reason}; {text.note}" if text.note and scores else reason,
-        can_score=not obstacle,
+        reason=decision.reason,
+        obstacle=obstacle,
         tokenization=tokenization,
         params=params,
         sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),

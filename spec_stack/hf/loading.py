@@ -232,6 +232,24 @@ def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
         raise ValueError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
+def name_of_model(model: PreTrainedModel) -> str:
+    """The folder or hub id that a model was loaded from; empty for one that was made."""
+    return str(getattr(model, "name_or_path", "") or "")
+
+
+def find_tokenizers(target: PreTrainedModel, draft: PreTrainedModel) -> tuple[Any, Any]:
+    """The tokenizers of loaded models, by the folders or hub ids that they were loaded from; None without one."""
+    source = name_of_model(target)
+    if not source or not (has_tokenizer(source) or _HUB_ID.fullmatch(source)):
+        return None, None
+    try:
+        tokenizer = load_tokenizer(source)
+    except ValueError:
+        return None, None
+    own = name_of_model(draft)
+    return tokenizer, load_draft_tokenizer(own, tokenizer) if own else None
+
+
 def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tuple[Any, Any]:
     """Both tokenizers; a draft folder without one, as in the embedded pair, uses the target's."""
     of_target, of_draft = (None if hub is None else hub.options(role) for role in _ROLES)

@@ -83,7 +83,7 @@ def choose_calibration(
             raise ValueError(f"{named}: {problem}; calibrate this pair, or name no calibration")
         return found, ""
     file, problem = Path(draft) / FILE_NAME, ""
-    if file.is_file():
+    if str(draft) and file.is_file():
         found = Calibration.load(file)
         if not (problem := found.check(*configs)):
             return found, ""

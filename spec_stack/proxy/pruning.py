@@ -25,7 +25,7 @@ from spec_stack.config import KEEP_RATE_HEADER, SessionConfig
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, QueueFullError, RequestCancelled
 from spec_stack.serve.http import AppMetrics
-from spec_stack.serve.protocol import BadRequestError, first_problem, unknown_field
+from spec_stack.serve.protocol import MAX_QUESTION_CHARS, BadRequestError, first_problem, unknown_field
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _BYTES_PER_POSITION, _BYTES_PER_TOKEN = 16, 8
 # More tokens than a template writes around a message, and than any prompt has.
 _TEMPLATE_TOKENS, _ALL_TOKENS = 64, 1 << 30
-_MAX_PROTECTED, _MAX_CHARS = 64, 4000
+_MAX_PROTECTED = 64
 
 Prompt = str | list[dict[str, Any]]
 Check = Callable[..., None]
@@ -82,9 +82,11 @@ class PruneOptions(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     keep_rate: float | None = Field(None, gt=0, le=1)
-    question: str | None = Field(None, max_length=_MAX_CHARS)
+    question: str | None = Field(None, max_length=MAX_QUESTION_CHARS)
     # Few and short ones: each is searched for in every line.
-    protect: Annotated[list[Annotated[str, Field(max_length=_MAX_CHARS)]], Field(max_length=_MAX_PROTECTED)] = []
+    protect: Annotated[
+        list[Annotated[str, Field(max_length=MAX_QUESTION_CHARS)]], Field(max_length=_MAX_PROTECTED)
+    ] = []
 
 
 def header_options(keep_rate: str | None) -> PruneOptions:

@@ -21,11 +21,20 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.http import IGNORED_HEADER, client_of, new_app, read_body, run_app, unless_disconnected
+from spec_stack.serve.http import (
+    IGNORED_HEADER,
+    client_of,
+    decoded,
+    new_app,
+    read_body,
+    report_headers,
+    run_app,
+    unless_disconnected,
+)
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.processing import ProcessedRequest
 from spec_stack.serve.protocol import CANCELLED, REQUESTS, BadRequestError
-from spec_stack.serve.responses import BUILDERS, Json
+from spec_stack.serve.responses import BUILDERS, REPORT, Json
 from spec_stack.serve.worker import Answer, QueuedRequest, Worker
 
 if TYPE_CHECKING:
@@ -114,7 +123,8 @@ class Endpoint:
     async def answer(self, path: str, request: Request) -> Response:
         """POST one of `REQUESTS`."""
         client = client_of(request, self._config.api_keys)
-        body = await read_body(request, self._max_body_bytes)
+        limit = self._max_body_bytes
+        body = decoded(request, await read_body(request, limit), limit)
         async with self._turns.setdefault(client, asyncio.Lock()):
             processed = await self._pool.process(path, body, self._config)
         options = await run_in_threadpool(self._checked_options, processed)
@@ -137,7 +147,10 @@ class Endpoint:
             answer = await unless_disconnected(request, job)
         except ClientDisconnect:
             answer = BadRequestError(CANCELLED, status=499)
-        return answer.response() if isinstance(answer, BadRequestError) else JSONResponse(answer, headers=headers)
+        if isinstance(answer, BadRequestError):
+            return answer.response(headers)
+        report = answer["usage"][REPORT]
+        return JSONResponse(answer, headers=headers | report_headers(report["reason"], [*report.values()][1:]))
 
     def _checked_options(self, processed: ProcessedRequest) -> dict[str, Any]:
         """The options, checked by the generator. Raises BadRequestError."""
@@ -145,8 +158,9 @@ class Endpoint:
         most = min(self._config.max_prompt_tokens or num_positions, num_positions - 1)
         if num_tokens > most:
             raise BadRequestError(f"the prompt has {num_tokens} tokens; this server takes {most}")
-        default = min(self._config.default_max_tokens, num_positions - num_tokens)
-        options = {**processed.options, "max_tokens": processed.options["max_tokens"] or default}
+        room, wanted = num_positions - num_tokens, processed.options["max_tokens"]
+        default = min(self._config.default_max_tokens, room)
+        options = {**processed.options, "max_tokens": room if wanted == -1 else wanted or default}
         try:
             # Only checks; work starts with the first step.
             self._generator.stream_encoded(processed.encoded, options)

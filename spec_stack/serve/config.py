@@ -50,7 +50,6 @@ class ServeConfig:
     strip_special_tokens: bool = option(
         False, "remove special tokens from chat messages, so that no message can imitate another"
     )
-    strict: bool = option(False, "reject unknown fields (400) instead of listing them in a header")
     max_queued: int = option(64, "most waiting requests; more are rejected (429)", least=1)
     max_queued_per_client: int = option(16, "of those, how many of one client", least=1)
     max_choices: int = option(8, "largest n of a request", least=1)

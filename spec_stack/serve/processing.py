@@ -22,6 +22,7 @@ from spec_stack.serve.protocol import (
     ChatCompletionRequest,
     GenerationRequest,
     first_problem,
+    refuse_misspelt,
 )
 
 
@@ -97,8 +98,7 @@ class RequestProcessor:
         ignored = [name for name in values if name not in type(request).model_fields]
         if any(len(name) > MAX_NAME_CHARS for name in ignored):
             raise ValueError(f"the name of a field is over {MAX_NAME_CHARS} characters")
-        if ignored and config.strict:
-            raise BadRequestError(f"{', '.join(ignored)}: not known; leave it out", ignored[0])
+        refuse_misspelt(ignored)
         return request, ignored
 
     def _check_template_kwargs(self, given: Mapping[str, Any]) -> None:

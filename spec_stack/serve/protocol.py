@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ MAX_TOP_LOGPROBS = 20
 # Longest role of a message, and longest name of an unknown field.
 MAX_NAME_CHARS = 64
 MAX_STOPS, MAX_STOP_CHARS = 64, 1000
+MAX_QUESTION_CHARS = 4000
 CANCELLED = "the request was cancelled"
 FAILED = "the server could not answer this request; its log says why"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "cancelled"}
@@ -93,6 +94,17 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None or name == "content"}
 
 
+def _unless(value: int) -> Callable[[Any], Any]:
+    """Null for a value by which other servers' clients mean null."""
+    return lambda given: None if type(given) is int and given == value else given
+
+
+def _some_or_all(number: int) -> int:
+    require(number == -1 or number >= 1, "it must be 1 or more, or -1 for all that the models have positions for")
+    return number
+
+
+MaxTokens = Annotated[int, AfterValidator(_some_or_all)] | None
 _StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 
@@ -100,7 +112,7 @@ class _Options(BaseModel):
     """The fields that are options of the generator under the same names."""
 
     top_p: float | None = None
-    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    seed: Annotated[int | None, BeforeValidator(_unless(-1))] = Field(None, ge=0, lt=1 << 63)
     # Few and short ones: each is searched for at every step.
     stop: Annotated[
         _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None,
@@ -118,6 +130,7 @@ class _Options(BaseModel):
     ignore_eos: bool | None = None
     keep_rate: float | None = None
     sparse_prefill: str | None = None
+    question: str | None = Field(None, max_length=MAX_QUESTION_CHARS)
     policy: str | None = None
     gamma: int | None = None
 
@@ -128,7 +141,7 @@ class GenerationRequest(_Options, ABC):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: MaxTokens = None
     temperature: float | None = None
     n: int = Field(1, ge=1)
     stream: bool = False
@@ -180,7 +193,7 @@ class ChatCompletionRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
     messages: list[Annotated[dict[str, Any], AfterValidator(_message)]]
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: MaxTokens = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[str | dict[str, Any] | None, _one_of("a string or an object")] = None
     parallel_tool_calls: bool = True
@@ -234,6 +247,23 @@ class CompletionRequest(GenerationRequest):
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+
+_OWN = ("keep_rate", "sparse_prefill", "question", "policy", "gamma")
+# Least likeness of a name to an option of ours that it is a misspelling of: foreign fields pass.
+_LIKENESS = 0.8
+
+
+def refuse_misspelt(names: Iterable[str]) -> None:
+    """Raise BadRequestError for unknown names that are like options of this package, which OpenAI's API does not have;
+    other unknown fields are ignored, as OpenAI's servers do."""
+    for name in names:
+        if name == "spec_stack":
+            raise BadRequestError(
+                f"spec_stack is the proxy's field; here {', '.join(_OWN)} are fields themselves", name
+            )
+        if get_close_matches(name[:MAX_NAME_CHARS], _OWN, 1, _LIKENESS):
+            raise unknown_field(name, _OWN)
 
 
 REQUESTS: dict[str, type[GenerationRequest]] = {

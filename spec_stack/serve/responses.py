@@ -12,6 +12,8 @@ from typing import Any
 from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.types import AnswerPart, Metrics, StepOutput, TokenLogprobs
 
+REPORT = "spec_stack"
+"""The field of `usage`, and of a stream's last chunk of each choice, that says what was pruned."""
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 # OpenAI's value for impossible tokens; JSON has no infinity.
 _MIN_LOGPROB = -9999.0
@@ -61,9 +63,12 @@ class ResponseBuilder(ABC):
             choice.logprobs = [*(choice.logprobs or ()), *output.logprobs]
         if output.finish_reason is not None:
             choice.finish_reason, choice.metrics = _FINISH_REASONS[output.finish_reason], output.metrics
-        return [
+        chunks = [
             self._response(self.chunk_kind, [{"index": index} | part], None) for part in self._parts(choice, output)
         ]
+        if choice.metrics is not None and chunks:
+            chunks[-1][REPORT] = _report(choice.metrics)
+        return chunks
 
     def usage_chunk(self) -> Json:
         """The chunk with only the usage."""
@@ -97,6 +102,7 @@ class ResponseBuilder(ABC):
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": costs[0].num_cached_tokens},
+            REPORT: _report(costs[0]),
         }
 
     def _token_text(self, token_id: int) -> str:
@@ -106,6 +112,16 @@ class ResponseBuilder(ABC):
             return spelled.decode() or f"token_id:{token_id}"
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _report(metrics: Metrics) -> Json:
+    """What was pruned, in tokens, and why."""
+    return {
+        "reason": metrics.sparse_prefill_reason,
+        "prompt_tokens": metrics.num_prompt_tokens,
+        "kept_tokens": metrics.num_kept_tokens,
+        "recalled_tokens": metrics.num_recalled_tokens,
+    }
 
 
 class ChatResponseBuilder(ResponseBuilder):

@@ -6,6 +6,7 @@ turns are found by the token prefix; recall is that of a session (`prefill.recal
 
 from __future__ import annotations
 
+import sys
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
@@ -17,20 +18,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.decide import decide_scoring
 from spec_stack.prefill.draft_kv_budget import Ints
-from spec_stack.prefill.prompt_text import PromptText, clip_spans
-from spec_stack.prefill.recall import recall_dropped, select_turn
+from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.turn import (
+    Dense,
+    Held,
+    NeedsScore,
+    decide_scoring,
+    plan_scored,
+    plan_turn,
+    scoring_obstacle,
+)
 from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.prompt_reader import PromptReader
 
 # Least part of the prompt for an earlier turn to count: one in four tokens.
 _LEAST_SHARE = 4
+_NO_TURN = "no chat turn was found in the prompt, so nothing but special tokens is protected"
 # The same prompt repeats at once with n replies, and after a client's retry.
 _MOST_PLANS = 16
 
@@ -66,26 +75,6 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class CachedPrefix:
-    """The first num_tokens tokens of a prompt, of which the target has those at `positions`, in order."""
-
-    num_tokens: int = 0
-    positions: tuple[int, ...] = ()
-
-    @classmethod
-    def dense(cls, num_tokens: int) -> CachedPrefix:
-        return cls(num_tokens, tuple(range(num_tokens)))
-
-    @property
-    def is_dense(self) -> bool:
-        return len(self.positions) == self.num_tokens
-
-    def is_worth_it(self, num_prompt_tokens: int) -> bool:
-        """Return whether the prefix is long enough; else a selection of the whole prompt is worth more."""
-        return _LEAST_SHARE * self.num_tokens >= num_prompt_tokens
-
-
-@dataclass(frozen=True)
 class Plan:
     """The target prefills the prompt's tokens at `positions`, in order.
 
@@ -112,23 +101,10 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class NeedsScore:
-    """The draft's score is needed first. prefix: is inherited. prunes: the text after it is pruned."""
+class UnscoredPrompt(NeedsScore):
+    """A prompt that needs the draft's score first."""
 
     prompt: Prompt
-    prefix: CachedPrefix
-    prunes: bool
-    recalls: bool
-    reason: str
-
-    @property
-    def is_recall_only(self) -> bool:
-        return self.recalls and not self.prunes
-
-    @property
-    def first_query(self) -> int:
-        """The first token whose segment may hold the question: behind the reply, whose last token is not cached."""
-        return self.prefix.num_tokens + 1 if self.is_recall_only else 0
 
 
 @dataclass(frozen=True)
@@ -176,23 +152,24 @@ class TurnStore:
     def clear(self) -> None:
         self._turns.clear()
 
-    def find(self, tenant: Hashable, prompt_ids: Sequence[int]) -> CachedPrefix:
+    def find(self, tenant: Hashable, prompt_ids: Sequence[int]) -> Held:
         """The longest prefix of a prompt that a turn had; of equal ones the latest turn's."""
         # A prompt's last token is new.
         ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
         lengths = [turn.num_continued(tenant, ids) for turn in self._turns]
         longest = max(lengths, default=0)
         if not longest:
-            return CachedPrefix()
+            return Held()
         turn = self._turns.pop(max(at for at, length in enumerate(lengths) if length == longest))
         self._turns.append(turn)
-        return CachedPrefix(longest, (*turn.positions, *range(len(turn.token_ids), longest)))
+        return Held(longest, (*turn.positions, *range(len(turn.token_ids), longest)))
 
 
 class KnownTexts:
     """What a server decides by: its settings, the radix cache, earlier turns, recent plans, the tokenizer.
 
-    num_cached: a prompt's prefix tokens that the target has. most_tokens: of all remembered turns.
+    num_cached: a prompt's prefix tokens that the target has. most_tokens: of all remembered turns. max_positions: the
+    draft's own.
     """
 
     def __init__(
@@ -202,8 +179,9 @@ class KnownTexts:
         chat_template: str | None,
         num_cached: Callable[[Prompt], int],
         most_tokens: int,
+        max_positions: int = sys.maxsize,
     ) -> None:
-        self.config = config
+        self.config, self.max_positions = config, max_positions
         self.reader = PromptReader(tokenizer, chat_template)
         self.turns = TurnStore(most_tokens)
         self.num_cached = num_cached
@@ -212,16 +190,12 @@ class KnownTexts:
 
     def read(self, prompt: Prompt) -> Prompt:
         """The prompt with its text."""
-        if prompt.text is not None:
-            return prompt
-        return replace(prompt, text=self.reader.read(prompt.token_ids, prompt.options.protect or ()))
+        return replace(prompt, text=self.text_of(prompt, with_pieces=False))
 
-    def text_of(self, prompt: Prompt) -> PromptText:
+    def text_of(self, prompt: Prompt, with_pieces: bool = True) -> PromptText:
         """The prompt's text, with the text of every token where there is a tokenizer."""
-        text = self.read(prompt).text
-        if text is None:
-            raise RuntimeError("a prompt that was read has no text")
-        return self.reader.with_pieces(text)
+        text = prompt.text or self.reader.read(prompt.token_ids, prompt.options.protect or (), prompt.options.question)
+        return self.reader.with_pieces(text) if with_pieces else text
 
     def remember(self, plan: Plan) -> None:
         """Count an applied plan, and remember by its prompt one that the draft's score decided."""
@@ -238,85 +212,91 @@ class KnownTexts:
         self.turns.clear()
 
 
-def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Plan | NeedsScore:
+def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Plan | UnscoredPrompt:
     """Decide how a prompt is prefilled. refusal: why it cannot be pruned, or None."""
-    num_tokens = len(prompt.token_ids)
-    is_wanted, reason = decide_scoring(prompt.config, num_tokens, ())
+    num_tokens, config = len(prompt.token_ids), prompt.config
+    is_wanted, reason = decide_scoring(config, num_tokens, ())
     if not is_wanted:
         return Plan.dense(prompt, reason, "disabled")
-    if refusal is not None:
+    has_texts = known.reader.pieces is not None
+    refusal = refusal or scoring_obstacle(config, num_tokens, known.max_positions, has_texts=has_texts)
+    if refusal:
         return Plan.dense(prompt, f"off: {refusal}", "unsupported")
-    prefix, is_cached = _reused_prefix(prompt, known)
-    if is_cached and num_tokens - prefix.num_tokens < prompt.config.min_prompt_tokens:
-        return Plan.dense(prompt, f"off: {prefix.num_tokens} of {num_tokens} tokens are cached", "cached")
+    held, is_cached = _reused_prefix(prompt, known)
+    if is_cached and num_tokens - held.num_tokens < config.min_prompt_tokens:
+        return Plan.dense(prompt, f"off: {held.num_tokens} of {num_tokens} tokens are cached", "cached")
     # Found after the cache has had its say: the template is searched for in all of a long history.
     prompt = known.read(prompt)
-    is_wanted, reason = decide_scoring(prompt.config, num_tokens, prompt.kept)
-    if not is_wanted:
-        return Plan.dense(prompt, reason, "disabled")
+    whole = plan_turn(known.text_of(prompt, with_pieces=False), Held(), config)
+    if isinstance(whole, Dense):
+        return Plan.dense(prompt, whole.reason, "disabled")
     if prompt in known.plans:
         return known.plans[prompt]
-    needs = _needs(prompt, prefix, reason, known.config.recall)
-    if (needs.prunes or needs.recalls) and needs_attention(prompt.config.scorer):
-        return needs
-    return plan_scored(needs, None, 0, known)
+    if not is_long_enough(held, num_tokens):
+        held = Held()
+        turn: Dense | NeedsScore = whole
+    else:
+        recall = known.config.recall if prompt.follow_up == "recall" else None
+        turn = plan_turn(whole.text, held, config, recall)
+    if isinstance(turn, Dense):
+        turn = NeedsScore(whole.text, held, False, False, turn.reason)
+    if known.reader.turns.openings and not whole.text.turns:
+        turn = replace(turn, reason=f"{turn.reason}; {_NO_TURN}")
+    unscored = UnscoredPrompt(turn.text, held, turn.prunes, turn.recalls, turn.reason, prompt)
+    if (turn.prunes or turn.recalls) and needs_attention(config.scorer):
+        return unscored
+    return plan_prompt(unscored, None, 0, known)
 
 
-def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[CachedPrefix, bool]:
+def is_long_enough(held: Held, num_prompt_tokens: int) -> bool:
+    """Return whether an earlier turn counts; else a selection of the whole prompt is worth more."""
+    return _LEAST_SHARE * held.num_tokens >= num_prompt_tokens
+
+
+def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[Held, bool]:
     """The inherited prefix, and whether it is a dense one in the radix cache: the longer one, or else the dense one."""
     if prompt.follow_up == "afresh":
-        return CachedPrefix(), False
+        return Held(), False
     inherited = known.turns.find(prompt.tenant, prompt.token_ids)
     if prompt.config.sparse_prefill == "on":
         return inherited, False
     num_cached = known.num_cached(prompt)
     if num_cached < inherited.num_tokens:
         return inherited, False
-    return CachedPrefix.dense(num_cached), True
+    return Held.dense(num_cached), True
 
 
-def _needs(prompt: Prompt, prefix: CachedPrefix, reason: str, recall: SessionConfig) -> NeedsScore:
-    if not prefix.is_worth_it(len(prompt.token_ids)):
-        return NeedsScore(prompt, CachedPrefix(), True, False, reason)
-    num_new = len(prompt.token_ids) - prefix.num_tokens
-    new_spans = clip_spans(prompt.kept, prefix.num_tokens)
-    prunes, reason = decide_scoring(prompt.config, num_new, new_spans, text="new text")
-    recalls = prompt.follow_up == "recall" and recall.recall and not prefix.is_dense
-    return NeedsScore(prompt, prefix, prunes, recalls, reason)
-
-
-def plan_scored(needs: NeedsScore, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts) -> Plan:
+def plan_prompt(
+    unscored: UnscoredPrompt, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts
+) -> Plan:
     """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none.
 
     The target prefills again what stands behind the first recalled token.
     """
-    prompt, prefix, num_tokens = needs.prompt, needs.prefix, len(needs.prompt.token_ids)
-    start, held = prefix.num_tokens, prefix.positions
+    prompt, held, num_tokens = unscored.prompt, unscored.held, len(unscored.text)
     inputs = ScoringInputs(known.text_of(prompt), importance=importance)
-    recalled = recall_dropped(inputs, held, start, prompt.config, known.config.recall) if needs.recalls else []
-    rule = prompt.config if needs.prunes else None
-    turn = select_turn(inputs, held, start, recalled, rule, place="in_text")
-    positions = (*held[: turn.num_held], *turn.positions)
-    num_scored = 0
+    selection = plan_scored(unscored, inputs, prompt.config, known.config.recall, "in_text")
+    positions = (*held.positions[: selection.num_held], *selection.positions)
+    start, num_scored = held.num_tokens, 0
     if importance is not None:
-        num_scored = start * needs.recalls + (num_tokens - start) * needs.prunes
-    reason, outcome = needs.reason, "pruned"
+        num_scored = start * unscored.recalls + (num_tokens - start) * unscored.prunes
+    reason, outcome = unscored.reason, "pruned"
     if len(positions) == num_tokens:
         reason, outcome = "off: chunks and protected spans cover the whole prompt", "nothing_to_prune"
     elif start:
-        origin = "cached and kept" if prefix.is_dense else f"of earlier turns: {prompt.follow_up}"
+        origin = "cached and kept" if held.is_dense else f"of earlier turns: {prompt.follow_up}"
         reason = f"{reason}; {start} of {num_tokens} tokens are {origin}"
-    return Plan(prompt, positions, reason, outcome, start, len(recalled), num_scored, num_draft_tokens)
+    return Plan(prompt, positions, reason, outcome, start, selection.num_recalled, num_scored, num_draft_tokens)
 
 
-def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Plan:
+def plan_unscored(unscored: UnscoredPrompt, why: str, outcome: str) -> Plan:
     """The decision where scoring failed: an earlier turn's selection, and all of the new text."""
-    prompt, prefix = needs.prompt, needs.prefix
-    if prefix.is_dense:
+    prompt, held = unscored.prompt, unscored.held
+    if held.is_dense:
         return Plan.dense(prompt, f"off: {why}", outcome)
-    positions = (*prefix.positions, *range(prefix.num_tokens, len(prompt.token_ids)))
+    positions = (*held.positions, *range(held.num_tokens, len(prompt.token_ids)))
     reason = f"on for earlier turns, without recall; new text is kept whole: {why}"
-    return Plan(prompt, positions, reason, outcome, prefix.num_tokens)
+    return Plan(prompt, positions, reason, outcome, held.num_tokens)
 
 
 def apply(request: RunningRequest, plan: Plan, known: KnownTexts, scoring_s: float = 0.0) -> None:
@@ -339,8 +319,6 @@ def _report(plan: Plan, config: ServerConfig, scoring_s: float) -> dict[str, Any
     """How a prompt is prefilled, under the names of the library's metrics."""
     prompt, options = plan.prompt, plan.prompt.options
     num_kept, reason = len(plan.positions), plan.reason
-    if prompt.text is not None and prompt.text.note and reason.startswith("on"):
-        reason = f"{reason}; {prompt.text.note}"
     report = {
         "num_prompt_tokens": len(prompt.token_ids),
         "num_kept_tokens": num_kept,

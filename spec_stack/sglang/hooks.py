@@ -111,7 +111,7 @@ def _with_checked_options(custom: Any) -> Any:
     if by_header and not (options.sparse_prefill or options.keep_rate):
         options = RequestOptions.parse({KEY: {**options.as_asked(), **by_header}}, _config())
     if options.as_asked():
-        return {**(custom or {}), KEY: options.on_wire()}
+        return {**(custom if isinstance(custom, Mapping) else {}), KEY: options.on_wire()}
     return custom
 
 

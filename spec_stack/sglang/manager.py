@@ -17,15 +17,15 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.turn import Held
 from spec_stack.sglang.decide import (
-    CachedPrefix,
     KnownTexts,
-    NeedsScore,
     Plan,
     Prompt,
+    UnscoredPrompt,
     apply,
     decide,
-    plan_scored,
+    plan_prompt,
     plan_unscored,
 )
 from spec_stack.sglang.draft_prefixes import PoolFullError
@@ -133,7 +133,7 @@ class PendingScore:
     """
 
     request: RunningRequest
-    needs: NeedsScore
+    needs: UnscoredPrompt
     work: Scoring | None = None
     scoring_s: float = 0.0
     is_long: bool = False
@@ -157,7 +157,9 @@ class SparsePrefillManager:
         self._schedule = ScoringSchedule(scheduler, self.config.prefill_decode_interval if prunes else 0)
         most_tokens = _TURNS_PER_POOL * model.scorer.num_pool_tokens
         template = scheduler.server_args.chat_template
-        self._known = KnownTexts(self.config, scheduler.tokenizer, template, self._num_cached, most_tokens)
+        self._known = KnownTexts(
+            self.config, scheduler.tokenizer, template, self._num_cached, most_tokens, model.scorer.max_positions
+        )
         # Queued since the last round.
         self._arrived: list[RunningRequest] = []
         self._pending: list[PendingScore] = []
@@ -220,7 +222,7 @@ class SparsePrefillManager:
         if not same_on_all(failed):
             raise RuntimeError("deciding for a prompt failed on a part of the ranks, which would go apart")
         for request, decision in zip(arrived, decisions, strict=True):
-            if isinstance(decision, NeedsScore):
+            if isinstance(decision, UnscoredPrompt):
                 self._pending.append(PendingScore(request, decision))
                 continue
             with log_and_continue("reporting on a prompt", "its reply has no report"):
@@ -229,7 +231,7 @@ class SparsePrefillManager:
                     decision = Plan.dense(self._prompt(request, NOTHING_ASKED), reason, "failed")
                 self._apply(request, decision)
 
-    def _decision(self, request: RunningRequest) -> Plan | NeedsScore | Exception:
+    def _decision(self, request: RunningRequest) -> Plan | UnscoredPrompt | Exception:
         try:
             return self._decide(request)
         except Exception as error:
@@ -238,7 +240,7 @@ class SparsePrefillManager:
             log_failure("deciding for a prompt", "it is prefilled densely")
             return error
 
-    def _decide(self, request: RunningRequest) -> Plan | NeedsScore:
+    def _decide(self, request: RunningRequest) -> Plan | UnscoredPrompt:
         try:
             options = RequestOptions.parse(request.sampling_params.custom_params, self.config)
         except ValueError as error:
@@ -247,10 +249,7 @@ class SparsePrefillManager:
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
             options = RequestOptions(sparse_prefill="off")
         prompt = self._prompt(request, options)
-        num_tokens, most = len(prompt.token_ids), self._scorer.max_positions
         refusal = self._launch.refusal or dense_reason(request, bool(self._launch.args.enable_session_radix_cache))
-        if refusal is None and num_tokens > most and needs_attention(prompt.config.scorer):
-            refusal = f"the prompt has {num_tokens} tokens, and the draft {most} positions"
         return decide(prompt, self._known, refusal)
 
     def _apply(self, request: RunningRequest, plan: Plan, scoring_s: float = 0.0) -> None:
@@ -345,7 +344,7 @@ class SparsePrefillManager:
     def _is_settled(self, pending: PendingScore) -> bool:
         self._at_work = pending
         decision = decide(pending.needs.prompt, self._known)
-        if isinstance(decision, NeedsScore):
+        if isinstance(decision, UnscoredPrompt):
             pending.needs = decision
             return False
         self._settle(pending, decision)
@@ -385,7 +384,7 @@ class SparsePrefillManager:
             logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
             self._fail(pending, failure)
         elif score is not None:
-            self._settle(pending, plan_scored(needs, score.importance, score.num_draft_tokens, self._known))
+            self._settle(pending, plan_prompt(needs, score.importance, score.num_draft_tokens, self._known))
 
     def _fail(self, pending: PendingScore, failure: Exception | None) -> None:
         """Keep all of the new text. failure: None for another rank's."""
@@ -465,8 +464,8 @@ class SparsePrefillManager:
                             next(work)
                         except StopIteration as end:
                             importance = end.value.importance
-            needs = NeedsScore(prompt, CachedPrefix(), True, False, "")
-            plan_scored(needs, importance, len(prompt.token_ids), self._known)
+            needs = UnscoredPrompt(self._known.text_of(prompt), Held(), True, False, "", prompt)
+            plan_prompt(needs, importance, len(prompt.token_ids), self._known)
         except Exception as error:
             raise RuntimeError(
                 f"{NAME} cannot serve: a synthetic prompt failed at launch ({type(error).__name__}: {error}). "

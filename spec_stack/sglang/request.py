@@ -59,6 +59,7 @@ class RequestOptions:
     keep_rate: float | None = None
     follow_up: str | None = None
     protect: tuple[Span, ...] | None = None
+    question: str | None = None
     explain: bool | None = None
     gamma: int | None = None
     policy: str | None = None
@@ -104,6 +105,8 @@ class RequestOptions:
         def given(*names: str) -> str:
             return ", ".join(name for name in names if getattr(self, name) is not None)
 
+        if not isinstance(self.question, str | None) or (self.question is not None and not self.question.strip()):
+            raise ValueError(f"question must be a text, got {self.question!r}")
         if not isinstance(self.explain, bool | None):
             raise ValueError(f"explain must be true or false, got {self.explain!r}")
         # The configuration checks it.

@@ -129,6 +129,10 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
     update_weights_from_ipc = update_weights_from_disk
 
+    def update_weights_from_tensor(self, recv_req: Any) -> Any:
+        """Of SGLang 0.5.20, which asks the speculative worker for both models."""
+        return self._target_worker.update_weights_from_tensor(recv_req)
+
     def _validate_vocab_compatibility(self, target_vocab_size: int, target_tokenizer: Any) -> None:
         """SGLang's requires equally many embedding rows; one tokenizer is enough. Called before any KV is allocated."""
         target, draft = self._target_worker.model_runner.model_config, self._draft_worker.draft_runner

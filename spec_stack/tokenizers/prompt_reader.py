@@ -15,7 +15,6 @@ from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between, union
 from spec_stack.tokenizers.chat_turns import ChatTurns
 from spec_stack.tokenizers.pieces import Pieces
 
-_NO_TURN = "no chat turn was found in the prompt, so nothing but special tokens is protected"
 _EDITED = "the chat template edits a message and its turns are not marked, so the whole chat is kept"
 
 
@@ -33,6 +32,7 @@ class PromptReader:
     def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
         self._tokenizer, self._chat_template = tokenizer, chat_template
         self._special = special_ids(tokenizer)
+        self._has_template = bool(chat_template or getattr(tokenizer, "chat_template", None))
 
     @cached_property
     def turns(self) -> ChatTurns:
@@ -71,8 +71,8 @@ class PromptReader:
                 turns, note = list(written), ""
             elif note:
                 turns, note = [], _EDITED
-        elif turns is None and self.turns.openings:
-            note = _NO_TURN
+        elif not self._has_template:
+            note = ""
         template: list[Span] = []
         if turns is not None:
             template = between([turn.span for turn in turns], len(token_ids))

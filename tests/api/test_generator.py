@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from tests.support.models import make_model, random_prompt
 from tests.support.nightly import others_nightly
 
 CODE = "def read_lines(path):\n    with open(path) as file:\n"
+
+# Without a tokenizer there are no lines.
+CHUNKS = PrefillConfig(granularity="chunks")
 
 
 def joined(embedded: SpecStackGenerator, **options: Any) -> tuple[list[int], str, str | None]:
@@ -112,7 +116,7 @@ def test_an_end_token_inside_an_accepted_run_cuts_like_plain_decoding(target: Pr
 
 
 def test_the_look_ahead_ends_at_an_end_token(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    config = SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, scoring_queries="look_ahead"))
     prompt = random_prompt(100)
     first = next(SpecStackGenerator(target, draft, config=config).stream(input_ids=prompt, sparse_prefill="on")).record
     assert first.gamma == 8
@@ -183,7 +187,7 @@ def test_top_k_one_is_greedy(embedded: SpecStackGenerator) -> None:
 def test_the_metrics_say_whether_the_prompt_was_pruned_and_why(
     length: int, options: dict[str, Any], on: bool, reason: str, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
-    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=100, chunk_size=8))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", min_prompt_tokens=100, chunk_size=8))
     metrics = (
         SpecStackGenerator(target, draft, config=config)
         .generate(input_ids=random_prompt(length), max_tokens=3, **options)
@@ -209,7 +213,7 @@ def poison(model: PreTrainedModel, is_poisoned: Any) -> Any:
 def test_an_error_while_scoring_falls_back_to_dense_with_one_warning(
     target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
-    config = SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, scoring_queries="look_ahead"))
     generator = SpecStackGenerator(target, draft, config=config)
     prompt = random_prompt(100)
     dense = generator.generate(input_ids=prompt, max_tokens=10, sparse_prefill="off")
@@ -237,11 +241,11 @@ def test_an_error_while_scoring_is_logged_with_its_traceback_or_raised_on_reques
     options: dict[str, Any] = {"input_ids": random_prompt(100), "max_tokens": 3, "sparse_prefill": "on"}
     poison(draft, lambda size: size == 100)
     with pytest.warns(UserWarning, match="out of memory"):
-        SpecStackGenerator(target, draft).generate(**options, keep_rate=0.1)
+        SpecStackGenerator(target, draft, config=SpecStackConfig(CHUNKS)).generate(**options, keep_rate=0.1)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "RuntimeError: out of memory" in caplog.text
     assert "in gather_inputs" in caplog.text
-    strict = SpecStackConfig(PrefillConfig(on_scoring_failure="raise"))
+    strict = SpecStackConfig(replace(CHUNKS, on_scoring_failure="raise"))
     with pytest.raises(RuntimeError, match="out of memory"):
         SpecStackGenerator(target, draft, config=strict).generate(**options, keep_rate=0.1)
 
@@ -269,7 +273,7 @@ def test_an_error_after_the_first_token_is_raised_and_leaves_the_generator_usabl
 
 
 def test_an_interrupt_while_scoring_is_not_swallowed(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    generator = SpecStackGenerator(target, draft)
+    generator = SpecStackGenerator(target, draft, config=SpecStackConfig(CHUNKS))
 
     def interrupt(size: int) -> bool:
         raise KeyboardInterrupt
@@ -284,7 +288,7 @@ def test_an_interrupt_while_scoring_is_not_swallowed(target: PreTrainedModel, dr
 def test_streams_stopped_early_or_run_side_by_side_do_not_disturb_each_other(
     target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
-    config = SpecStackConfig(PrefillConfig(chunk_size=8, min_prompt_tokens=64))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, min_prompt_tokens=64))
     generator = SpecStackGenerator(target, draft, config=config)
     prompts = [random_prompt(length, seed=length) for length in (30, 80)]
     alone = [generator.generate(input_ids=prompt, max_tokens=25).token_ids for prompt in prompts]
@@ -305,7 +309,7 @@ def test_streams_stopped_early_or_run_side_by_side_do_not_disturb_each_other(
 
 @pytest.mark.slow
 def test_threads_may_generate_at_once(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    config = SpecStackConfig(PrefillConfig(chunk_size=8, min_prompt_tokens=64))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, min_prompt_tokens=64))
     generator = SpecStackGenerator(target, draft, config=config)
     prompts = [random_prompt(length, seed=length) for length in (30, 70, 90, 120)]
     alone = [generator.generate(input_ids=prompt, max_tokens=25).token_ids for prompt in prompts]
@@ -475,7 +479,7 @@ def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
 def test_every_policy_is_lossless_live(
     policy: str, pruned: bool, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
-    config = SpecStackConfig(PrefillConfig(chunk_size=8))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8))
     prompt = random_prompt(100)
     for helper in (draft, make_model(seed=1)):
         generator = SpecStackGenerator(target, helper, config=config)
@@ -517,7 +521,9 @@ def test_the_look_ahead_stays_within_the_models_positions(embedded: SpecStackGen
     for model in (target, draft):
         model.config.max_position_embeddings = 203
     generator = SpecStackGenerator(
-        target, draft, config=SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
+        target,
+        draft,
+        config=SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, scoring_queries="look_ahead")),
     )
     first = next(generator.stream(input_ids=random_prompt(200), max_tokens=2, sparse_prefill="on"))
     assert first.record.gamma == 3
@@ -534,7 +540,9 @@ def test_the_limit_is_the_targets_and_inclusive(target: PreTrainedModel, draft: 
 def test_a_fallback_starts_from_a_fresh_draft(target: PreTrainedModel) -> None:
     twin = make_model(seed=1)
     generator = SpecStackGenerator(
-        target, twin, config=SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
+        target,
+        twin,
+        config=SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, scoring_queries="look_ahead")),
     )
     calls = iter(range(1000))
 
@@ -550,7 +558,9 @@ def test_a_fallback_starts_from_a_fresh_draft(target: PreTrainedModel) -> None:
 
 
 def test_the_look_ahead_does_not_depend_on_the_seed(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    generator = SpecStackGenerator(target, draft, config=SpecStackConfig(PrefillConfig(keep_rate=0.3, chunk_size=4)))
+    generator = SpecStackGenerator(
+        target, draft, config=SpecStackConfig(PrefillConfig(granularity="chunks", keep_rate=0.3, chunk_size=4))
+    )
     firsts: list[Any] = []
     handle = target.register_forward_pre_hook(
         lambda module, args, kwargs: firsts.append((kwargs["input_ids"].tolist(), kwargs["position_ids"].tolist())),
@@ -596,7 +606,9 @@ class Unhurried(Policy):
 def test_durations_are_where_the_time_went(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Lower bounds only: how fast the machine is does not matter."""
     target.register_forward_pre_hook(lambda *_: time.sleep(0.05))
-    generator = SpecStackGenerator(target, draft, config=SpecStackConfig(PrefillConfig(chunk_size=8)))
+    generator = SpecStackGenerator(
+        target, draft, config=SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8))
+    )
     begun = time.monotonic()
     stream = generator.stream(input_ids=random_prompt(80), max_tokens=12, sparse_prefill="on", policy=Unhurried())
     outputs, by_caller = [], 0.0

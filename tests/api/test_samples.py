@@ -61,7 +61,7 @@ def test_a_streams_logprobs_are_those_of_generate_and_forbidden_tokens_have_none
 
 
 def test_samples_share_the_prefill(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    config = SpecStackConfig(PrefillConfig(chunk_size=8, keep_rate=0.3))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, keep_rate=0.3))
     generator, prompt = SpecStackGenerator(target, draft, config=config), random_prompt(300)
     sizes: list[int] = []
     for model in (target, draft):

@@ -23,6 +23,7 @@ from tests.support.nightly import others_nightly
 from tests.support.reference_session import Trace
 
 SPARSE = PrefillConfig(
+    granularity="chunks",
     keep_rate=0.3,
     chunk_size=8,
     min_prompt_tokens=24,
@@ -357,7 +358,7 @@ def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(po
 
 
 def test_a_scoring_error_takes_the_new_text_whole_and_the_session_goes_on() -> None:
-    generator = make_generator(PrefillConfig(chunk_size=8, min_prompt_tokens=24, keep_rate=0.3))
+    generator = make_generator(PrefillConfig(granularity="chunks", chunk_size=8, min_prompt_tokens=24, keep_rate=0.3))
     session = generator.session(SessionConfig(recall=False))
     prompt = random_prompt(100)
     answer = session.generate(input_ids=prompt, max_tokens=3).token_ids
@@ -648,9 +649,7 @@ def test_a_draft_with_another_tokenizer_serves_a_session() -> None:
     tokenizer = make_tokenizer("a b c d e f ab abc de cd", "<t>")
     other = make_tokenizer("f e bc d abc c b ef a", "<s>")
     models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
-    config = SpecStackConfig(
-        replace(SPARSE, granularity="chunks"), session=replace(EAGER, recall_threshold=0.0, max_recalled_chunks=40)
-    )
+    config = SpecStackConfig(SPARSE, session=replace(EAGER, recall_threshold=0.0, max_recalled_chunks=40))
     generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=other)
     plain = make_model(seed=1, vocab=16)
     text, session, restored = "abcdefdeab" * 60, generator.session(), 0

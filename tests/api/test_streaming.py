@@ -150,7 +150,7 @@ def test_a_mask_or_a_batch_that_is_none_is_refused(
 
 @pytest.mark.parametrize("seed", others_nightly(range(4), usual=[0]))
 def test_no_answer_of_several_prompts_hangs_on_the_others(seed: int) -> None:
-    config = SpecStackConfig(PrefillConfig(keep_rate=0.3, chunk_size=8, min_prompt_tokens=24))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", keep_rate=0.3, chunk_size=8, min_prompt_tokens=24))
     generator = SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config)
     rng = random.Random(seed)
     document = random_prompt(90, seed=seed)

@@ -154,3 +154,76 @@ def test_what_is_pasted_into_a_terminal_is_one_message() -> None:
     assert b"'def f():\\n    return 1\\n\\nWhy?' 'Thanks.'" in read
     assert process.wait(600) == 0
     os.close(ours)
+
+
+def test_an_undo_gives_the_documents_back_and_warns_of_nothing(
+    embedded: SpecStackGenerator, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    path, saved = tmp_path / "facts.txt", tmp_path / "saved"
+    path.write_text("The red code for Alice is 48213. " * 20)
+    question = "What is it?"
+    whole = f"First.\n\n{path.read_text()}\n\n{question}"
+    for lines in (
+        [f"/file {path}", question, "/undo", question],
+        [f"/file {path}", question, "/undo", "/undo", question],
+        [f"/file {path}", question, "Why?", "/undo", "/undo", question],
+        [f"/file {path}", question, f"/save {saved}", "/undo", f"/load {saved}", "/undo", question],
+        [question, "/undo", f"/file {path}", question],
+    ):
+        chat, said = talk(embedded, lines, documents=["First."])
+        assert chat.messages[0]["content"] == whole
+        assert len(chat.messages) == 2
+        assert "go with the next message" in said
+    chat, said = talk(embedded, [question, "/reset", question], documents=["First."])
+    assert chat.messages[0]["content"] == f"First.\n\n{question}"
+    assert not [warning for warning in recwarn if "begins anew" in str(warning.message)]
+
+
+def test_what_was_dropped_is_told_once(embedded: SpecStackGenerator) -> None:
+    told: list[tuple[int, int]] = []
+    rooms = "".join(f"The code of room {at} is {4 * at}.\n" for at in range(60))
+    options = {"max_tokens": 2, "sparse_prefill": "on", "keep_rate": 0.3}
+    lines = iter(["What is the code of room 41?", "And now?"])
+    Chat(
+        embedded,
+        options,
+        documents=[rooms],
+        read=lambda _: next(lines, "/quit"),
+        out=io.StringIO(),
+        told=lambda *counts: told.append(counts),
+    ).run()
+    assert told
+    assert all(num_kept < num_tokens for num_kept, num_tokens in told)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_dim"),
+    [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)],
+)
+def test_a_terminal_without_escapes_gets_none(
+    embedded: SpecStackGenerator, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_dim: bool
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    out = Terminal()
+    Chat(embedded, {}, read=lambda _: "/quit", out=out).run()
+    assert ("\x1b" in out.getvalue()) == is_dim
+
+
+def test_closed_standard_streams_are_no_traceback() -> None:
+    command = f"{sys.executable} -m spec_stack"
+    for line, status in (
+        ("chat <&-", 2),
+        ("prune <&-", 2),
+        ("chat --max-tokens 0 </dev/null 2>&-", 2),
+        ("--version >&-", 0),
+    ):
+        run = subprocess.run(f"{command} {line}", shell=True, capture_output=True, text=True, timeout=300)
+        assert run.returncode == status, run.stderr
+        assert "Traceback" not in run.stderr
+        assert run.stdout == ""

@@ -127,3 +127,67 @@ def test_a_byte_order_mark_is_no_text_and_line_ends_stay(
     assert len(message["content"]) < len(CODE) / 2
     assert out["text"].startswith(CODE[:10])
     assert out["text"].count("\r\n") == out["text"].count("\n") > 5
+
+
+TEXT = "".join(f"The code of room {at} is {4 * at}.\n" for at in range(90)) + "What is the code of room 71?"
+BODIES: list[dict[str, Any]] = [
+    {"model": "m", "prompt": TEXT, "max_tokens": 5},
+    {"model": "m", "prompt": [TEXT]},
+    {"model": "m", "input": TEXT, "instructions": "Be short."},
+    {"model": "m", "input": [{"role": "user", "content": [{"type": "input_text", "text": TEXT}]}]},
+    {
+        "input": [
+            {"type": "function_call", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "output": TEXT},
+        ]
+    },
+    {"system": "x", "messages": [{"role": "user", "content": [{"type": "tool_result", "content": TEXT}]}]},
+    {"messages": [{"role": "user", "content": TEXT}], "tools": [{"type": "custom", "custom": {"name": "f"}}]},
+]
+
+
+def texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for each in values for text in texts(each)]
+
+
+def other_texts(value: Any) -> list[str]:
+    return [text for text in texts(value) if "room" not in text]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_requests_body_keeps_its_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: dict[str, Any]
+) -> None:
+    path = tmp_path / "body.json"
+    path.write_text(json.dumps(body))
+    assert main(["prune", str(path), "--keep-rate", "0.2", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    shorter = json.loads(captured.out)
+    assert shorter.keys() == body.keys()
+    assert other_texts(shorter) == other_texts(body)
+    (kept,) = [text for text in texts(shorter) if "room" in text]
+    assert set(kept.splitlines()) <= {*TEXT.splitlines(), ""}
+    assert "room 71 is 284." in kept
+    assert captured.err.startswith("spec-stack: kept ")
+    assert main(["prune", str(path), "--keep-rate", "0.2", "--device", "cpu", "--quiet", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["messages"] == shorter
+    assert captured.err == ""
+
+
+def test_a_json_string_stays_one_and_other_json_that_breaks_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(TEXT))
+    assert main(["prune", str(path), "--keep-rate", "0.2", "--device", "cpu"]) == 0
+    assert set(json.loads(capsys.readouterr().out).splitlines()) <= {*TEXT.splitlines(), ""}
+    path.write_text(json.dumps({"rows": [{"name": f"name {at}", "age": at} for at in range(200)]}, indent=1))
+    assert main(["prune", str(path), "--keep-rate", "0.1", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    assert "this JSON is no request's body" in captured.err
+    path.write_text("[" * 100_000)
+    assert main(["prune", str(path), "--max-tokens", "1", "--device", "cpu"]) == 0

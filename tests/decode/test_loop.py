@@ -121,6 +121,7 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
 ) -> None:
     prompt = random_prompt(120)
     prefill = PrefillConfig(
+        granularity="chunks",
         keep_rate=0.3,
         scoring_queries=queries,
         look_ahead=look_ahead,
@@ -158,7 +159,7 @@ def _eager_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def test_keep_rate_one_equals_dense_prefill(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    generator = SpecStackGenerator(target, draft)
+    generator = SpecStackGenerator(target, draft, config=SpecStackConfig(PrefillConfig(granularity="chunks")))
     prompt = random_prompt(200)
     dense = generator.generate(input_ids=prompt, max_tokens=30, sparse_prefill="off")
     expected = reference.greedy(make_model(seed=1), prompt, 30)
@@ -209,7 +210,9 @@ def test_a_policy_cannot_propose_past_max_tokens_or_sixteen(target: PreTrainedMo
 def test_scoring_leaves_the_draft_with_the_kept_tokens_and_the_look_ahead(draft: PreTrainedModel) -> None:
     install(draft)
     model, prompt = CachedModel(draft, 4096), random_prompt(160)
-    config = PrefillConfig(keep_rate=0.3, chunk_size=8, scoring_queries="look_ahead", look_ahead=4)
+    config = PrefillConfig(
+        granularity="chunks", keep_rate=0.3, chunk_size=8, scoring_queries="look_ahead", look_ahead=4
+    )
     selection, _ = score_prompt(model, prompt, config)
     assert (model.num_cached, model.next_position) == (len(selection.positions) + 4, 164)
 
@@ -229,7 +232,9 @@ def test_the_draft_is_fed_only_what_it_has_not_seen(target: PreTrainedModel, dra
 
 
 def test_a_record_counts_only_what_was_handed_out(target: PreTrainedModel) -> None:
-    config = SpecStackConfig(PrefillConfig(chunk_size=8, keep_rate=0.99, scoring_queries="look_ahead"))
+    config = SpecStackConfig(
+        PrefillConfig(granularity="chunks", chunk_size=8, keep_rate=0.99, scoring_queries="look_ahead")
+    )
     result = SpecStackGenerator(target, DRAFTS["equal"](target), config=config).generate(
         input_ids=random_prompt(60), max_tokens=3, sparse_prefill="on", return_records=True
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,14 +211,16 @@ def test_a_field_that_was_changed_is_refused(name: str, change: Any, tmp_path: P
         generator.load_session(path)
 
 
-@pytest.mark.parametrize("name", ["none/file", "folder", "link", "n" * 300, "taken/file"])
+@pytest.mark.parametrize("name", ["none/file", "folder", "link", "n" * 300, "pipe", "to_pipe", "loop"])
 def test_a_place_that_cannot_be_written_is_named_and_left_as_it_was(tmp_path: Path, name: str) -> None:
     session, _, _ = saved(tmp_path, make_generator())
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
-    (tmp_path / "taken" / "file.part").mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    (tmp_path / "loop").symlink_to("loop")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match=rf"cannot write .*{name.partition('/')[0]}"):
+    with pytest.raises(ValueError, match=rf"cannot write .*{name.removesuffix('/file')}"):
         session.save(tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
     session.save(tmp_path / "file")
@@ -249,3 +252,25 @@ def test_a_session_that_answers_or_is_closed_is_not_saved_and_a_failed_save_leav
         session.save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_replaced_behind_its_link_with_its_mode(tmp_path: Path) -> None:
+    session, _, path = saved(tmp_path, make_generator())
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for name, mode in (("open", 0o644), ("shared", 0o660), ("private", 0o600)):
+        (disk / name).write_text("old")
+        (disk / name).chmod(mode)
+        (tmp_path / name).symlink_to(disk / name)
+        session.save(tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        assert make_generator().load_session(disk / name).num_cached_tokens == session.num_cached_tokens
+        assert (disk / name).stat().st_mode & 0o777 == mode
+    (tmp_path / "dangling").symlink_to(disk / "new")
+    session.save(tmp_path / "dangling")
+    assert (disk / "new").stat().st_size == path.stat().st_size
+    # What another program calls by the name of a part stays.
+    (disk / "open.part").write_text("mine")
+    session.save(disk / "open")
+    assert (disk / "open.part").read_text() == "mine"
+    assert sorted(each.name for each in disk.iterdir()) == ["new", "open", "open.part", "private", "shared"]

@@ -14,7 +14,9 @@ def make_generator(config: SpecStackConfig | None = None) -> SpecStackGenerator:
     """A target with many positions, and itself as a draft with few."""
     target, draft = make_model(seed=1), make_model(seed=1)
     draft.config.max_position_embeddings = LIMIT
-    return SpecStackGenerator(target, draft, config=config or SpecStackConfig(PrefillConfig(chunk_size=8)))
+    return SpecStackGenerator(
+        target, draft, config=config or SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8))
+    )
 
 
 @pytest.mark.parametrize("sparse_prefill", [None, "on"])
@@ -39,7 +41,7 @@ def test_a_drafts_few_positions_refuse_no_prompt_and_change_no_token(
 
 
 def test_a_rule_that_asks_no_draft_prunes_what_is_longer_than_the_draft() -> None:
-    generator = make_generator(SpecStackConfig(PrefillConfig(scorer="bm25", chunk_size=8)))
+    generator = make_generator(SpecStackConfig(PrefillConfig(granularity="chunks", scorer="bm25", chunk_size=8)))
     result = generator.generate(input_ids=random_prompt(4 * LIMIT), max_tokens=10, sparse_prefill="on", ignore_eos=True)
     assert result.metrics.sparse_prefill
     assert len(result.token_ids) == 10

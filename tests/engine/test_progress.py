@@ -12,7 +12,7 @@ from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from tests.support import reference
 from tests.support.models import make_model, make_tokenizer, random_prompt
 
-CONFIG = SpecStackConfig(PrefillConfig(prefill_chunk=32, chunk_size=8, keep_rate=0.5))
+CONFIG = SpecStackConfig(PrefillConfig(granularity="chunks", prefill_chunk=32, chunk_size=8, keep_rate=0.5))
 Told = list[tuple[int, int, str]]
 
 

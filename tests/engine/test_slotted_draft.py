@@ -21,7 +21,9 @@ from tests.support.nightly import others_nightly
 from tests.support.reference_slots import chosen_slots, logits_in_order_of_writing
 
 SLOTS = 32
-PREFILL = PrefillConfig(chunk_size=8, draft_kv_budget=SLOTS, keep_rate=0.3, min_prompt_tokens=10_000)
+PREFILL = PrefillConfig(
+    granularity="chunks", chunk_size=8, draft_kv_budget=SLOTS, keep_rate=0.3, min_prompt_tokens=10_000
+)
 
 
 def generator(target: PreTrainedModel, draft: PreTrainedModel) -> SpecStackGenerator:

@@ -222,7 +222,7 @@ def positions_read(generator: SpecStackGenerator, **options: Any) -> list[int]:
 
 
 def test_after_sparse_prefill_processors_see_the_whole_prompt(target: PreTrainedModel) -> None:
-    config = SpecStackConfig(PrefillConfig(keep_rate=0.3, chunk_size=8))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", keep_rate=0.3, chunk_size=8))
     generator, prompt = SpecStackGenerator(target, similar(target), config=config), random_prompt(120)
     options: dict[str, Any] = {
         "input_ids": prompt,
@@ -322,6 +322,8 @@ def test_what_leaves_no_token_or_another_shape_is_an_error_that_names_it(target:
 
     with pytest.raises(ValueError, match="allow no token"):
         generator.generate(input_ids=[3, 4], logits_processor=nothing)
+    with pytest.raises(ValueError, match="NaN"):
+        generator.generate(input_ids=[3, 4], logits_processor=lambda ids, scores: scores * torch.nan)
     with pytest.raises(ValueError, match="shapeless must return scores"):
         generator.generate(input_ids=[3, 4], logits_processor=shapeless)
     wrong: Sequence[Any] = (3, "x", [Counting(), None], Counting)

@@ -213,8 +213,6 @@ def test_a_draft_that_fails_is_busy_or_too_slow_forwards_the_whole_prompt(start:
         return reason(response)
 
     url = start(max_parsed_bytes=800_000).url
-    broken = [{"role": "user", "content": 5}]
-    assert whole(url, {"messages": [*broken, *LONG]}).startswith("off: the draft cannot")
     assert whole(url, {"messages": [{"role": "user", "content": CODE * 100}]}).startswith("off: the prompt is too long")
     assert whole(url, {"messages": LONG, "x": "y" * 800_000}) == "off: the body is too long to parse"
     assert whole(url, {"messages": LONG, "x": float("inf")}) == "off: the body is not JSON"
@@ -319,7 +317,7 @@ def test_late_work_goes_on_for_the_next_turn_and_gives_way_to_other_clients(
     start: Start, upstream: FakeUpstream
 ) -> None:
     url = start(deadline_s=3).url
-    long = [{"role": "user", "content": f"{CODE * 22}\n{QUESTION}"}]
+    long = [{"role": "user", "content": f"{CODE * 12}\n{QUESTION}"}]
     assert "deadline_s" in reason(post(url, CHAT, {"messages": long}, authorization="Bearer one"))
     # One long prompt does not hold the draft beyond its deadline.
     assert reason(post(url, CHAT, {"messages": LONG}, authorization="Bearer two")).startswith("on: ")
@@ -327,7 +325,33 @@ def test_late_work_goes_on_for_the_next_turn_and_gives_way_to_other_clients(
         answered = [*long, {"role": "assistant", "content": "Four."}, {"role": "user", "content": "Are you sure?"}]
         if not reason(post(url, CHAT, {"messages": answered}, authorization="Bearer one")).startswith("off: scoring"):
             break
-    assert len(upstream.seen[-1].body) < len(CODE) * 11
+    assert len(upstream.seen[-1].body) < len(CODE) * 6
+
+
+class FailingPruner(Pruner):
+    """Has no memory for a prompt."""
+
+    def conversation(self, *args: Any) -> Any:
+        def prune(*given: Any, **options: Any) -> Any:
+            raise MemoryError("no room for: def my_private_code")
+
+        conversation = super().conversation(*args)
+        conversation.prune = prune  # type: ignore[method-assign]
+        return conversation
+
+
+def test_a_draft_that_fails_forwards_the_whole_prompt_and_the_log_quotes_nothing(
+    upstream: FakeUpstream, caplog: pytest.LogCaptureFixture
+) -> None:
+    pruner = FailingPruner.from_pretrained(device="cpu", config=PrefillConfig(min_prompt_tokens=400))
+    app = RunningApp(build_app(pruner, ProxyConfig(upstream.url, port=0, shutdown_s=1)), 1)
+    try:
+        assert reason(post(app.url, CHAT, {"messages": LONG})) == "off: the draft cannot score the prompt (MemoryError)"
+        assert upstream.seen[-1].json == {"messages": LONG}
+        assert "my_private_code" not in caplog.text
+        assert "scoring failed: MemoryError at " in caplog.text
+    finally:
+        app.stop()
 
 
 class CountingPruner(Pruner):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -227,17 +229,115 @@ def test_bodies_that_are_none_are_refused_and_too_long_ones_are_not_read(start: 
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
 
 
-def test_fields_that_mean_nothing_here_are_named_or_refused(start: Start) -> None:
-    for options, refuses in (({}, False), ({"strict": True}, True)):
-        create = start(**options).client().chat.completions.with_raw_response.create
-        extra = {"functions": [], "odd\r\nname: x": 1}
-        if refuses:
-            with pytest.raises(openai.BadRequestError, match="not known; leave it out"):
-                create(messages=CHAT, max_tokens=1, extra_body=extra, **GREEDY)
-            continue
-        answer = create(messages=CHAT, max_tokens=1, extra_body=extra, user="me", **GREEDY)
-        assert answer.headers["x-spec-stack-ignored"] == "functions, odd??name??x"
-        assert "x-spec-stack-ignored" not in create(messages=CHAT, max_tokens=1, user="me", **GREEDY).headers
+def test_foreign_fields_are_ignored_and_misspelt_options_refused(start: Start) -> None:
+    create = start().client().chat.completions.with_raw_response.create
+    extra = {"functions": [], "odd\r\nname: x": 1, "keep_alive": 5, "guided_json": {}, "cache_prompt": True}
+    answer = create(messages=CHAT, max_tokens=1, extra_body=extra, user="me", **GREEDY)
+    assert answer.headers["x-spec-stack-ignored"] == "functions, odd??name??x, keep_alive, guided_json, cache_prompt"
+    assert "x-spec-stack-ignored" not in create(messages=CHAT, max_tokens=1, user="me", **GREEDY).headers
+    for name, meant in (
+        ("keep_rat", "keep_rate"),
+        ("keeprate", "keep_rate"),
+        ("sparse_prefil", "sparse_prefill"),
+        ("sparse_pre_fill", "sparse_prefill"),
+        ("polcy", "policy"),
+        ("gama", "gamma"),
+        ("questions", "question"),
+        ("spec_stack", "keep_rate"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=meant):
+            create(messages=CHAT, max_tokens=1, extra_body={name: 0.2}, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    "usual",
+    [
+        {"temperature": 1e-8},
+        {"temperature": 1e-6, "seed": 3},
+        {"temperature": 1e-300},
+        {"temperature": 1.0, "seed": -1},
+        {"extra_body": {"top_k": -1}, "temperature": 1.0},
+        {"max_tokens": -1, "stop": ["e"]},
+        {"max_completion_tokens": -1, "stop": ["e"], "max_tokens": None},
+    ],
+)
+def test_values_by_which_clients_mean_greedy_random_off_and_no_limit(start: Start, usual: dict[str, Any]) -> None:
+    client = start().client()
+    answer = client.chat.completions.create(**{"model": "spec-stack", "messages": CHAT, "max_tokens": 3} | usual)
+    assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_a_limit_of_minus_one_is_more_than_the_default(start: Start) -> None:
+    client = start(default_max_tokens=2).client()
+    options: dict[str, Any] = {"messages": CHAT, "logprobs": True, "stream": True, **GREEDY}
+
+    def most_tokens(**limit: int) -> int:
+        num_tokens = 0
+        with client.chat.completions.create(**options, **limit) as chunks:
+            for chunk in chunks:
+                num_tokens += len(chunk.choices[0].logprobs.content) if chunk.choices[0].logprobs else 0
+                if num_tokens > 2:
+                    break
+        return num_tokens
+
+    assert most_tokens() == 2 < most_tokens(max_tokens=-1)
+
+
+def test_what_was_pruned_is_told_in_headers_usage_and_the_last_chunk(
+    embedded: SpecStackGenerator, start: Start
+) -> None:
+    server = start()
+    rooms = "".join(f"The code of room {at} is {4 * at}.\n" for at in range(60))
+    messages = [{"role": "user", "content": f"{rooms}What is the code of room 41?"}]
+    for extra in ({"sparse_prefill": "on", "keep_rate": 0.3}, {"sparse_prefill": "off"}):
+        expected = embedded.generate(messages=messages, max_tokens=2, **extra).metrics  # type: ignore[arg-type]
+        report = {
+            "reason": expected.sparse_prefill_reason,
+            "prompt_tokens": expected.num_prompt_tokens,
+            "kept_tokens": expected.num_kept_tokens,
+            "recalled_tokens": 0,
+        }
+        options: dict[str, Any] = {"messages": messages, "max_tokens": 2, "extra_body": extra, **GREEDY}
+        raw = server.client(str(extra)).chat.completions.with_raw_response.create(**options)
+        assert raw.headers["x-spec-stack-kept-tokens"] == str(expected.num_kept_tokens)
+        assert raw.headers["x-spec-stack-prompt-tokens"] == str(expected.num_prompt_tokens)
+        assert raw.headers["x-spec-stack-reason"] == expected.sparse_prefill_reason
+        assert raw.parse().usage.model_extra["spec_stack"] == report
+        for usage in ({}, {"stream_options": {"include_usage": True}}):
+            chunks = list(server.client(f"{extra}{usage}").chat.completions.create(stream=True, **options, **usage))
+            (last,) = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
+            assert last.model_extra["spec_stack"] == report
+            assert not usage or chunks[-1].usage.model_extra["spec_stack"] == report
+    assert report["kept_tokens"] == report["prompt_tokens"]
+
+
+def test_a_question_of_its_own_finds_the_answer(embedded: SpecStackGenerator, start: Start) -> None:
+    rooms = "".join(f"The code of room {at} is {4 * at}.\n" for at in range(60))
+    options: dict[str, Any] = {"sparse_prefill": "on", "keep_rate": 0.2, "question": "What is the code of room 41?"}
+    messages = [{"role": "user", "content": f"{rooms}Answer."}]
+    expected = embedded.generate(messages=messages, max_tokens=4, **options)
+    client = start().client()
+    answer = client.chat.completions.create(messages=messages, max_tokens=4, extra_body=options, **GREEDY)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.model_extra["spec_stack"]["kept_tokens"] == expected.metrics.num_kept_tokens
+    with pytest.raises(openai.BadRequestError, match="question"):
+        client.chat.completions.create(messages=messages, extra_body={"question": "x" * 4001}, **GREEDY)
+
+
+def test_a_compressed_body_is_read_within_the_limit(start: Start) -> None:
+    server, path = start(max_body_bytes=2000), "/v1/chat/completions"
+    chat = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}'
+    assert post(server, path, gzip.compress(chat), **{"Content-Encoding": "gzip"})[0] == 200
+    assert post(server, path, zlib.compress(chat), **{"Content-Encoding": "deflate"})[0] == 200
+    for encoding, body, status in (
+        ("gzip", chat, 400),
+        ("gzip", gzip.compress(chat)[:-9], 400),
+        ("gzip", gzip.compress(b" " * 1_000_000), 413),
+        ("br", chat, 415),
+    ):
+        answer = post(server, path, body, **{"Content-Encoding": encoding})
+        assert answer[0] == status
+        assert answer[1]["error"]["type"] == "invalid_request_error"
 
 
 def test_logprobs_are_the_generators_whole_and_streamed(embedded: SpecStackGenerator, start: Start) -> None:

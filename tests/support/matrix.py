@@ -124,7 +124,7 @@ def decoded(name: str, seed: int = 0, num_tokens: int = 48) -> Decoded:
 def decoded_sparsely(name: str, draft: str, seed: int = 0, num_tokens: int = 32) -> Decoded:
     """The same behind a sparse prefill, against uncached forwards over the kept tokens."""
     prompt = random_prompt(NUM_PROMPT + 60, seed)
-    config = SpecStackConfig(PrefillConfig(keep_rate=0.3, look_ahead=6, chunk_size=8))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", keep_rate=0.3, look_ahead=6, chunk_size=8))
     generator = SpecStackGenerator(make_model(name), make_model(draft, disturbed=True), config=config)
     seen: dict[int, None] = {}
 

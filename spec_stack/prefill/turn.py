@@ -1,0 +1,152 @@
+"""The decision for one prompt or turn: dense, or scored and then selected. Pure; alike at every entry point.
+
+`plan_turn` decides from the text and from what the target has of it, `plan_scored` from the score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.prompt_text import PromptText, clip_spans
+from spec_stack.prefill.queries import MOST_REPEATED
+from spec_stack.prefill.recall import RecallPlace, recall_dropped, select_turn
+from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.types import Selection
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the target has of a text: num_tokens of it are from earlier turns, and those at `positions` are in the
+    cache, in write order. start: where the turn's own text begins; None is behind the earlier turns."""
+
+    num_tokens: int = 0
+    positions: Sequence[int] = ()
+    start: int | None = None
+
+    @classmethod
+    def dense(cls, num_tokens: int) -> Held:
+        return cls(num_tokens, tuple(range(num_tokens)))
+
+    @property
+    def is_dense(self) -> bool:
+        return len(self.positions) == self.num_tokens
+
+
+@dataclass(frozen=True)
+class Dense:
+    """All of the new text is prefilled."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NeedsScore:
+    """The text is scored first. prunes: the new text is pruned. recalls: dropped text may come back."""
+
+    text: PromptText
+    held: Held
+    prunes: bool
+    recalls: bool
+    reason: str
+
+    @property
+    def is_recall_only(self) -> bool:
+        return self.recalls and not self.prunes
+
+    @property
+    def first_query(self) -> int:
+        """The first token whose segment may hold the question: earlier questions count again only where new text is
+        pruned."""
+        if self.prunes:
+            return 0
+        # The answer's last token is not cached.
+        return self.held.num_tokens + 1 if self.held.start is None else self.held.start
+
+
+def plan_turn(
+    text: PromptText, held: Held, config: PrefillConfig, recall: SessionConfig | None = None, obstacle: str = ""
+) -> Dense | NeedsScore:
+    """Decide for a prompt, or the new text of a turn.
+
+    text: the whole prompt. held: what earlier turns left of it. recall: rules for dropped text; None leaves it.
+    obstacle: why the draft cannot score the prompt, if so (`scoring_obstacle`).
+    """
+    num_new, what = len(text) - held.num_tokens, "new text" if held.num_tokens else "prompt"
+    prunes, reason = decide_scoring(config, num_new, clip_spans(text.kept, held.num_tokens), obstacle, what)
+    recalls = recall is not None and recall.recall and not held.is_dense and not obstacle
+    if not prunes and not recalls:
+        return Dense(reason)
+    return NeedsScore(text, held, prunes, recalls, f"{reason}; {text.note}" if prunes and text.note else reason)
+
+
+def plan_scored(
+    needs: NeedsScore,
+    inputs: ScoringInputs,
+    config: PrefillConfig,
+    recall: SessionConfig | None = None,
+    place: RecallPlace = "last",
+) -> Selection:
+    """What the target prefills, by the score: recalled text, then what is kept of the new text."""
+    held, recalled = needs.held, list[int]()
+    if needs.recalls and recall is not None:
+        recalled = recall_dropped(inputs, held.positions, held.num_tokens, config, recall)
+    rule = config if needs.prunes else None
+    return select_turn(inputs, held.positions, held.num_tokens, recalled, rule, place)
+
+
+def decide_scoring(
+    config: PrefillConfig,
+    num_new_tokens: int,
+    protected: Sequence[Span],
+    obstacle: str = "",
+    text: str = "prompt",
+) -> tuple[bool, str]:
+    """Return whether to score a text in order to prune it, and why.
+
+    num_new_tokens: of the prompt, or of a turn's new text; protected: spans of these. obstacle: why the draft cannot
+    score it, if so. text: its name in the reason.
+    """
+    if config.sparse_prefill in ("off", "draft_only"):
+        return False, f'off: sparse_prefill="{config.sparse_prefill}" leaves the target dense'
+    if config.rate_for(num_new_tokens) == 1:
+        return False, "off: keep_rate is 1.0"
+    if config.sparse_prefill == "auto" and num_new_tokens < config.min_prompt_tokens:
+        return False, f"off: the {text} is shorter than min_prompt_tokens={config.min_prompt_tokens}"
+    num_prunable = num_new_tokens - sum(stop - start for start, stop in protected)
+    if num_prunable <= sum(config.forced_tokens):
+        return False, f"off: no more than {num_prunable} of {num_new_tokens} {text} tokens could be pruned"
+    if obstacle:
+        return False, f"off: {obstacle}"
+    by = f"; calibrated by {config.calibrated_by}" if config.calibrated_by else ""
+    if config.sparse_prefill == "on":
+        return True, f'on: sparse_prefill="on"{by}'
+    return True, f"on: the {text} has min_prompt_tokens={config.min_prompt_tokens} or more{by}"
+
+
+def scoring_obstacle(
+    config: PrefillConfig,
+    num_draft_tokens: int,
+    max_positions: int,
+    scoring_limit: int | None = None,
+    has_texts: bool = True,
+) -> str:
+    """Why a prompt of so many of the draft's tokens cannot be scored; empty if it can.
+
+    max_positions: the draft's. scoring_limit: the longest context that a layer of it sees whole, None for any.
+    has_texts: the texts of tokens are known.
+    """
+    if not has_texts and config.granularity == "lines":
+        return "there is no tokenizer, without which a prompt has no lines; give one, or granularity='chunks'"
+    num_repeated = MOST_REPEATED if config.queries_from_prompt else 0
+    num_behind = num_repeated or config.look_ahead
+    if num_draft_tokens + num_repeated > max_positions:
+        obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {max_positions} positions"
+    elif scoring_limit is not None and num_draft_tokens + num_behind > scoring_limit:
+        obstacle = f"every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
+    else:
+        return ""
+    return obstacle if needs_attention(config.scorer) else ""
