@@ -8,7 +8,7 @@ documents again. Prints tables, ends in one JSON line. The target's weights are 
 
     python -m experiments.real.fetch_texts TEXTS
     python -m experiments.real.selection --texts TEXTS --target TARGET --draft DRAFT --rows ROWS.jsonl
-        [--calibration FILE] [--cache FOLDER] [--half judge] [--minutes 10]
+        [--calibration FILE] [--cache FOLDER] [--half judge] [--minutes 10] [--without-draft]
 """
 
 from __future__ import annotations
@@ -51,6 +51,12 @@ def rules(calibration: Path | None) -> dict[str, PrefillConfig]:
     }
 
 
+def rules_of(arguments: argparse.Namespace) -> dict[str, PrefillConfig]:
+    """The rules that the arguments ask for."""
+    found = rules(arguments.calibration)
+    return {"BM25": found["BM25"]} if arguments.without_draft else found
+
+
 def judge_rule(encoded: Encoded, looks: Looks, rule: PrefillConfig) -> Row:
     """What a rule keeps of a prompt's evidence, by keep rate: its share."""
     ranked = Ranked.by_rule(encoded, looks, rule)
@@ -63,9 +69,8 @@ class CachedScorer:
 
     def __init__(self, scorer: Scorer, folder: Path | None) -> None:
         self._scorer, self._folder = scorer, folder
-        self.tokenizer = scorer.pair.tokenizer
 
-    def look(self, prompt: JudgingPrompt, encoded: Encoded) -> Looks:
+    def look(self, encoded: Encoded) -> Looks:
         """Run the scoring queries of a prompt, and what of the prompt is not cached."""
         if self._folder is None:
             return self._scorer.look(encoded)
@@ -83,13 +88,14 @@ class CachedScorer:
 
 def run(arguments: argparse.Namespace, prompts: Sequence[JudgingPrompt], rows: Rows) -> None:
     """Judge what is left of the prompts."""
-    wanted, scorer = rules(arguments.calibration), CachedScorer(Scorer.load(arguments), arguments.cache)
+    wanted, tokenizer = rules_of(arguments), load_tokenizer(str(arguments.target))
+    scorer = None if arguments.without_draft else CachedScorer(Scorer.load(arguments), arguments.cache)
     for prompt in prompts:
         left = rows.left(prompt.name, wanted)
         if not left:
             continue
-        began, encoded = process_time(), encode(scorer.tokenizer, prompt)
-        looks = scorer.look(prompt, encoded)
+        began, encoded = process_time(), encode(tokenizer, prompt)
+        looks = {} if scorer is None else scorer.look(encoded)
         told = {name: getattr(prompt, name) for name in ("family", "shape", "medium", "source", "half")}
         for name, rule in left.items():
             found = judge_rule(encoded, looks, rule)
@@ -139,6 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_pair_arguments(parser)
     add_prompt_arguments(parser)
+    parser.add_argument("--without-draft", action="store_true", help="BM25 alone, in a minute")
     add_row_arguments(parser)
     add_out_argument(parser)
     arguments = parser.parse_args()
@@ -146,9 +153,9 @@ def main() -> None:
     if arguments.cache is not None:
         arguments.cache.mkdir(parents=True, exist_ok=True)
     prompts = prompts_for(arguments, measure_with(load_tokenizer(str(arguments.target))))[: arguments.limit]
-    names, rows = list(rules(arguments.calibration)), Rows(arguments.rows, arguments.minutes)
+    names, rows = list(rules_of(arguments)), Rows(arguments.rows, arguments.minutes)
     keys = [prompt.name for prompt in prompts]
-    if rows.num_left(keys, names):
+    if rows.has_time and rows.num_left(keys, names):
         run(arguments, prompts, rows)
     left = rows.num_left(keys, names)
     report = {"experiment": "selection", **describe(), "num_tokens": arguments.num_tokens, "num_left": left}

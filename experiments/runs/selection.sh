@@ -10,3 +10,7 @@ export OMP_NUM_THREADS=1
 .venv/bin/python -m experiments.real.selection --texts "$OUT/texts" --target "$TARGET" --draft "$QWEN" \
   --calibration spec_stack/assets/calibrations/qwen2.5-coder-0.5b.json --cache "$OUT/cache" \
   --rows "$OUT/selection.jsonl" --out experiments/results/selection.json
+.venv/bin/python -m experiments.real.selection --texts "$OUT/texts" --target "$TARGET" --draft "$QWEN" --without-draft \
+  --rows "$OUT/bm25.jsonl" --out experiments/results/selection_bm25.json
+.venv/bin/python -m experiments.real.sweep --texts "$OUT/texts" --target "$TARGET" --draft "$QWEN" --half tune \
+  --calibration spec_stack/assets/calibrations/qwen2.5-coder-0.5b.json --out experiments/results/selection_sweep.json

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -356,3 +357,18 @@ def test_a_standard_output_of_any_encoding_loses_no_character(
     assert json.loads(said("--json"))["text"] == text
     assert json.loads(said("--json", "--file", f"/nowhere/{text}"))["error"].count(text)
     assert said() == text.encode(encoding, "backslashreplace").decode(encoding) + "\n"
+
+
+def test_generate_says_that_text_was_dropped_and_takes_a_question(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rooms.txt"
+    path.write_text("".join(f"The code of room {at} is {4 * at}.\n" for at in range(60)) + "Answer.")
+    line = ["generate", "--file", str(path), "--max-tokens", "2", "--device", "cpu", "--keep-rate", "0.3"]
+    pruned = [*line, "--sparse-prefill", "on", "--question", "What is the code of room 41?"]
+    assert main(pruned) == 0
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"spec-stack: kept \d+ of \d+ prompt tokens; .*--quiet hides this line\n", told)
+    for silent in ([*pruned, "--quiet"], [*line, "--sparse-prefill", "off"]):
+        assert main(silent) == 0
+        assert capsys.readouterr().err == ""

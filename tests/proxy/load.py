@@ -1,9 +1,10 @@
 """Many clients at once before `spec-stack proxy` in a process of its own, for minutes: errors, and what it costs.
 
-python -m tests.proxy.load --minutes 5
+python -m tests.proxy.load --minutes 5 --dots
 
 The upstream server is the recording one of the tests. Of a client's requests three in four are short, and pass
-unpruned; then short chats are timed alone, with and without the proxy.
+unpruned; then short chats are timed alone, with and without the proxy. With --dots another client sends long runs of
+dots meanwhile, and the longest time of /health is told.
 """
 
 from __future__ import annotations
@@ -62,6 +63,23 @@ class Client:
         return {"messages": [{"role": "user", "content": f"{CODE}\nI am {self._name}."}]}
 
 
+def send_dots(url: str, end: float) -> list[float]:
+    """Send runs of stops, and return the seconds that /health takes beside them."""
+    taken: list[float] = []
+    with httpx2.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(1) as pool:
+        while monotonic() < end:
+            for mark in ".!?":
+                body = {"messages": [{"role": "user", "content": f"{mark * 18_000}x" * 3}]}
+                sent = pool.submit(client.post, CHAT, json=body)
+                while not sent.done():
+                    began = monotonic()
+                    httpx2.get(f"{url}/health", timeout=600)
+                    taken.append(monotonic() - began)
+                    sleep(0.1)
+                sent.result().raise_for_status()
+    return taken
+
+
 def milliseconds(url: str, num_requests: int = 200) -> list[float]:
     """Times of short chats, one after the other."""
     with httpx2.Client(base_url=url) as client:
@@ -81,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--dots", action="store_true")
     arguments = parser.parse_args()
     upstream, port = FakeUpstream(), free_port()
     url = f"http://127.0.0.1:{port}"
@@ -103,13 +122,15 @@ def main() -> None:
         clients = [Client(url, f"client {at}") for at in range(arguments.clients)]
         memory_mb = [psutil.Process(proxy.pid).memory_info().rss // 1_000_000]
         end = monotonic() + 60 * arguments.minutes
-        with ThreadPoolExecutor(arguments.clients) as pool:
+        with ThreadPoolExecutor(arguments.clients + 1) as pool:
+            health_s = pool.submit(send_dots, url, end) if arguments.dots else None
             list(pool.map(lambda client: client.run(end), clients))
         memory_mb.append(psutil.Process(proxy.pid).memory_info().rss // 1_000_000)
         afterwards = both(upstream.url, url)
         errors = [error for client in clients for error in client.errors]
         figures = {
             "outcomes": sum((client.outcomes for client in clients), Counter()),
+            "longest_health_s": None if health_s is None else round(max(health_s.result()), 2),
             "num_errors": len(errors),
             "errors": errors[:5],
             "short_under_load_ms": round(1000 * median(taken for client in clients for taken in client.short_s), 1),

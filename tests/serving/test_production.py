@@ -91,7 +91,7 @@ def test_every_option_passes_msgpack_and_too_many_spans_do_not(busy: Server, ref
     kept = {at for start, stop in _report(reply)["kept_spans"] for at in range(start, stop)}
     assert kept.issuperset({*range(60), *range(100, 420)})
     # Spans that overlap count once.
-    assert _report(busy.generate(prompt, 2, protect=[[0, 400], [0, 400]]))["outcome"] == "pruned"
+    assert _report(busy.generate(prompt, 2, protect=[[0, 400], [0, 400]], **_LONG))["outcome"] == "pruned"
     status, reply = busy.post("/generate", generate_body(prompt, 2, protect=[[0, 1]] * 5000))
     assert (status, "at most 4096 token spans" in reply["error"]["message"]) == (400, True)
     assert busy.is_alive

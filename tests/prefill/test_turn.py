@@ -1,0 +1,91 @@
+"""One decision for a prompt or a turn: dense, or scored, by what and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.prefill.queries import find_candidates
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.turn import Dense, Held, NeedsScore, plan_scored, plan_turn, scoring_obstacle
+
+CONFIG = PrefillConfig(min_prompt_tokens=400, granularity="chunks", keep_rate=0.2)
+DROPPED = Held(400, (*range(50), *range(350, 400)))
+PIECES = [*(["word ", "of ", "text\n"] * 200), "Which ", "word ", "is ", "it?"]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "held", "recalls", "obstacle", "expected"),
+    [
+        (399, Held(), True, "", (None, "shorter than min_prompt_tokens=400")),
+        (400, Held(), True, "", ((True, False), "on: the prompt")),
+        (400, Held(), True, "no room", (None, "off: no room")),
+        (799, Held.dense(400), True, "", (None, "the new text is shorter")),
+        (799, DROPPED, True, "", ((False, True), "the new text is shorter")),
+        (799, DROPPED, False, "", (None, "the new text is shorter")),
+        (799, DROPPED, True, "no room", (None, "no room")),
+        (800, DROPPED, True, "", ((True, True), "on: the new text")),
+    ],
+)
+def test_a_text_is_scored_where_it_is_pruned_or_recalls(
+    num_tokens: int, held: Held, recalls: bool, obstacle: str, expected: tuple[tuple[bool, bool] | None, str]
+) -> None:
+    recall = SessionConfig() if recalls else None
+    turn = plan_turn(PromptText(range(num_tokens)), held, CONFIG, recall, obstacle)
+    does, reason = expected
+    assert reason in turn.reason or (obstacle and isinstance(turn, Dense))
+    if does is None:
+        assert isinstance(turn, Dense)
+    else:
+        assert isinstance(turn, NeedsScore)
+        assert (turn.prunes, turn.recalls) == does
+
+
+def test_earlier_questions_count_again_only_where_new_text_is_pruned() -> None:
+    for num_tokens, first_query in ((500, 401), (900, 0)):
+        turn = plan_turn(PromptText(range(num_tokens)), DROPPED, CONFIG, SessionConfig())
+        assert isinstance(turn, NeedsScore)
+        assert turn.first_query == first_query
+
+
+def test_what_is_dropped_comes_back_before_the_new_text() -> None:
+    turn = plan_turn(PromptText(range(500)), DROPPED, CONFIG, SessionConfig())
+    assert isinstance(turn, NeedsScore)
+    importance = torch.zeros(500)
+    importance[96:128] = 1.0
+    inputs = ScoringInputs(turn.text, importance=importance)
+    selection = plan_scored(turn, inputs, CONFIG, SessionConfig(), "in_text")
+    assert {*range(96, 128), *range(400, 500)} <= set(selection.positions)
+    assert plan_scored(turn, inputs, CONFIG).num_recalled == 0
+
+
+def test_what_is_protected_may_hold_the_question_and_the_template_may_not() -> None:
+    plain = find_candidates(PromptText(range(len(PIECES)), PIECES))
+    question = (len(PIECES) - 4, len(PIECES))
+    assert find_candidates(PromptText(range(len(PIECES)), PIECES, protected=[question])) == plain
+    hidden = find_candidates(PromptText(range(len(PIECES)), PIECES, template=[question]))
+    assert not any(stop > question[0] for _, stop in hidden.segments)
+
+
+@pytest.mark.parametrize("question", [(30, 36), (600, 604), (604, 610)], ids=["early", "in place", "behind"])
+def test_a_given_question_alone_asks(question: tuple[int, int]) -> None:
+    behind = max(0, question[1] - len(PIECES))
+    text = PromptText(
+        range(len(PIECES)), PIECES, question=question, question_ids=range(behind), question_pieces=["why "] * behind
+    )
+    found = find_candidates(text)
+    asking = [segment for segment, mark in zip(found.segments, found.is_question, strict=True) if mark]
+    assert asking == [question]
+    assert (question in found.repeated) is (question[0] < found.start or question[0] >= len(PIECES))
+    # Also where only a follow-up's text is scored.
+    assert question in found.reaching(500).segments
+    # The new text alone still knows it.
+    assert find_candidates(text.starting_at(500)).is_given
+
+
+def test_without_texts_there_are_no_lines() -> None:
+    lines = PrefillConfig()
+    assert "there is no tokenizer" in scoring_obstacle(lines, 5000, 8000, has_texts=False)
+    assert scoring_obstacle(CONFIG, 5000, 8000, has_texts=False) == ""
