@@ -7,11 +7,11 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.api.generator import calibrated
+from spec_stack.api.pruned_text import Text, cut_segments, protected_spans, whole_segments, write_spans
 from spec_stack.api.request_body import as_functions
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
@@ -23,7 +23,7 @@ from spec_stack.hf.prompt import Message, Span, num_shared
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
-from spec_stack.prefill.segments import line_borders
+from spec_stack.prefill.segments import find_lines
 from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn, scoring_obstacle
 from spec_stack.types import Proposal
 
@@ -37,8 +37,8 @@ Prunable = str | Sequence[Message]
 _Part = tuple[int | None, str]
 # Separates a message's texts.
 _JOINT = "\n"
-# Most attempts to shrink a selection that exceeds max_tokens.
-_MOST_TRIES = 4
+# Most attempts to fit a selection into max_tokens, and the share of it that may be left.
+_MOST_TRIES, _UNUSED = 8, 0.02
 # Halves of characters, which no tokenizer reads: clients cut texts by UTF-16 units.
 _SURROGATE, _REPLACEMENT = re.compile("[\ud800-\udfff]"), "\ufffd"
 
@@ -89,30 +89,12 @@ class PruneResult:
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """A line or sentence: its half-open span of the prompt's tokens, and that of its text's characters."""
-
-    tokens: Span
-    characters: Span
-
-
-@dataclass(frozen=True)
-class _Text:
-    """A text of a message, and its segments in order."""
-
-    message: int
-    part: int | None
-    text: str
-    is_whole: bool
-    segments: list[_Segment]
-
-
-@dataclass(frozen=True)
 class _Prompt:
-    """A prompt to score, and the texts of its messages."""
+    """A prompt to score, and the texts of its messages. parts: the template's texts and the messages' indices."""
 
+    parts: list[str | int]
     read: PromptText
-    texts: list[_Text]
+    texts: list[Text]
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -227,7 +209,7 @@ class Pruner:
         max_tokens: int | None = None,
         question: str | None = None,
         protect: Sequence[str] = (),
-        marker: str = "",
+        marker: str | None = None,
     ) -> PruneResult:
         """Shorten a prompt.
 
@@ -243,8 +225,9 @@ class Pruner:
             The question about the prompt, which need not contain it.
         protect : sequence of str
             Strings whose lines are kept.
-        marker : str
-            Replaces every gap, on its own line where lines were dropped.
+        marker : str, optional
+            Stands for every gap, on a line of its own where lines were dropped. None is an ellipsis, in code in a
+            comment, for dropped lines alone; "" is nothing. It counts among the kept tokens.
 
         Raises
         ------
@@ -294,7 +277,7 @@ class PrunerConversation:
         max_tokens: int | None = None,
         question: str | None = None,
         protect: Sequence[str] = (),
-        marker: str = "",
+        marker: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> PruneResult:
         """Prune a turn; messages: the whole conversation (see `Pruner.prune`).
@@ -318,12 +301,12 @@ class PrunerConversation:
         max_tokens: int | None,
         question: str | None,
         protect: Sequence[str],
-        marker: str,
+        marker: str | None,
         progress: Progress,
     ) -> PruneResult:
         config = _config_of(self._config, keep_rate, max_tokens)
-        if not isinstance(marker, str):
-            raise ValueError(f"marker must be a string, got {marker!r}")
+        if marker is not None and not isinstance(marker, str):
+            raise ValueError(f"marker must be a string or None, got {marker!r}")
         is_list = isinstance(protect, Sequence) and not isinstance(protect, str)
         if not is_list or not all(isinstance(each, str) for each in protect):
             raise ValueError(f"protect must be a list of strings, got {protect!r}")
@@ -339,13 +322,33 @@ class PrunerConversation:
         if max_tokens is not None and len(kept) <= max_tokens and not obstacle:
             reason = f"off: {len(kept)} tokens are no more than max_tokens={max_tokens}"
             turn = replace(turn, prunes=False) if isinstance(turn, NeedsScore) else turn
-        if isinstance(turn, NeedsScore) and (turn.prunes or turn.recalls):
-            inputs = self._inputs(turn, progress)
-            kept, num_recalled = self._select(prompt, turn, inputs, config, max_tokens)
-        self._token_ids, self._kept = prompt.token_ids, _whole_segments(prompt, kept, bool(marker))
-        if max_tokens is not None and len(self._kept) > max_tokens:
+        needed = turn if isinstance(turn, NeedsScore) and (turn.prunes or turn.recalls) else None
+        inputs = self._inputs(needed, progress) if needed else None
+        # A budget that leaves no room for markers goes without.
+        for own_marker in (None, "") if marker is None and max_tokens is not None else (marker,):
+            if needed is not None and inputs is not None:
+                kept, num_recalled = self._select(prompt, needed, inputs, config, max_tokens, own_marker)
+            whole = _whole(prompt, kept, own_marker)
+            texts = _kept_texts(prompt, whole, own_marker)
+            num_kept = self._num_written(prompt, whole, texts)
+            if max_tokens is None or num_kept <= max_tokens:
+                break
+        self._token_ids, self._kept = prompt.token_ids, whole
+        if max_tokens is not None and num_kept > max_tokens:
             reason += f"; what is never pruned, or was kept before, is over max_tokens={max_tokens}"
-        return _result(messages, prompt, self._kept, marker, num_recalled, reason)
+        shorter = _shortened(messages, texts)
+        return PruneResult(shorter, [own for own, _ in texts], num_tokens, num_kept, num_recalled, reason)
+
+    def _num_written(self, prompt: _Prompt, whole: set[int], texts: Sequence[tuple[KeptText, str]]) -> int:
+        """Tokens of a pruned prompt, with its markers."""
+        if len(whole) == len(prompt.token_ids):
+            return len(whole)
+        joined: dict[int, str] = {}
+        for kept, text in texts:
+            joined[kept.message] = f"{joined[kept.message]}{_JOINT}{text}" if kept.message in joined else text
+        written = "".join(each if isinstance(each, str) else joined.get(each, "") for each in prompt.parts)
+        written = _SURROGATE.sub(_REPLACEMENT, written)
+        return len(self._pair.tokenizer(written, add_special_tokens=False, verbose=False).input_ids)
 
     def _select(
         self,
@@ -354,25 +357,32 @@ class PrunerConversation:
         inputs: ScoringInputs,
         config: PrefillConfig,
         max_tokens: int | None,
+        marker: str | None,
     ) -> tuple[set[int], int]:
         """The kept tokens, and the number of recalled ones."""
         held, num_old, room = turn.held.positions, turn.held.num_tokens, 0
         num_new = len(prompt.token_ids) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.read.kept, num_old))
+        best: tuple[int, set[int], int] | None = None
         for attempt in range(_MOST_TRIES):
             selection = plan_scored(turn, inputs, config, self._session)
             if max_tokens is not None and turn.prunes and not attempt:
-                room = max_tokens - len(held) - selection.num_recalled - num_protected
-                config = replace(config, keep_rate=min(1.0, max(1, room) / num_new))
+                room = max(1, max_tokens - len(held) - selection.num_recalled - num_protected)
+                config = replace(config, keep_rate=min(1.0, room / num_new))
                 selection = plan_scored(turn, inputs, config, self._session)
             kept = {*held, *selection.positions}
-            over = len(_whole_segments(prompt, kept, True)) - (max_tokens or 0)
-            if max_tokens is None or over <= 0 or room <= 1:
+            if max_tokens is None or not turn.prunes:
+                return kept, selection.num_recalled
+            whole = _whole(prompt, kept, marker)
+            num_left = max_tokens - self._num_written(prompt, whole, _kept_texts(prompt, whole, marker))
+            if num_left >= 0 and (best is None or num_left < best[0]):
+                best = num_left, kept, selection.num_recalled
+            if (room <= 1 and num_left < 0) or 0 <= num_left <= _UNUSED * max_tokens:
                 break
-            # Segments that did not fit leave a part of the room unused.
-            room = sum(at >= num_old for at in selection.positions) - num_protected - over
-            config = replace(config, keep_rate=min(1.0, max(1, room) / num_new))
-        return kept, selection.num_recalled
+            # Markers and the rest of segments at the ends take room, segments that do not fit leave some.
+            room = max(1, room + (num_left if num_left < 0 else num_left // 2))
+            config = replace(config, keep_rate=min(1.0, room / num_new))
+        return best[1:] if best else (kept, selection.num_recalled)
 
     def _inputs(self, turn: NeedsScore, progress: Progress) -> ScoringInputs:
         draft, token_ids = self._draft, turn.text.token_ids
@@ -394,48 +404,44 @@ class PrunerConversation:
         if question is not None and not isinstance(question, str):
             raise ValueError(f"question must be a string or None, got {question!r}")
         chat, contents = _contents(messages)
-        written, begins = self._write(chat, contents, isinstance(messages, str))
+        parts = self._parts(chat, contents, isinstance(messages, str))
+        joined = [_JOINT.join(text for _, text in each) for each in contents]
+        written, begins = "", []
+        for each in parts:
+            if not isinstance(each, str):
+                begins.append((each, len(written)))
+            written += each if isinstance(each, str) else joined[each]
         written = _SURROGATE.sub(_REPLACEMENT, written)
         encoded = self._pair.tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         token_ids = list(encoded.input_ids)
         starts, ends = ([span[side] for span in encoded.offset_mapping] for side in (0, 1))
         num_old = max(0, min(num_shared(self._token_ids, token_ids), len(token_ids) - 1))
         pieces = self._pair.pieces(token_ids) or []
-        borders, texts, turns = line_borders(pieces), [], []
+        lines, texts, turns = find_lines(pieces), [], []
         for message, char in begins:
             role = chat[message]["role"]
             for part, text in contents[message]:
+                # An answer is told by its role: it is the model's own, whoever has seen it before.
+                segments = cut_segments(text, char, starts, ends, lines)
+                texts.append(Text(message, part, text, role in (*KEPT_ROLES, "assistant"), segments))
                 start, stop = bisect_left(starts, char), bisect_right(ends, char + len(text))
-                inside = borders[bisect_right(borders, start) : bisect_left(borders, stop)]
-                segments = _segments(text, [start, *inside, max(start, stop)], [starts[at] - char for at in inside])
-                is_new_answer = role == "assistant" and 0 < num_old < stop
-                texts.append(_Text(message, part, text, role in KEPT_ROLES or is_new_answer, segments))
                 char += len(text) + len(_JOINT)
                 if role not in KEPT_ROLES and start < stop:
                     turns.append(ChatTurn(role, (start, stop)))
-        protected = _protected(len(token_ids), texts, protect)
+        protected = protected_spans(len(token_ids), texts, protect)
         # A text alone is read as a text: it may be a rendered chat.
         written_turns = None if isinstance(messages, str) else turns
         read = self._pair.reader.read(token_ids, protected, question, written_turns)
-        return _Prompt(self._pair.reader.with_pieces(read), texts), num_old
+        return _Prompt(parts, self._pair.reader.with_pieces(read), texts), num_old
 
-    def _write(
-        self, chat: Sequence[Message], contents: Sequence[Sequence[_Part]], is_text: bool
-    ) -> tuple[str, list[Span]]:
-        """The whole prompt, and the messages in it with the first character of each."""
+    def _parts(self, chat: Sequence[Message], contents: Sequence[Sequence[_Part]], is_text: bool) -> list[str | int]:
+        """The whole prompt: the template's texts, and the indices of messages."""
         tokenizer = self._pair.tokenizer
         joined = [_JOINT.join(text for _, text in each) for each in contents]
-        parts: list[str | int] = [0]
         if not is_text:
-            parts = chat_parts(tokenizer, [_as_read(each, text) for each, text in zip(chat, joined, strict=True)])
-        elif _has_leading_token(tokenizer) and not joined[0].startswith(tokenizer.bos_token):
-            parts = [tokenizer.bos_token, 0]
-        written, begins = "", []
-        for each in parts:
-            if not isinstance(each, str):
-                begins.append((each, len(written)))
-            written += each if isinstance(each, str) else joined[each]
-        return written, begins
+            return chat_parts(tokenizer, [_as_read(each, text) for each, text in zip(chat, joined, strict=True)])
+        needs_token = _has_leading_token(tokenizer) and not joined[0].startswith(tokenizer.bos_token)
+        return [tokenizer.bos_token, 0] if needs_token else [0]
 
 
 def _as_read(message: Message, text: str) -> dict[str, Any]:
@@ -490,83 +496,26 @@ def _has_leading_token(tokenizer: Any) -> bool:
     return bool(tokenizer(_JOINT).input_ids[:1] == [tokenizer.bos_token_id])
 
 
-def _segments(text: str, borders: Sequence[int], characters: Sequence[int]) -> list[_Segment]:
-    """The segments of a text between token borders. characters: where the borders within it stand."""
-    edges = [0]
-    # A line's indentation belongs to it, even if its token contains the line break.
-    for at in characters:
-        line = text.rfind("\n", 0, at) + 1
-        edges.append(line if line and text[line:at].isspace() else at)
-    spans = zip(pairwise(borders), pairwise([*edges, len(text)]), strict=True)
-    return [_Segment(tokens, characters) for tokens, characters in spans if tokens[0] < tokens[1]]
+def _whole(prompt: _Prompt, kept: set[int], marker: str | None) -> set[int]:
+    """The kept tokens as whole segments; without a marker some of every text."""
+    return whole_segments(len(prompt.token_ids), prompt.texts, kept, may_be_empty=marker != "")
 
 
-def _protected(num_tokens: int, texts: Sequence[_Text], protect: Sequence[str]) -> list[Span]:
-    """Protected token spans: everything outside the texts' segments, and segments with a protected string."""
-    free = bytearray(num_tokens)
-    for text in texts:
-        for segment in () if text.is_whole else text.segments:
-            if not any(_meets(text.text, each, *segment.characters) for each in protect):
-                start, stop = segment.tokens
-                free[start:stop] = b"\x01" * (stop - start)
-    edges = [0, *(at for at in range(1, num_tokens) if free[at] != free[at - 1]), num_tokens]
-    return [(start, stop) for start, stop in pairwise(edges) if start < stop and not free[start]]
+def _kept_texts(prompt: _Prompt, whole: set[int], marker: str | None) -> list[tuple[KeptText, str]]:
+    """The kept spans of each text, and what is written of it."""
+    spans = [(text, text.kept_spans(whole)) for text in prompt.texts]
+    return [(KeptText(text.message, text.part, own), write_spans(text.text, own, marker)) for text, own in spans]
 
 
-def _meets(text: str, wanted: str, first: int, last: int) -> bool:
-    """Whether an occurrence of a string overlaps the characters first…last - 1."""
-    return bool(wanted) and text.find(wanted, max(0, first - len(wanted) + 1), last + len(wanted) - 1) >= 0
-
-
-def _whole_segments(prompt: _Prompt, kept: set[int], may_be_empty: bool) -> set[int]:
-    """Kept tokens rounded up to whole segments; the first one of a text that must not be empty."""
-    whole = set(range(len(prompt.token_ids)))
-    for text in prompt.texts:
-        segments = [set(range(*segment.tokens)) for segment in text.segments]
-        chosen = [segment for segment in segments if text.is_whole or not segment.isdisjoint(kept)]
-        if not chosen and not may_be_empty:
-            chosen = segments[:1]
-        whole.difference_update(*segments)
-        whole.update(*chosen)
-    return whole
-
-
-def _kept_spans(text: _Text, whole: set[int]) -> list[Span]:
-    """The kept characters of a text, as half-open spans."""
-    if not text.segments:
-        return [(0, len(text.text))] if text.text else []
-    spans: list[Span] = []
-    for first, last in (segment.characters for segment in text.segments if segment.tokens[0] in whole):
-        if spans and spans[-1][1] == first:
-            first = spans.pop()[0]
-        spans.append((first, last))
-    return spans
-
-
-def _result(
-    messages: Prunable, prompt: _Prompt, kept: set[int], marker: str, num_recalled: int, reason: str
-) -> PruneResult:
-    shorter: Any = messages if isinstance(messages, str) else [dict(message) for message in messages]
-    texts = []
-    for text in prompt.texts:
-        own = KeptText(text.message, text.part, _kept_spans(text, kept))
-        texts.append(own)
-        written = _shortened(text.text, own.spans, marker)
-        if isinstance(shorter, str):
-            shorter = written
-        elif own.part is None:
-            shorter[own.message]["content"] = written
+def _shortened(messages: Prunable, texts: Sequence[tuple[KeptText, str]]) -> Any:
+    """A prompt with its texts replaced."""
+    if isinstance(messages, str):
+        return texts[0][1]
+    shorter: list[Any] = [dict(message) for message in messages]
+    for kept, text in texts:
+        if kept.part is None:
+            shorter[kept.message]["content"] = text
         else:
-            parts = shorter[own.message]["content"] = list(shorter[own.message]["content"])
-            parts[own.part] = {**parts[own.part], "text": written}
-    return PruneResult(shorter, texts, len(prompt.token_ids), len(kept), num_recalled, reason)
-
-
-def _shortened(text: str, spans: list[Span], marker: str) -> str:
-    """The kept spans, with the marker in every gap."""
-    written, at = "", 0
-    for start, stop in [*spans, (len(text), len(text))]:
-        if start > at and marker:
-            written += marker + ("\n" if text[at:start].endswith("\n") else "")
-        written, at = written + text[start:stop], stop
-    return written
+            parts = shorter[kept.message]["content"] = list(shorter[kept.message]["content"])
+            parts[kept.part] = {**parts[kept.part], "text": text}
+    return shorter

@@ -169,7 +169,7 @@ def _add_prune(commands: Any) -> None:
     parser.add_argument("--max-tokens", type=int, help="most tokens to keep, by the draft's tokenizer")
     _add_question(parser)
     _add_list(parser, "--protect", "string whose lines are kept")
-    parser.add_argument("--marker", default="", help="text in place of every gap (default: nothing)")
+    parser.add_argument("--marker", help='text in place of every gap (default: "…" for lines, in code a comment)')
     parser.add_argument("--json", action="store_true", help="print the result, kept spans and counts as a JSON object")
     parser.add_argument("--explain", action="store_true", help="print the kept spans and the reason on standard error")
 

@@ -57,9 +57,7 @@ def recall(
         wanted += _by_attention(importance, segments, config.recall_threshold, most_tokens)
     if words is not None and config.recall_word_threshold is not None:
         wanted += _best(words, config.recall_word_threshold, segments, most_tokens)
-    borders = segments.borders
-    inside = {at for segment in wanted for at in range(borders[segment], borders[segment + 1])}
-    return sorted(inside.difference(held))
+    return sorted(segments.with_heads(wanted).difference(held))
 
 
 def _by_attention(importance: torch.Tensor, segments: Segments, threshold: float, most_tokens: int) -> list[int]:

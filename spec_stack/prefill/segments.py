@@ -6,25 +6,16 @@ Pure: tensors and strings. `spec_stack.tokenizers.pieces` makes the `pieces`.
 from __future__ import annotations
 
 import math
-import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.structure import Unit, cut_text
 
-LONGEST_UNIT = 128
-"""Most tokens of a line segment; a longer line or sentence is split."""
-# What may close a sentence behind its stop, and what has to follow a stop that ends one: a space, or a script without
-# spaces. So 759.41, file.py and "no.", end nothing.
-_CLOSING = "[\"'`*_)\\]}\u2019\u201d\u00bb\u300d\u300f\uff09]*+"
-_FOLLOWING = "(?=\\s|\\Z|[\u2010-\u206f\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])"
-# A run of stops is read once, from its first: otherwise one that ends nothing would take quadratic time.
-_STOP = f"(?<![.!?])(?:[.!?]*+[\u3002\uff01\uff1f][.!?\u3002\uff01\uff1f]*+{_CLOSING}|[.!?]++{_CLOSING}{_FOLLOWING})"
-# The end of a sentence or a line, with the line breaks behind it, and that of the text.
-_END = re.compile(f"{_STOP}\n*|\n+|\\Z")
 # Keeps ceil(0.3 * 10) at 3, whatever 0.3 is in binary.
 _ROUNDING = 1e-9
 
@@ -33,11 +24,13 @@ class Segments:
     """A prompt cut into lines and sentences, in order and without gaps, kept up to a budget of tokens.
 
     borders: (num_segments + 1,), strictly increasing from 0 to num_tokens: segment i is borders[i] up to borders[i +
-    1]. owner: the segment of every token, (num_tokens,).
+    1]. owner: the segment of every token, (num_tokens,). heads: the segment that is kept with each, or -1,
+    (num_segments,); none by default. labels: segments that are never kept but as heads.
     """
 
-    def __init__(self, borders: Sequence[int]) -> None:
+    def __init__(self, borders: Sequence[int], heads: Sequence[int] = (), labels: Collection[int] = ()) -> None:
         self.borders = list(borders)
+        self._heads, self._labels = heads, labels
         sizes = torch.tensor(self.borders).diff()
         self.owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
 
@@ -79,7 +72,7 @@ class Segments:
         """The kept tokens by scores (num_segments,); ties go to the earlier segment.
 
         At most ceil(keep_rate · num_tokens) tokens, forced ends (keep_first, keep_last) included; segments that do not
-        fit are skipped. free: tokens that are kept anyway, at no cost, even at the ends.
+        fit, with their heads, are skipped. free: tokens that are kept anyway, at no cost, even at the ends.
         """
         num_tokens = self.num_tokens
         kept = self.ends(config)
@@ -89,13 +82,26 @@ class Segments:
             paid[position] = 1
         for segment in torch.argsort(scores, descending=True, stable=True).tolist():
             start, stop = self.borders[segment], self.borders[segment + 1]
-            cost = stop - start - sum(paid[start:stop])
-            if 0 < cost <= left:
-                kept.update(range(start, stop))
-                left -= cost
+            if segment in self._labels or all(paid[start:stop]):
+                continue
+            own = [at for at in self.with_heads([segment]) if not paid[at]]
+            if len(own) <= left:
+                kept.update(own)
+                for at in own:
+                    paid[at] = 1
+                left -= len(own)
             if not left:
                 break
         return kept
+
+    def with_heads(self, segments: Iterable[int]) -> set[int]:
+        """The tokens of some segments and of all heads that they need."""
+        wanted: set[int] = set()
+        for segment in segments:
+            while segment >= 0 and segment not in wanted:
+                wanted.add(segment)
+                segment = self._heads[segment] if self._heads else -1
+        return {at for each in wanted for at in range(self.borders[each], self.borders[each + 1])}
 
 
 class ChunkSegments(Segments):
@@ -152,23 +158,56 @@ def make_segments(num_tokens: int, pieces: Sequence[str] | None, config: Prefill
         return ChunkSegments(num_tokens, config.chunk_size)
     if len(pieces) != num_tokens:
         raise ValueError(f"{len(pieces)} pieces of text for {num_tokens} tokens")
-    return Segments(line_borders(pieces))
+    lines = find_lines(pieces)
+    return Segments(lines.borders, lines.heads, lines.labels)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The units of a text, in tokens.
+
+    borders: (num_segments + 1,), token indices; a token belongs to the unit in which its text begins, or in which the
+    line's break does, and a character of several tokens to the last of them. shifts: where a unit's text begins, in
+    characters from the beginning of its first token. heads, labels: as in Segments. breaks: the labels that end a line.
+    """
+
+    borders: list[int]
+    shifts: list[int]
+    heads: list[int]
+    labels: frozenset[int]
+    breaks: frozenset[int]
+
+
+def find_lines(pieces: Sequence[str]) -> Lines:
+    """The lines, sentences and blocks of a text by the text of every token, each of at most LONGEST_UNIT tokens."""
+    starts = [0, *accumulate(map(len, pieces))][:-1]
+
+    def size(start: int, stop: int) -> int:
+        return bisect_left(starts, stop) - bisect_left(starts, start)
+
+    # Tokens may have no text at all.
+    units = cut_text("".join(pieces), size) or [Unit(0, 0)]
+    borders: list[int] = []
+    owners: list[Unit] = []
+    segment_of: list[int] = []
+    for unit in units:
+        begin = bisect_right(starts, unit.start) - 1 if unit.is_break else bisect_left(starts, unit.start)
+        if not borders or borders[-1] < begin < len(pieces):
+            borders.append(begin)
+            owners.append(unit)
+        # A unit inside of a token belongs to the one in which the token begins.
+        segment_of.append(len(borders) - 1)
+    heads = [segment_of[unit.head] if unit.head >= 0 else -1 for unit in owners]
+    return Lines(
+        [*borders, len(pieces)] if pieces else [0],
+        [unit.start - starts[border] for unit, border in zip(owners, borders, strict=True)],
+        [head if head != segment else -1 for segment, head in enumerate(heads)],
+        frozenset(at for at, unit in enumerate(owners) if unit.is_label),
+        frozenset(at for at, unit in enumerate(owners) if unit.is_break),
+    )
 
 
 def line_borders(pieces: Sequence[str]) -> list[int]:
-    """Borders (num_segments + 1,), as token indices, of the lines and sentences of a text; segments of at most
-    LONGEST_UNIT tokens.
-
-    A character of several tokens has its text at the last of them, so that no border splits it. A token belongs to the
-    segment in which its text begins.
-    """
-    stops = list(accumulate(map(len, pieces)))
-    starts = [0, *stops[:-1]] if stops else []
-    ends = (bisect_left(starts, match.end()) for match in _END.finditer("".join(pieces)))
-    borders = [0]
-    for end in (*ends, len(pieces)):
-        while end - borders[-1] > LONGEST_UNIT:
-            borders.append(borders[-1] + LONGEST_UNIT)
-        if end > borders[-1]:
-            borders.append(end)
-    return borders
+    """Borders (num + 1,), token indices, of the lines, sentences and blocks of a text, with the breaks behind them."""
+    lines = find_lines(pieces)
+    return [border for at, border in enumerate(lines.borders) if at not in lines.breaks]

@@ -28,7 +28,7 @@ class ProxyConfig:
     )
     host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
     port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=_MAX_PORT)
-    marker: str = option("", "text in place of every gap of a prompt; nothing by default")
+    marker: str | None = option(None, "text in place of every gap of a prompt; by default an ellipsis for lines")
     recall: bool = option(
         True,
         "recall dropped text that a later turn needs, at its place; upstream's prefix cache hits up to there",
@@ -63,7 +63,10 @@ class ProxyConfig:
     def __post_init__(self) -> None:
         _check_url(self.upstream)
         for name in ("marker", "ca_file", "outgoing_proxy"):
-            require(isinstance(getattr(self, name), str), f"{name} must be a string, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            require(
+                isinstance(value, str) or (name, value) == ("marker", None), f"{name} must be a string, got {value!r}"
+            )
         check_fields(self)
         for name in _SECONDS:
             require_number(name, getattr(self, name))

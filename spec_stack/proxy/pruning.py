@@ -124,7 +124,7 @@ class _Conversation:
     latest: Prompt
     result: PruneResult | None = None
 
-    def prune(self, prompt: Prompt, marker: str, check: Check, max_tokens: int | None = None) -> PruneResult:
+    def prune(self, prompt: Prompt, marker: str | None, check: Check, max_tokens: int | None = None) -> PruneResult:
         """Prune the next turn. max_tokens: instead of the keep rate."""
         options = self.options
         self.result = self.pruner.prune(

@@ -35,7 +35,7 @@ def chat(*turns: str) -> list[dict[str, Any]]:
 
 
 def test_kept_spans_are_the_text_and_the_counts_are_within_the_budget(pruner: Pruner) -> None:
-    result = pruner.prune(CODE, max_tokens=400, question=QUESTION)
+    result = pruner.prune(CODE, max_tokens=400, question=QUESTION, marker="")
     assert result.num_kept_tokens <= 400 < result.num_tokens
     (kept,) = result.kept
     assert (kept.message, kept.part) == (0, None)
@@ -48,7 +48,7 @@ def test_kept_spans_are_the_text_and_the_counts_are_within_the_budget(pruner: Pr
 def test_no_budget_is_exceeded_by_the_rest_of_a_segment_at_an_end(pruner: Pruner) -> None:
     """The template's tokens leave lines that nearly fit, and the ends are rounded up to whole lines."""
     messages = chat("\n".join(f"def f{at}(a):\n    return a + {at}\n" for at in range(70)) + "\nWhat does f17 return?")
-    budgets = {"What is f12?": (76, 100, 124), "Where is f3?": (91, 106, 130)}
+    budgets = {"What is f12?": (92, 100, 124), "Where is f3?": (92, 106, 130)}
     for question, numbers in budgets.items():
         for most in numbers:
             assert pruner.prune(messages, max_tokens=most, question=question).num_kept_tokens <= most
@@ -150,21 +150,21 @@ def characters(result: PruneResult) -> set[int]:
 def test_a_conversation_keeps_what_it_kept_and_recalls_to_its_place(pruner: Pruner) -> None:
     conversation, text = pruner.conversation(), f"{CODE}\nWhat does add_votes do?"
     messages = chat(text)
-    first = conversation.prune(messages, keep_rate=0.2)
+    first = conversation.prune(messages, keep_rate=0.2, marker="")
     messages += chat("", "It adds votes to units.", "Thanks. Go on.")[1:]
-    quiet = conversation.prune(messages, keep_rate=0.2)
+    quiet = conversation.prune(messages, keep_rate=0.2, marker="")
     assert characters(first) <= characters(quiet)
     assert quiet.messages[1] == messages[1]
     dropped = next(line for line in CODE.splitlines() if "radix =" in line)
     messages += chat("", "Yes.", "What is radix = (len(words) + 1)?")[1:]
-    asked = conversation.prune(messages, keep_rate=0.2)
+    asked = conversation.prune(messages, keep_rate=0.2, marker="")
     assert characters(quiet) < characters(asked)
     assert dropped not in first.messages[0]["content"]
     assert dropped in asked.messages[0]["content"]
     assert asked.num_recalled_tokens > 0
     assert asked.messages[0]["content"] == "".join(text[at] for at in sorted(characters(asked)))
     # The draft's cache has changed nothing.
-    assert pruner.prune(messages[:1], keep_rate=0.2).messages == first.messages
+    assert pruner.prune(messages[:1], keep_rate=0.2, marker="").messages == first.messages
 
 
 def test_a_question_in_the_newest_answer_recalls_what_it_is_about(pruner: Pruner) -> None:
@@ -179,7 +179,7 @@ def test_a_question_in_the_newest_answer_recalls_what_it_is_about(pruner: Pruner
 def test_an_edited_conversation_goes_back(pruner: Pruner) -> None:
     conversation = pruner.conversation()
     conversation.prune(chat(CODE, "Fine.", QUESTION), keep_rate=0.2)
-    result = conversation.prune(chat(OTHER, "Fine.", QUESTION), keep_rate=0.2)
+    result = conversation.prune(chat(OTHER, "Fine.", QUESTION), keep_rate=0.2, marker="")
     assert result.messages[0]["content"] == "".join(OTHER[at] for at in sorted(characters(result)))
     assert result.num_recalled_tokens == 0
     assert len(characters(result)) < len(OTHER) / 2
@@ -199,7 +199,7 @@ def test_an_edited_conversation_goes_back(pruner: Pruner) -> None:
         ("x", {"question": 3}, "question must be"),
         ("x", {"protect": "abc"}, "protect must be"),
         ("x", {"protect": None}, "protect must be"),
-        ("x", {"marker": None}, "marker must be"),
+        ("x", {"marker": 3}, "marker must be"),
         ("x", {"keep_rate": 0.2, "max_tokens": 10}, "not both"),
     ],
 )
@@ -228,7 +228,7 @@ def test_without_a_template_roles_stand_in_its_place_and_a_text_is_read_as_it_is
     pruner = Pruner(models.make_model(vocab=64), tokenizer, PrefillConfig(chunk_size=4, keep_last=1))
     text = "a b c.\nb a d.\n" * 20
     for given in (text, [{"role": "user", "content": text}]):
-        result = pruner.prune(given, keep_rate=0.3)
+        result = pruner.prune(given, keep_rate=0.3, marker="")
         shorter = result.messages if isinstance(given, str) else result.messages[0]["content"]
         assert 0 < len(shorter) < len(text)
         assert is_subsequence(shorter, text)

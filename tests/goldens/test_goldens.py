@@ -183,7 +183,7 @@ def session_of_three_turns_with_recall() -> dict[str, Any]:
     with generator().session() as session:
         for asked in (long_chat()[0], question("Elena", "golden"), {"role": "user", "content": "Go on:\n" + CODE}):
             messages.append(asked)
-            options = {} if turns else SPARSE | {"keep_rate": 0.15}
+            options = {} if turns else SPARSE | {"keep_rate": 0.06}
             result = session.generate(messages=messages, max_tokens=20, gamma=4, **DRAFT_MODEL, **options)
             turns.append(told(result, METRICS))
             messages.append({"role": "assistant", "content": result.text})

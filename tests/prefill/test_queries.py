@@ -10,6 +10,7 @@ import torch
 from spec_stack.prefill.importance import Segment, over_queries
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between
 from spec_stack.prefill.queries import find_candidates, question_words
+from spec_stack.prefill.segments import line_borders
 from tests.support import reference_question
 
 
@@ -32,7 +33,8 @@ def test_the_question_is_where_a_slow_reader_finds_it(seed: int) -> None:
     roles = [rng.choice(["user", "assistant", "tool"]) for _ in spans]
     turns = [ChatTurn(*each) for each in zip(roles, spans, strict=True)] if template else []
     found = find_candidates(PromptText(range(len(pieces)), pieces, template, turns=turns))
-    expected = reference_question.question_of(pieces, template, roles if template else ["user"] * len(spans))
+    roles = roles if template else ["user"] * len(spans)
+    expected = reference_question.question_of(pieces, line_borders(pieces), template, roles)
     for first in (0, *rng.sample(range(len(pieces)), k=min(4, len(pieces)))):
         new, slow = found.reaching(first), expected.since(first)
         assert [*new.segments] == [*slow.repeated, *slow.in_place]

@@ -16,12 +16,13 @@ from spec_stack import PrefillConfig, SessionConfig
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.segments import LONGEST_UNIT, ChunkSegments, line_borders, make_segments
+from spec_stack.prefill.segments import ChunkSegments, find_lines, line_borders, make_segments
 from spec_stack.prefill.selection import select
+from spec_stack.prefill.structure import LONGEST_UNIT
 from tests.support import reference_segments
 
 LINES = PrefillConfig(chunk_size=4, keep_first=1, keep_last=2)
-pieces_of_text = st.lists(st.text(alphabet="a1 .!?\n。)”雨", max_size=4), min_size=1, max_size=300)
+pieces_of_text = st.lists(st.text(alphabet="aB .!?\n。)”雨|:", max_size=4), min_size=1, max_size=300)
 
 
 def characters(text: str) -> list[str]:
@@ -41,14 +42,15 @@ def test_units_part_a_text_without_gaps_and_none_is_too_long(pieces: list[str]) 
     assert all(0 < stop - start <= LONGEST_UNIT for start, stop in itertools.pairwise(borders))
 
 
-@given(pieces_of_text)
-def test_borders_equal_looking_at_every_character_by_hand(pieces: list[str]) -> None:
-    assert line_borders(pieces) == reference_segments.borders(pieces, LONGEST_UNIT)
-
-
 def test_a_sentence_ends_with_its_stops_and_a_line_with_its_breaks() -> None:
     pieces = ["One", " two", ".", " Three", "?!", "\n\n", "Four", "\n"]
     assert texts_of(pieces) == ["One two.", " Three?!\n\n", "Four\n"]
+    # All sentences of a line need the break that ends it.
+    lines = find_lines(pieces)
+    assert (lines.borders, lines.heads, {*lines.labels}) == ([0, 3, 5, 6, 8], [2, 2, -1, -1], {2})
+    # A token in which a sentence and its line end is kept with all of the line.
+    lines = find_lines(["One", " two", ".", " Three", "?!\n\n", "Four", "\n"])
+    assert (lines.borders, lines.heads, lines.shifts[2]) == ([0, 3, 4, 5, 7], [2, 2, -1, -1], 2)
 
 
 def test_a_stop_inside_a_number_a_name_or_a_string_ends_nothing() -> None:
@@ -77,8 +79,9 @@ def test_records_of_json_lines_are_units_of_their_own() -> None:
 
 
 def test_rows_of_a_table_are_units_of_their_own() -> None:
-    rows = ["| name | sum |\n", "|---|---|\n", "| oak | 12 |\n"]
+    rows = ["| name | sum |\n|---|---|\n", "| oak | 12 |\n", "| fir | 9 |\n"]
     assert texts_of(characters("".join(rows))) == rows
+    assert find_lines(characters("".join(rows))).heads == [-1, 0, 0]
 
 
 def test_text_without_spaces_is_split_at_its_own_stops() -> None:
@@ -89,10 +92,26 @@ def test_text_without_spaces_is_split_at_its_own_stops() -> None:
     ]
 
 
-def test_text_without_spaces_or_stops_and_one_endless_line_are_split_by_length() -> None:
-    for text in ("雨" * 300, "x " * 150, "[" + "1, " * 99 + "]"):
-        borders = line_borders(characters(text))
-        assert borders == [0, LONGEST_UNIT, 2 * LONGEST_UNIT, len(text)]
+def test_one_endless_line_is_cut_between_what_means_something_alone() -> None:
+    for text, kept in (
+        ("雨" * 300, "雨"),
+        ("x" * 300, "x"),
+        ("word " * 90, "word"),
+        ("[" + "1000000, " * 90 + "]", "1000000,"),
+        ("1,234,567; " * 90, "1,234,567;"),
+        ("{" + '"key, of": [1, 22], ' * 40 + "}", '"key, of": [1, 22],'),
+        ("a['word, of', 'one.two']\t" * 30, "'word,"),
+        ("\U0001f468\u200d\U0001f469\u200d\U0001f467" * 60, "\U0001f468\u200d\U0001f469\u200d\U0001f467"),
+        ("\u0915\u094d\u0937\u093f" * 90, "\u0915\u094d\u0937\u093f"),
+    ):
+        found = texts_of(characters(text))
+        assert "".join(found) == text
+        assert max(map(len, found)) <= LONGEST_UNIT
+        assert sum(each.count(kept) for each in found) == text.count(kept)
+
+
+def test_a_number_is_never_cut() -> None:
+    assert texts_of(characters("7" * 300)) == ["7" * 300]
 
 
 def test_a_character_of_several_tokens_is_never_parted() -> None:
@@ -135,8 +154,16 @@ def test_kept_lines_are_whole_within_the_budget_with_both_ends_and_what_is_prote
     )
     evidence = ScoringInputs(PromptText(range(num_tokens), pieces, protected=protected), importance=importance)
     positions = list(select(evidence, config).positions)
+    lines = find_lines(pieces)
     assert positions == reference_segments.selected(
-        importance.double().tolist(), pieces, LONGEST_UNIT, keep_rate, 3 * keep_first, 3 * keep_last, protected
+        importance.double().tolist(),
+        lines.borders,
+        lines.heads,
+        lines.labels,
+        keep_rate,
+        3 * keep_first,
+        3 * keep_last,
+        protected,
     )
     forced = {*range(min(3 * keep_first, num_tokens)), *range(max(0, num_tokens - 3 * keep_last), num_tokens)}
     free = {at for start, stop in protected for at in range(start, min(stop, num_tokens))}

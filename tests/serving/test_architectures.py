@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Glm4Config, GraniteConfig, Olmo2Config, Phi3Config
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.segments import line_borders
 from spec_stack.tokenizers.pieces import Pieces
 from tests.support import reference as oracle
 from tests.support import reference_question
@@ -73,7 +74,7 @@ def test_a_pair_of_this_architecture_is_pruned_as_plain_transformers_would(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     prompt = reference.text_ids(420, seed=5)
     pieces = Pieces(reference.tokenizer).of(prompt)
-    question = reference_question.question_of(pieces, special_spans(prompt))
+    question = reference_question.question_of(pieces, line_borders(pieces), special_spans(prompt))
     scores = oracle.question_importance(
         model, prompt, question.repeated, question.in_place, question.marked, question.opening, mean=True
     )

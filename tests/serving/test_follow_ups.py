@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.queries import WINDOW
+from spec_stack.prefill.segments import line_borders
 from spec_stack.tokenizers.pieces import Pieces
 from tests.support import reference_question
 from tests.support.reference import question_importance
@@ -107,7 +108,7 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
     assert start == len(longer) - num_new - 1
     given = [*_positions(first), *range(len(prompt), start)]
     pieces = Pieces(reference.tokenizer).of(longer)
-    found = question = reference_question.question_of(pieces, special_spans(longer))
+    found = question = reference_question.question_of(pieces, line_borders(pieces), special_spans(longer))
     if set(range(start, len(longer))) <= set(_positions(reply)):
         # New text that is not pruned is scored by its own queries.
         found = question.since(start + 1)

@@ -7,11 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from tests.support import reference_segments
-
 Span = tuple[int, int]
-# Of the package: the longest line, and the last tokens of a prompt whose queries are taken in place.
-LONGEST = 128
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,7 @@ class Question:
 
 def question_of(
     pieces: Sequence[str],
+    borders: Sequence[int],
     template: Sequence[Span] = (),
     roles: Sequence[str] = ("user",),
     window: int = 160,
@@ -80,13 +77,13 @@ def question_of(
     else:
         places += [users[-1][:lead], users[-1][lead:][-lead:]]
     in_place = [] if last_role == "tool" else [at for at in last if at >= size - window]
-    repeated = _lines(pieces, sorted(place for place in places if place))
-    return Question(pieces, repeated, _lines(pieces, [in_place]), opening, users[-1], users[-1] is last)
+    ends = set(borders)
+    repeated = _lines(pieces, ends, sorted(place for place in places if place))
+    return Question(pieces, repeated, _lines(pieces, ends, [in_place]), opening, users[-1], users[-1] is last)
 
 
-def _lines(pieces: Sequence[str], places: Sequence[Sequence[int]]) -> list[Span]:
+def _lines(pieces: Sequence[str], ends: set[int], places: Sequence[Sequence[int]]) -> list[Span]:
     """The lines of these tokens that are long enough to ask, or have a question mark; all where none is."""
-    ends = set(reference_segments.borders(pieces, LONGEST))
     spans: list[list[int]] = []
     for place in places:
         for index, at in enumerate(place):

@@ -1,0 +1,155 @@
+"""The texts of a prompt by segments, and what is written of them: kept text, verbatim, and a trace of gaps. Pure."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from spec_stack.hf.prompt import Span
+from spec_stack.prefill.segments import Lines
+
+ELLIPSIS = "\u2026"
+_BREAK = re.compile("\r\n?|[\n\u2028\u2029]")
+# Most lines at each end of a gap that tell what kind of text it was.
+_MOST_LINES = 20
+_BRACES = re.compile("\\S.*[;{}]\\Z|//|/\\*|\\*/|(?:public|private|static|const|let|var|func|fn|pub|use|package)\\b")
+_HASHES = re.compile(
+    "#(?!#)|@\\w|(?:def|class|from|import|with|raise|return|elif|except|echo|export)\\b.*\\Z|(?:else|try|finally):\\Z|"
+    "(?:if|for|while)\\b.*:\\Z|[\\w.\\[\\]]+ [-+*/|&]?= \\S|[\\w.]+\\(.*\\)\\Z|end\\Z"
+)
+_DASHES = re.compile("--|(?:SELECT|INSERT|UPDATE|DELETE|CREATE|ALTER|FROM|WHERE|JOIN)\\b|local\\b")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment of a text: its half-open span of the prompt's tokens, and that of the text's characters."""
+
+    tokens: Span
+    characters: Span
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of a message, and its segments in order. is_whole: it is never pruned."""
+
+    message: int
+    part: int | None
+    text: str
+    is_whole: bool
+    segments: list[Segment]
+
+    def kept_spans(self, kept: set[int]) -> list[Span]:
+        """The characters of the segments whose first token is kept, without blanks behind a gap in a line."""
+        if not self.segments:
+            return [(0, len(self.text))] if self.text else []
+        spans: list[Span] = []
+        for first, last in (segment.characters for segment in self.segments if segment.tokens[0] in kept):
+            if spans and spans[-1][1] == first:
+                first = spans.pop()[0]
+            elif first and not _BREAK.match(self.text, first - 1):
+                first += len(self.text[first:last]) - len(self.text[first:last].lstrip(" \t"))
+            spans.append((first, last))
+        return spans
+
+
+def cut_segments(text: str, first: int, starts: Sequence[int], ends: Sequence[int], lines: Lines) -> list[Segment]:
+    """The segments of a text that begins at a prompt's character `first`. starts, ends: characters of every token.
+
+    A blank segment is part of the next one, or of the one before.
+    """
+    start, stop = bisect_left(starts, first), bisect_right(ends, first + len(text))
+    inside = range(bisect_right(lines.borders, start), bisect_left(lines.borders, stop))
+    borders = [start, *(lines.borders[at] for at in inside), max(start, stop)]
+    edges = [0, *(starts[lines.borders[at]] + lines.shifts[at] - first for at in inside), len(text)]
+    segments: list[Segment] = []
+    blank: Segment | None = None
+    for tokens, characters in zip(pairwise(borders), pairwise(edges), strict=True):
+        own = Segment(tokens, characters)
+        if blank is not None:
+            own = Segment((blank.tokens[0], tokens[1]), (blank.characters[0], characters[1]))
+        is_blank = not text[slice(*own.characters)].strip()
+        blank = own if is_blank else None
+        if tokens[0] < tokens[1] and not is_blank:
+            segments.append(own)
+    if blank is not None and segments:
+        last = segments.pop()
+        blank = Segment((last.tokens[0], blank.tokens[1]), (last.characters[0], blank.characters[1]))
+    return segments if blank is None else [*segments, blank]
+
+
+def protected_spans(num_tokens: int, texts: Sequence[Text], protect: Sequence[str]) -> list[Span]:
+    """Protected token spans: everything outside the texts' segments, and segments with a protected string."""
+    free = bytearray(num_tokens)
+    for text in texts:
+        for segment in () if text.is_whole else text.segments:
+            if not any(_meets(text.text, each, *segment.characters) for each in protect):
+                start, stop = segment.tokens
+                free[start:stop] = b"\x01" * (stop - start)
+    edges = [0, *(at for at in range(1, num_tokens) if free[at] != free[at - 1]), num_tokens]
+    return [(start, stop) for start, stop in pairwise(edges) if start < stop and not free[start]]
+
+
+def _meets(text: str, wanted: str, first: int, last: int) -> bool:
+    """Whether an occurrence of a string overlaps the characters first…last - 1."""
+    return bool(wanted) and text.find(wanted, max(0, first - len(wanted) + 1), last + len(wanted) - 1) >= 0
+
+
+def whole_segments(num_tokens: int, texts: Sequence[Text], kept: set[int], may_be_empty: bool) -> set[int]:
+    """Kept tokens rounded up to whole segments; the first one of a text that must not be empty."""
+    whole = set(range(num_tokens))
+    for text in texts:
+        segments = [set(range(*segment.tokens)) for segment in text.segments]
+        chosen = [segment for segment in segments if text.is_whole or not segment.isdisjoint(kept)]
+        if not chosen and not (may_be_empty and text.text.strip()):
+            chosen = segments[:1]
+        whole.difference_update(*segments)
+        whole.update(*chosen)
+    return whole
+
+
+def write_spans(text: str, spans: Sequence[Span], marker: str | None) -> str:
+    """The kept spans of a text. Where a line break was dropped, a line of the marker stands between them, or a line
+    break; where none was, a blank.
+
+    marker: None is an ellipsis, in code in a comment, in place of lines alone. Another one stands within lines too.
+    """
+    written, at = "", 0
+    for start, stop in [*spans, (len(text), len(text))]:
+        if start > at:
+            written += _gap(text, at, start, marker, written)
+        written, at = written + text[start:stop], stop
+    return written
+
+
+def _gap(text: str, at: int, start: int, marker: str | None, written: str) -> str:
+    """What stands for the characters at…start - 1 behind what is written."""
+    dropped, is_end = text[at:start], start == len(text)
+    starts_line = not written or _BREAK.match(written, len(written) - 1) is not None
+    found = _BREAK.search(dropped)
+    if found or (is_end and starts_line):
+        line_break = found[0] if found else ""
+        own = marker_of(dropped) if marker is None else marker
+        before = "" if starts_line or (is_end and not own) else line_break
+        behind = line_break if own and (not is_end or _BREAK.match(dropped, len(dropped) - 1)) else ""
+        return f"{before}{own}{behind}"
+    # A blank stands between texts and around a marker, where there is none.
+    before = "" if not written or written[-1].isspace() else " "
+    behind = "" if is_end or text[start].isspace() else " "
+    return f"{before}{marker}{behind}" if marker else "" if is_end else before and behind
+
+
+def marker_of(dropped: str) -> str:
+    """The marker for dropped lines: an ellipsis, in code as a comment."""
+    lines = [line.strip() for line in dropped.split("\n")]
+    lines = [line for line in lines[:_MOST_LINES] + lines[_MOST_LINES:][-_MOST_LINES:] if len(line) > 1]
+    signs = [
+        "--" if _DASHES.match(line) else "//" if _BRACES.match(line) else "#" if _HASHES.match(line) else ""
+        for line in lines
+        if line[0] not in "\"'[]{}|<"
+    ]
+    if 2 * sum(map(bool, signs)) <= len(lines):
+        return ELLIPSIS
+    return f"{max(('#', '//', '--'), key=signs.count)} {ELLIPSIS}"

@@ -1,0 +1,306 @@
+"""What of a text means something alone: lines, sentences of prose, small blocks; and the heads that others need. Pure.
+
+A line is kept or dropped whole, with the breaks that end it, unless it is prose or too long. Lines that need each
+other (a record of JSON, a call over several lines, a small function, a fenced block) are one unit. A unit's head is
+kept with it: the first row of a table, a key over indented lines, a fence, the file and the place of a change, the
+speaker of a sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from spec_stack.prefill.long_lines import Size, cut_long
+from spec_stack.prefill.sentences import continues, ends_sentence, is_prose, label_end, sentence_ends
+
+LONGEST_UNIT = 128
+"""Most tokens of a segment; a longer one is cut (`long_lines.cut_long`)."""
+LONGEST_BLOCK = 64
+"""Most tokens of several lines that are one unit."""
+LONGEST_HEAD = 48
+"""Most tokens of a head; a longer one is not kept for others."""
+
+_BREAK = "(?:\\r\\n?|[\\n\\u2028\\u2029])"
+_ANY_BREAK = re.compile(_BREAK)
+_LINE = re.compile(f"[^\\n\\r\\u2028\\u2029]*+{_BREAK}?(?:[^\\S\\n\\r\\u2028\\u2029]*+{_BREAK})*+")
+_OPENERS = ("{", "[", "(")
+# The first line of a record, which the next one names.
+_UNNAMED = re.compile("(?:- )?[\\[({]+|<\\w[^<>]{0,80}>")
+_CLOSER = re.compile("[)\\]}]|</|(?:end|fi|done|esac)\\b")
+# Of diffs: the lines that name a file, and those of a place in it.
+_OF_FILE = re.compile(
+    "(?:diff |index |--- |\\+\\+\\+ |(?:new|deleted) file |(?:old|new) mode |similarity |rename |copy )"
+)
+_PLACE = re.compile("@@ -\\d")
+_KEY = re.compile("(?:- )?[\"']?\\w[\\w ./-]{0,40}[\"']?\\s?(?:[:=]\\s?[\\[{(]?|[\\[{])")
+_SECTION = re.compile('\\[{1,2}[A-Za-z][\\w.:/ "-]{0,60}\\]{1,2}')
+_RULE = re.compile("[-=+|:\u2500-\u257f\\s]*?(?:--|==|\u2500\u2500|\u2550\u2550)[-=+|:\u2500-\u257f\\s]*")
+_QUOTED = re.compile('"[^"]*+"')
+_NO_CELLS = re.compile("[(){}\\[\\]<>=]|, ")
+_WIDE_BLANK = re.compile("\\S\\s{2,}+(?=\\S)")
+# Names of columns in a first row without a rule below it.
+_NAMES = re.compile("[^\\W\\d][^\\d(){}\\[\\]=<>]*+")
+_FEWEST_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Characters start…stop - 1 of a text. head: index of the unit that is kept with it, or -1. is_label: never kept
+    but as a head: what begins a line, or (is_break) the break that ends it."""
+
+    start: int
+    stop: int
+    head: int = -1
+    is_label: bool = False
+    is_break: bool = False
+
+
+@dataclass
+class _Line:
+    """A line with the breaks that end it. content: without blanks at both ends. last: index of the last line that is
+    joined to it. head: index of the line that it needs, or -1. is_text: it may hold sentences."""
+
+    start: int
+    stop: int
+    indent: int
+    content: str
+    is_before_blank: bool
+    last: int
+    head: int = -1
+    is_text: bool = True
+
+    @cached_property
+    def is_prose(self) -> bool:
+        return self.is_text and is_prose(self.content)
+
+
+def cut_text(text: str, size: Size) -> list[Unit]:
+    """The units of a text, in order and without gaps."""
+    lines = _lines(text)
+    _find_fences(lines, size)
+    _find_changes(lines)
+    _find_tables(lines)
+    _find_keys(lines)
+    _find_blocks(lines, size)
+    units: list[Unit] = []
+    unit_of = [0] * len(lines)
+    at = 0
+    while at < len(lines):
+        last = _last_line(lines, at)
+        unit_of[at : last + 1] = [len(units)] * (last + 1 - at)
+        is_prose = lines[at].last == at and lines[at].is_prose
+        units += _units(text, lines[at].start, lines[last].stop, lines[at].head, len(units), is_prose, size)
+        at = last + 1
+    return [_with_head(units, at, unit_of, size) for at in range(len(units))]
+
+
+def _lines(text: str) -> list[_Line]:
+    lines: list[_Line] = []
+    start = 0
+    for match in _LINE.finditer(text):
+        content = match[0].strip()
+        # Blank lines at the beginning belong to the first line.
+        if match.end() == start or (not content and match.end() < len(text)):
+            continue
+        indent = len(match[0]) - len(match[0].lstrip())
+        num_breaks = len(_ANY_BREAK.findall(match[0], len(match[0].rstrip())))
+        lines.append(_Line(start, match.end(), indent, content, num_breaks > 1, len(lines)))
+        start = match.end()
+    return lines
+
+
+def _find_fences(lines: Sequence[_Line], size: Size) -> None:
+    """A short fenced block is one unit; the lines of another one need its fences."""
+    opened = -1
+    for at, line in enumerate(lines):
+        if not line.content.startswith(("```", "~~~")):
+            continue
+        if opened < 0 or line.content.strip("`~"):
+            opened = at if opened < 0 else opened
+            continue
+        for inner in lines[opened : at + 1]:
+            inner.is_text = False
+            inner.head = opened
+        line.head = -1
+        lines[opened].head = at
+        if size(lines[opened].start, line.stop) <= LONGEST_BLOCK:
+            lines[opened].last, lines[opened].head = at, -1
+        opened = -1
+
+
+def _find_changes(lines: Sequence[_Line]) -> None:
+    """The lines of a change need its place, and that needs the names of its file."""
+    file = place = -1
+    for at, line in enumerate(lines):
+        is_file = line.indent == 0 and _OF_FILE.match(line.content) is not None
+        if is_file and not (place >= 0 and line.content.startswith("--- ") and not _is_named(lines, at)):
+            file, place = (file if file >= 0 and place < 0 else at), -1
+            lines[file].last = at
+        elif _PLACE.match(line.content):
+            place, line.head = at, file
+        elif place >= 0 and (line.indent or line.content[:1] in ("+", "-", "\\")):
+            # Signs in the first column are no indentation.
+            line.head, line.indent = place, 0
+        else:
+            if file >= 0 and place < 0:
+                lines[file].last = file
+            file = place = -1
+        if file >= 0:
+            line.is_text = False
+
+
+def _is_named(lines: Sequence[_Line], at: int) -> bool:
+    return at + 1 < len(lines) and lines[at + 1].content.startswith("+++ ")
+
+
+def _find_tables(lines: Sequence[_Line]) -> None:
+    """The rows of a table need its first row, with the rule below it."""
+    start = 0
+    while start < len(lines):
+        grid, stop = _grid(lines[start]), start + 1
+        while grid and stop < len(lines) and not lines[stop - 1].is_before_blank and _grid(lines[stop]) == grid:
+            stop += 1
+        if stop - start >= _FEWEST_ROWS:
+            rows = lines[start:stop]
+            num_rows = _rows_of_head(rows)
+            for at, row in enumerate(rows):
+                row.is_text, row.indent = False, rows[0].indent
+                if num_rows and at >= num_rows:
+                    row.head = start
+            rows[0].last = start + max(0, num_rows - 1)
+        start = stop
+
+
+def _grid(line: _Line) -> str:
+    """What separates the cells of a line, and how often; empty for no row."""
+    content = line.content
+    if not line.is_text or content[:1] in ("{", "<"):
+        return ""
+    if "|" in content or "\u2502" in content or _RULE.fullmatch(content):
+        return "|"
+    bare = _QUOTED.sub("", content)
+    for sign in "\t;,":
+        if count := bare.count(sign):
+            return f"{sign}{count}" if sign == "\t" or not _NO_CELLS.search(bare) else ""
+    return "  " if len(_WIDE_BLANK.findall(content)) >= 2 else ""
+
+
+def _rows_of_head(rows: Sequence[_Line]) -> int:
+    """How many first rows of a table are its head."""
+    rules = [at for at, row in enumerate(rows[:4]) if _RULE.fullmatch(row.content)]
+    if rules and rules != [0]:
+        return (rules[0] or rules[1]) + 1
+    has_numbers = any(any(map(str.isdigit, row.content)) for row in rows[1:6])
+    return int(has_numbers and _NAMES.fullmatch(rows[0].content) is not None)
+
+
+def _find_keys(lines: Sequence[_Line]) -> None:
+    """Lines need the key that they are indented below, or stand beside up to a blank line, or their section's name."""
+    keys: list[int] = []
+    section = beside = -1
+    for at, line in enumerate(lines):
+        while keys and lines[keys[-1]].indent >= line.indent:
+            keys.pop()
+        is_section = _SECTION.fullmatch(line.content) is not None
+        is_key = _KEY.fullmatch(line.content) is not None
+        if line.head < 0 and not is_section:
+            line.head = keys[-1] if keys else beside if beside >= 0 and not is_key else section
+        following = lines[at + 1] if at + 1 < len(lines) else line
+        if is_section:
+            section, beside = at, -1
+        elif is_key:
+            keys.append(at)
+            beside = at
+        elif following.indent > line.indent and line.is_text and line.last == at:
+            # A record's first line, or an item's, over the others.
+            if _UNNAMED.fullmatch(line.content) and not _opens(following.content):
+                line.last = at + 1
+                keys.append(at)
+            elif line.content.startswith(("- ", "* ")) and not ends_sentence(line.content):
+                keys.append(at)
+        if line.is_before_blank:
+            beside = -1
+
+
+def _opens(content: str) -> bool:
+    return content.endswith(_OPENERS) or _UNNAMED.fullmatch(content) is not None
+
+
+def _find_blocks(lines: Sequence[_Line], size: Size) -> None:
+    """Join short blocks: a line, those that are indented below it, and the bracket or tag that closes them."""
+    ends = list(range(len(lines)))
+    # From the right, lines of which each is indented less than the one before it.
+    outer: list[int] = []
+    for at in range(len(lines) - 1, -1, -1):
+        line = lines[at]
+        while outer and lines[outer[-1]].indent > line.indent:
+            outer.pop()
+        following = outer[-1] if outer else len(lines)
+        beside = lines[following].content if outer and lines[following].indent == line.indent else ""
+        if following > at + 1 and not (line.is_prose and ends_sentence(line.content)):
+            is_closed = _CLOSER.match(beside) is not None
+            ends[at] = following if is_closed else following - 1
+            # "} else {"
+            if is_closed and beside.endswith(_OPENERS):
+                ends[at] = ends[following]
+        elif following == at + 1 and beside in _OPENERS and not line.content.endswith((",", ";", "}")):
+            ends[at] = ends[following]
+        outer.append(at)
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if ends[at] > line.last and size(line.start, lines[ends[at]].stop) <= LONGEST_BLOCK:
+            line.last = ends[at]
+        at = line.last + 1
+
+
+def _last_line(lines: Sequence[_Line], at: int) -> int:
+    """The last line of the unit or paragraph that begins with a line."""
+    if lines[at].last > at:
+        return lines[at].last
+    while (
+        at + 1 < len(lines)
+        and not lines[at].is_before_blank
+        and lines[at + 1].last == at + 1
+        and lines[at + 1].indent == lines[at].indent
+        and continues(lines[at].content, lines[at + 1].content)
+        and lines[at].is_prose
+        and lines[at + 1].is_prose
+    ):
+        at += 1
+    return at
+
+
+def _units(text: str, start: int, stop: int, head: int, index: int, is_prose: bool, size: Size) -> Iterator[Unit]:
+    """The units of a line, block or paragraph, the first one of this index. A head is a line's index, or -2 less a
+    unit's."""
+    content = text[start:stop].rstrip()
+    end = start + len(content)
+    ends = [start + at for at in sentence_ends(content)] if is_prose else []
+    label = start + label_end(content) if ends and label_end(content) < ends[0] - start else start
+    spans = pairwise([label, *ends, end if ends else stop])
+    parts = [part for span in spans for part in cut_long(text, *span, size, LONGEST_UNIT)]
+    if len(parts) > 1:
+        # All parts of a line need the break that ends it.
+        parts[-1] = (parts[-1][0], end)
+        if end < stop:
+            head, break_head = -2 - index - len(parts) - (label > start), head
+    if label > start:
+        yield Unit(start, label, head, is_label=True)
+        head = -2 - index
+    for part in parts:
+        yield Unit(*part, head)
+    if len(parts) > 1 and end < stop:
+        yield Unit(end, stop, break_head, is_label=True, is_break=True)
+
+
+def _with_head(units: Sequence[Unit], at: int, unit_of: Sequence[int], size: Size) -> Unit:
+    """A unit with the index of its head's unit. See `_units`."""
+    unit = units[at]
+    head = -1 if unit.head == -1 else unit_of[unit.head] if unit.head >= 0 else -2 - unit.head
+    is_none = head in (-1, at) or size(units[head].start, units[head].stop) > LONGEST_HEAD
+    return replace(unit, head=-1 if is_none else head)

@@ -1,0 +1,126 @@
+"""No line of a pruned text says what the document does not: every one is a line of it, sentences of one line, or a
+marker; in texts and in kept tokens alike."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from spec_stack import PrefillConfig, Pruner
+from spec_stack.api.pruned_text import Text, cut_segments, write_spans
+from spec_stack.hf.loading import ASSETS, load_tokenizer
+from spec_stack.prefill.segments import Segments, find_lines
+from tests.support.known_documents import KINDS, false_lines
+
+RATES = (0.05, 0.1, 0.2, 0.35, 0.5)
+MARKERS = ("…", "# …", "// …", "-- …")
+ENDS = ("\n", "\r\n", "  \n")
+
+
+@cache
+def tokenizer() -> Any:
+    return load_tokenizer(str(ASSETS / "target"))
+
+
+def tokens_of(text: str) -> tuple[list[int], list[int]]:
+    """Where every token's characters begin and end."""
+    encoded = tokenizer()(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts, ends = zip(*encoded.offset_mapping, strict=True)
+    return [*starts], [*ends]
+
+
+def kept_at(text: str, keep_rate: float, seed: int) -> tuple[str, str, list[tuple[int, int]]]:
+    """A text at random scores: the pruned text, the kept tokens as text, and the kept spans."""
+    starts, ends = tokens_of(text)
+    pieces = [text[start:stop] for start, stop in zip(starts, [*starts[1:], len(text)], strict=True)]
+    lines = find_lines(pieces)
+    segments = Segments(lines.borders, lines.heads, lines.labels)
+    scores = torch.rand(len(segments), generator=torch.Generator().manual_seed(seed))
+    config = PrefillConfig(chunk_size=1, keep_first=0, keep_last=1)
+    kept = segments.chosen(scores, config, keep_rate)
+    if not kept.issuperset(range(*list(segments)[-1])):
+        # The prompt's last token, which is kept for the answer.
+        kept.discard(segments.num_tokens - 1)
+    own = Text(0, None, text, False, cut_segments(text, 0, starts, ends, lines))
+    spans = own.kept_spans(kept)
+    return write_spans(text, spans, None), "".join(pieces[at] for at in sorted(kept)), spans
+
+
+@pytest.mark.parametrize("end", ENDS, ids=ascii)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_line_is_a_line_or_sentences_of_one_or_a_marker(kind: str, end: str) -> None:
+    for seed in range(4):
+        document = KINDS[kind](random.Random(f"{kind}/{seed}"), end)
+        for keep_rate in RATES:
+            text, tokens, spans = kept_at(document.text, keep_rate, seed)
+            assert false_lines(document, text, MARKERS) == []
+            assert false_lines(document, tokens, ()) == []
+            assert spans == sorted(spans)
+
+
+def shape_of(records: Sequence[dict[str, int]], form: str) -> str:
+    if form == "minified":
+        return json.dumps(records, separators=(",", ":"))
+    return json.dumps({"items": records}) if form == "one line" else json.dumps(records, indent=2)
+
+
+@pytest.mark.parametrize("form", ["minified", "one line", "pretty"])
+def test_records_keep_their_values(form: str) -> None:
+    for seed in range(6):
+        rng = random.Random(seed)
+        records = [{"id": at, "price": rng.randrange(10**6), "size": rng.randrange(10**4)} for at in range(120)]
+        for keep_rate in RATES:
+            for kept in kept_at(shape_of(records, form), keep_rate, seed)[:2]:
+                found = re.findall(r'"id": ?(\d+),\s*"price": ?(\d+),\s*"size": ?(\d+)\s*\}', kept)
+                known = {tuple(map(str, record.values())) for record in records}
+                assert set(found) <= known
+                assert len(found) == kept.count('"price"')
+                # A token may hold the bracket that opens the next record.
+                assert abs(len(found) - kept.count('"id"')) <= kept.count("{")
+
+
+def test_numbers_and_words_of_one_line_stay_whole() -> None:
+    for seed in range(6):
+        rng = random.Random(seed)
+        numbers = [str(rng.randrange(10**5, 10**9)) for _ in range(400)]
+        for text in (
+            ",".join(numbers),
+            " ".join(numbers),
+            ";".join(numbers),
+            "".join(f"<td>{each}</td>" for each in numbers),
+        ):
+            for keep_rate in RATES:
+                for kept in kept_at(text, keep_rate, seed)[:2]:
+                    assert set(re.findall(r"\d+", kept)) <= set(numbers)
+        thai = "".join(f"รหัสของห้องที่ {at} คือ {4 * at} และประตูนี้ปิดอยู่เสมอ " for at in range(80))
+        words = set(thai.split())
+        emoji = "👨\u200d👩\u200d👧\u200d👦"
+        family = "".join(f"{emoji}👍🏽{at}" for at in range(150))
+        for keep_rate in RATES:
+            for kept in kept_at(thai, keep_rate, seed)[:2]:
+                assert set(kept.split()) <= words
+            text = kept_at(family, keep_rate, seed)[0]
+            assert text.replace(emoji, "").replace("👍🏽", "").replace(" ", "").isdecimal()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pruner_writes_no_false_line(kind: str, pruner: Pruner) -> None:
+    document = KINDS[kind](random.Random(kind), "\n")
+    for keep_rate in RATES:
+        for marker in (None, "", "[…]"):
+            messages = [{"role": "user", "content": f"{document.text}\nWhat is 17?"}]
+            result = pruner.prune(messages, keep_rate=keep_rate, marker=marker)
+            assert false_lines(document, result.messages[0]["content"], (*MARKERS, "[…]", "What is 17?")) == []
+
+
+@pytest.fixture(scope="module")
+def pruner() -> Pruner:
+    return Pruner.from_pretrained(device="cpu")
