@@ -19,8 +19,9 @@ from spec_stack.prefill.sentences import continues, ends_sentence, is_prose, lab
 
 LONGEST_UNIT = 128
 """Most tokens of a segment; a longer one is cut (`long_lines.cut_long`)."""
-LONGEST_BLOCK = 64
-"""Most tokens of several lines that are one unit."""
+LONGEST_RECORD, LONGEST_BLOCK = 64, 32
+"""Most tokens of a record or a fenced block that is one unit, and of other blocks: blocks of code up to 64 tokens took
+the place of evidence at a keep rate of 0.1 (experiments/LOG.md, "Segments that mean something alone")."""
 LONGEST_HEAD = 48
 """Most tokens of a head; a longer one is not kept for others."""
 
@@ -127,7 +128,7 @@ def _find_fences(lines: Sequence[_Line], size: Size) -> None:
             inner.head = opened
         line.head = -1
         lines[opened].head = at
-        if size(lines[opened].start, line.stop) <= LONGEST_BLOCK:
+        if size(lines[opened].start, line.stop) <= LONGEST_RECORD:
             lines[opened].last, lines[opened].head = at, -1
         opened = -1
 
@@ -253,7 +254,9 @@ def _find_blocks(lines: Sequence[_Line], size: Size) -> None:
     at = 0
     while at < len(lines):
         line = lines[at]
-        if ends[at] > line.last and size(line.start, lines[ends[at]].stop) <= LONGEST_BLOCK:
+        is_record = _UNNAMED.fullmatch(line.content) is not None or line.content.startswith("- ")
+        most = LONGEST_RECORD if is_record else LONGEST_BLOCK
+        if ends[at] > line.last and size(line.start, lines[ends[at]].stop) <= most:
             line.last = ends[at]
         at = line.last + 1
 
