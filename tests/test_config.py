@@ -47,7 +47,7 @@ def test_gamma_stays_between_0_and_16(gamma: int) -> None:
         ("max_tokens", 0),
         ("temperature", -0.1),
         ("temperature", float("nan")),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("stop", ("",)),

@@ -5,12 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from spec_stack.config import MAX_GAMMA
-
-if TYPE_CHECKING:
-    from spec_stack.controller.step_times import StepTimes
 
 
 @dataclass(slots=True)
@@ -189,8 +186,9 @@ class Policy(ABC):
         if not hasattr(cls, "name"):
             cls.name = cls.__name__
 
-    def use(self, times: StepTimes) -> None:  # noqa: B027
-        """Take the pair's step times, which n-gram lookup reads too; called before every request, optional."""
+    # Any: `StepTimes` reads this module's records.
+    def use(self, times: Any) -> None:  # noqa: B027
+        """Take the pair's `StepTimes`, which n-gram lookup reads too; called before every request, optional."""
 
     @abstractmethod
     def choose(self, context: StepContext) -> int:

@@ -392,7 +392,7 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
         ({"prompt": "a", "stop": 3}, "stop"),
         ({"prompt": "a", "seed": 1.5}, "seed"),
         ({"prompt": "a", "seed": 2**70}, "seed"),
-        ({"prompt": "a", "temperature": 1e-40}, "temperature"),
+        ({"prompt": "a", "temperature": -1e-40}, "temperature"),
         ({"prompt": "a", "sparse_prefill": False}, "sparse_prefill"),
         ({"prompt": "a", "policy": type(make_policy("fixed"))}, "a class Mine"),
     ],

@@ -117,10 +117,6 @@ def test_the_page_has_the_committed_figures() -> None:
     policies = [name for name in shown if name in recorded["fp32"]["all"]]
     assert {"throughput", "confidence", "confidence, tuned", "speckv, trained", "oracle"} < set(policies)
     rows = [f"| {name} | {cells([recorded[each]['all'][name] for each in PRECISIONS])} |" for name in policies]
-    tasks = ("code", "math", "chat", "summary")
-    for name in ("throughput", "confidence", "speckv, trained", "oracle"):
-        speeds = [recorded["fp32"][task][name][0] for task in tasks]
-        rows.append(f"| {name} | {' | '.join(f'{speed:.2f}' for speed in speeds)} |")
     rows.append(
         "{:.2f}, {:.2f}, {:.2f} and {:.2f}.".format(*(cold[each]["all"]["throughput"][0] for each in PRECISIONS))
     )

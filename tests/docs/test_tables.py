@@ -104,19 +104,6 @@ def decoding_by_task() -> list[str]:
     return rows
 
 
-def draft_budget_on_a_server() -> list[str]:
-    arms = result("draft_slots_server")["parts"]["lengths"]
-    rows = []
-    for cell in ("8000 x 1", "8000 x 4"):
-        length, _, at_once = cell.partition(" x ")
-        each = [own[cell] for own in arms.values()]
-        assert all(own["as_off"] for own in each)
-        speeds = [f"{own['tokens_per_s']:.1f}" for own in each]
-        accepted = " / ".join(f"{100 * own['accepted']:.0f}" for own in each[1:])
-        rows.append(row([f"{int(length):,} × {at_once}", *speeds, f"{accepted} %"]))
-    return rows
-
-
 def turns_on_a_server() -> list[str]:
     found, rows = result("real_serving")["parts"]["conversations"], []
     for num_tokens in (2048, 4096):
@@ -180,7 +167,6 @@ def steps_on_a_gpu() -> list[str]:
         evidence_at_other_lengths,
         speed_without_loss,
         decoding_by_task,
-        draft_budget_on_a_server,
         turns_on_a_server,
         answers_to_multi_hop_questions,
         turns_behind_the_proxy,

@@ -22,7 +22,7 @@ from transformers import (
     modeling_flash_attention_utils,
 )
 
-from spec_stack import SpecStackGenerator
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.hf import attention
 from spec_stack.hf import model as hf_model
 from spec_stack.hf.architectures import SUPPORTED, abilities, check_architecture, scoring_limit
@@ -278,7 +278,8 @@ def test_a_draft_whose_every_layer_slides_scores_only_what_it_sees_whole() -> No
     assert scoring_limit(CONFIGS[name]) == WINDOW
     assert scoring_limit(CONFIGS["Gemma3"]) is None
     assert matrix.score_error(name, WINDOW - 4) < 1e-6
-    generator = SpecStackGenerator(make_model("Mistral"), make_model(name))
+    config = SpecStackConfig(PrefillConfig(granularity="chunks"))
+    generator = SpecStackGenerator(make_model("Mistral"), make_model(name), config=config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = generator.generate(input_ids=random_prompt(200), max_tokens=4, sparse_prefill="on")

@@ -206,6 +206,7 @@ def test_an_encoded_body_is_pruned_and_sent_plain(
         ("identity", gzip.compress(b"{}"), "the body is not JSON"),
         ("identity", b"[]", "the body is not a JSON object"),
     ],
+    ids=["no gzip", "gzip as deflate", "cut", "no JSON", "br", "twice", "too long", "plain", "a list"],
 )
 def test_the_reason_tells_an_encoded_body_from_a_broken_one(
     start: Start, upstream: FakeUpstream, encoding: str, body: bytes, why: str
