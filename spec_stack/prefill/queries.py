@@ -113,7 +113,7 @@ def find_candidates(text: PromptText) -> Candidates:
     """Find the segments that may hold the question. Without pieces, segments are runs of tokens.
 
     The last user message asks, whatever calls and results are behind it; the newest plan of the assistant may ask too,
-    and an earlier user message to which the last one refers. A tool's result asks nothing, unless there is no user message.
+    and an earlier user message to which the last one refers. A tool's result asks only where no user does.
     """
     num_tokens, pieces = len(text), text.pieces
     turns = text.turns or [ChatTurn("user", span) for span in between(text.template, num_tokens)]
