@@ -114,8 +114,8 @@ class _Prompt:
 class Pruner:
     """Shortens prompts for any engine: whole lines and sentences stay, verbatim and in order.
 
-    The draft scores the prompt as in `SpecStackGenerator`, with the prompt's own queries; no target is needed. System
-    and developer messages, tool definitions and non-text parts are never pruned.
+    The draft scores the prompt as in `SpecStackGenerator`, with the prompt's own queries; no target is needed. System,
+    developer and assistant messages, tool definitions and non-text parts are never pruned.
 
     Parameters
     ----------
@@ -272,7 +272,7 @@ class PrunerConversation:
     """Prunes the turns of one conversation: kept text stays, and dropped text is recalled to its place.
 
     Unless text is recalled, a turn's pruned messages start with the previous turn's, so that an engine's prefix cache
-    applies. New answers are kept whole. The draft keeps its cache of the conversation. It prunes one turn at a time.
+    applies. The draft keeps its cache of the conversation. It prunes one turn at a time.
     """
 
     def __init__(self, pair: ModelPair, config: PrefillConfig, session: SessionConfig) -> None:

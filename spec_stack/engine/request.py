@@ -262,6 +262,8 @@ def _check(call: Call) -> None:
     require(is_known, f'sampling must be "model" (the checkpoint\'s own) or None, got {sampling!r}')
     require(isinstance(request_id, str | None), f"request_id must be a string, got {request_id!r}")
     require(isinstance(task, str), f"task must be a string, got {task!r}")
+    question = call.get("question")
+    require(isinstance(question, str | None), f"question must be a text, got {question!r}")
     is_callable = on_progress is None or callable(on_progress)
     explain = call.get("explain", False)
     require(isinstance(explain, bool), f"explain must be True or False, got {explain!r}")

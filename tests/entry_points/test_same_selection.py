@@ -52,6 +52,8 @@ FORM = (
     "Answer in one line with the number alone, and say nothing else about it or about any of the other lockers here. "
     "Do not explain how you found it, and do not name the file."
 )
+# The model's own answers are kept whole, as a session has them in its cache.
+ANSWER = tuple(f"{number}. This is what part {number} of the file does, in a few words." for number in range(8))
 ASKED = "What is the number of the locker of Carmen?"
 DOCUMENT = document()
 SYSTEM = {"role": "system", "content": RULES}
@@ -75,6 +77,14 @@ ROWS = {
             {"role": "user", "content": f"{ASKED}\n{FORM}"},
         )
     ),
+    "a long answer": Row(
+        (
+            SYSTEM,
+            {"role": "user", "content": DOCUMENT},
+            {"role": "assistant", "content": "\n".join(ANSWER)},
+            {"role": "user", "content": f"{ASKED}\n{FORM}"},
+        )
+    ),
     "no question mark": Row(chat("Give me the number of the locker of Esther.")),
     "question marks in code": Row(
         chat(
@@ -89,7 +99,10 @@ ROWS = {
 }
 
 
-LINES = {*DOCUMENT.splitlines(), *ROWS["question marks in code"].messages[1]["content"].splitlines()} - {ASKED, FORM}
+LINES = {*DOCUMENT.splitlines(), *ANSWER, *ROWS["question marks in code"].messages[1]["content"].splitlines()} - {
+    ASKED,
+    FORM,
+}
 
 
 class Reads:
@@ -189,10 +202,9 @@ def kept_by(generator: SpecStackGenerator, row: Row, given: str, way: str) -> fr
         elif way == "session":
             with generator.session() as session:
                 session.generate(**options)
-        elif way == "loaded models":
-            made = SpecStackGenerator(
-                generator.target, generator.draft, generator.tokenizer, config=SpecStackConfig(PREFILL)
-            )
+        elif way.startswith("loaded models"):
+            tokenizer = generator.tokenizer if way == "loaded models, tokenizer" else None
+            made = SpecStackGenerator(generator.target, generator.draft, tokenizer, config=SpecStackConfig(PREFILL))
             made.generate(**options)
         else:
             tokenizer = generator.tokenizer if way == "with_draft, tokenizer" else None
@@ -214,6 +226,7 @@ WAYS = [
     ("messages", "session"),
     ("ids", "session"),
     ("messages", "loaded models"),
+    ("messages", "loaded models, tokenizer"),
     ("ids", "with_draft"),
     ("ids", "with_draft, tokenizer"),
     ("messages", "pipeline"),
@@ -227,6 +240,8 @@ def test_every_entry_point_keeps_the_same_lines(generator: SpecStackGenerator, p
     row = ROWS[name]
     expected = kept_by(generator, row, "messages", "generate")
     assert len(expected) < 0.6 * len(DOCUMENT.splitlines())
+    if name == "a long answer":
+        assert expected.issuperset(ANSWER)
     last = row.question or row.text or row.messages[-1]["content"]
     asked = max(NAMES, key=last.rfind)
     assert any(line.startswith(f"The locker of {asked} ") for line in expected)
