@@ -39,6 +39,13 @@ class DraftAnswer:
         Most tokens of the answer, 1 or more.
     end_ids : collection of int
         Tokens that end it.
+
+    Attributes
+    ----------
+    token_ids : list of int
+        The answer, n tokens.
+    logprobs : torch.Tensor
+        Log-probabilities (n, vocab) under the whole prompt.
     """
 
     def __init__(
@@ -52,10 +59,10 @@ class DraftAnswer:
             rows.append(draft.forward(unseen, range(start, start + len(unseen)), 1)[0].float().log_softmax(-1))
             unseen = [int(rows[-1].argmax())]
             self.token_ids += unseen
-        self._logprobs = torch.stack(rows)
+        self.logprobs = torch.stack(rows)
 
-    def divergence(self, reader: Reader, token_ids: Sequence[int], positions: Sequence[int], end: int) -> float:
-        """Mean Kullback-Leibler divergence of the answer's tokens, whole from part, in nats; NaN where logits are.
+    def under(self, reader: Reader, token_ids: Sequence[int], positions: Sequence[int], end: int) -> torch.Tensor:
+        """Log-probabilities (n, vocab) of the same answer under a part of the prompt.
 
         reader: an empty view of the draft. token_ids, positions: what is left of the prompt, with its last token.
         end: the position of the answer's first token.
@@ -63,12 +70,16 @@ class DraftAnswer:
         num_tokens = len(self.token_ids)
         forced = [*token_ids, *self.token_ids[:-1]]
         part = reader.forward(forced, [*positions, *range(end, end + num_tokens - 1)], num_tokens)
-        return mean_divergence(self._logprobs, part.float().log_softmax(-1))
+        return part.float().log_softmax(-1)
+
+    def divergence(self, reader: Reader, token_ids: Sequence[int], positions: Sequence[int], end: int) -> float:
+        """Mean divergence of the answer's tokens, whole from part, in nats; NaN where logits are. As `under`."""
+        return mean_divergence(self.logprobs, self.under(reader, token_ids, positions, end))
 
     def proposal(self) -> Proposal:
         """The answer as a proposal for the target."""
         signals = DraftSignals()
-        for row in self._logprobs:
+        for row in self.logprobs:
             signals.append(float(torch.special.entr(row.exp()).sum()) * _BITS_PER_NAT, float(row.max().exp()))
         return Proposal(list(self.token_ids), signals=signals)
 
