@@ -44,7 +44,8 @@ _PRECISIONS = ("auto", *PRECISIONS)
 _KNOWN: dict[str, Iterable[str]] = {"policy": POLICIES, "precision": _PRECISIONS, "draft_precision": _PRECISIONS}
 PAIR = ("target", "draft", "precision", "draft_precision", "draft_step", "device")
 # Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
-PRUNING = (*CHOSEN, "draft_kv_budget", "positions")
+_CHECK = ("max_divergence", "check_tokens", "check_rates")
+PRUNING = (*CHOSEN, *_CHECK, "draft_kv_budget", "positions")
 # Options of `stream` without a flag, and those that have one.
 _NOT_SAMPLED = ("bad_words_ids", "logit_bias", "stop_token_ids")
 ANSWERED = (
@@ -161,7 +162,7 @@ def _add_prune(commands: Any) -> None:
     default = f"the draft's calibrated rate, for prompts of {PrefillConfig.min_prompt_tokens} tokens or more"
     parser.add_argument("--keep-rate", type=float, help=f"share of the tokens to keep (default: {default})")
     parser.add_argument("--max-tokens", type=int, help="most tokens to keep, by the draft's tokenizer")
-    _add(parser, PrefillConfig, "scorer")
+    _add(parser, PrefillConfig, "scorer", "max_divergence")
     _add_question(parser)
     _add_quiet(parser)
     _add_list(parser, "--protect", "string whose lines are kept")
@@ -265,7 +266,7 @@ def _add_proxy(commands: Any) -> None:
     )
     _add(parser, ProxyConfig, "upstream", required=True)
     _add_draft_arguments(parser)
-    _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer")
+    _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer", *_CHECK)
     _add(parser, ProxyConfig, but=("upstream",))
 
 
@@ -310,8 +311,8 @@ def _reading(name: str, kind: Any, default: object) -> dict[str, Any]:
     parts = (kind, *get_args(kind))
     if Sequence[str] in parts:
         return {"action": "append"}
-    if kind == Sequence[int]:
-        return {"type": int, "nargs": "+", "metavar": "N"}
+    if kind in (Sequence[int], Sequence[float]):
+        return {"type": get_args(kind)[0], "nargs": "+", "metavar": "N" if kind == Sequence[int] else "X"}
     takes_none = type(None) in parts
     numbers = ((float, "X"), (int, "N"), (str, name.upper()))
     read, form = _FORMS.get(name) or next(each for each in numbers if each[0] in parts)

@@ -136,7 +136,7 @@ def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = N
 def _prune(arguments: argparse.Namespace) -> int:
     prunable, restored = read_prunable(arguments.file)
     result = _load_pruner(arguments, PrefillConfig(**given(arguments, ("scorer",)))).prune(
-        prunable, **given(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker"))
+        prunable, **given(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker", "max_divergence"))
     )
     shorter = result.messages if restored is None else restored(result.messages)
     if arguments.json:
