@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
@@ -401,3 +402,11 @@ class GenerationResult:
     def choices(self) -> list[GenerationResult]:
         """All n samples of the prompt, this one first."""
         return [self, *self.others]
+
+    @property
+    def parsed(self) -> Any:
+        """The answer as JSON, with `response_format=`. Raises ValueError where it is none, or was cut by max_tokens."""
+        try:
+            return json.loads(self.content)
+        except ValueError as error:
+            raise ValueError(f"the answer is not JSON (finish_reason {self.finish_reason!r}): {error}") from error

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack, cast, overload
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -52,11 +52,22 @@ class GenerationMixin(ABC):
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
         """Answer calls with the same prompt; all but the first continue from copies of its caches."""
 
-    @shows_options(AnswerOptions, **_DEFAULTS, n=1, return_records=False)
-    def generate(self, prompt: str | None = None, **options: Unpack[AnswerOptions]) -> GenerationResult:
-        """Answer or continue a prompt.
+    @overload
+    def generate(self, prompt: str | None = None, **options: Unpack[AnswerOptions]) -> GenerationResult: ...
 
-        Exactly one of `prompt`, `messages` and `input_ids` is given.
+    @overload
+    def generate(
+        self, prompt: list[str] | tuple[str, ...], **options: Unpack[AnswerOptions]
+    ) -> list[GenerationResult]: ...
+
+    @shows_options(AnswerOptions, **_DEFAULTS, n=1, return_records=False)
+    def generate(
+        self, prompt: str | list[str] | tuple[str, ...] | None = None, **options: Unpack[AnswerOptions]
+    ) -> GenerationResult | list[GenerationResult]:
+        """Answer or continue a prompt, or several in turn.
+
+        Exactly one of `prompt`, `messages` and `input_ids` is given. A list of prompts gives a list of results; all are
+        checked before the first is answered, and `on_progress` is told of each as (num_done, num_total, "prompts").
 
         Parameters
         ----------
@@ -153,6 +164,8 @@ class GenerationMixin(ABC):
         """
         for unknown in options.keys() - AnswerOptions.__annotations__.keys():
             raise unknown_option(GenerationMixin.generate, unknown)
+        if isinstance(prompt, list | tuple):
+            return self._generate_each(prompt, options)
         keeps_records, path, streamer = _whole_answer(options)
         call = cast(Call, {**options, "prompt": prompt})
         planned, n = self._begin(call), options.get("n", 1)
@@ -167,6 +180,27 @@ class GenerationMixin(ABC):
         # Samples share one prefill.
         others = [replace(result, explanation=results[0].explanation) for result in results[1:]]
         return replace(results[0], others=others)
+
+    def _generate_each(self, prompts: Sequence[str], options: AnswerOptions) -> list[GenerationResult]:
+        if not prompts:
+            raise ValueError("the list of prompts is empty; give at least one")
+        for prompt in prompts:
+            self._begin(cast(Call, {**options, "prompt": prompt}))
+        results = []
+        for prompt in prompts:
+            results.append(self.generate(prompt, **options))
+            if (tell := options.get("on_progress")) is not None:
+                tell(len(results), len(prompts), "prompts")
+        return results
+
+    async def agenerate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> GenerationResult:
+        """`generate` for code that awaits, with the options of `stream`. Steps are made in a thread; a cancelled call
+        ends after its current step."""
+        for unknown in options.keys() - GenerateOptions.__annotations__.keys():
+            raise unknown_option(GenerationMixin.stream, unknown)
+        request, steps = self._begin(cast(Call, {**options, "prompt": prompt}))
+        outputs = [output async for output in _in_thread(Stream(steps, request.progress))]
+        return replace(_whole(request, outputs), records=None)
 
     @shows_options(GenerateOptions, **_DEFAULTS)
     def stream(
@@ -256,7 +290,11 @@ def collect(
 ) -> GenerationResult:
     """Drain a request's steps, and keep its records."""
     running = Stream(steps, request.progress)
-    outputs = list(running if streamer is None else _feed(streamer, request.prompt_ids, running))
+    return _whole(request, list(running if streamer is None else _feed(streamer, request.prompt_ids, running)))
+
+
+def _whole(request: Request, outputs: Sequence[StepOutput]) -> GenerationResult:
+    """The answer of all steps."""
     last = outputs[-1]
     if last.finish_reason is None or last.metrics is None:
         raise RuntimeError("the stream ended without a last step")

@@ -194,6 +194,11 @@ class SpecStackGenerator(GenerationMixin):
         """The default configuration of calls, fixed at construction."""
         return self.engine.config
 
+    def __repr__(self) -> str:
+        names = f"{name_of_model(self.target) or 'target'}, {name_of_model(self.draft) or 'draft'}"
+        precisions = f"{self.pair.precision} with {self.pair.draft_precision}"
+        return f"{type(self).__name__}({names}; {precisions} on {self.target.device})"
+
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError(
             "a generator can be neither copied nor pickled: it lends locks, caches and maybe prepacked weights. "

@@ -19,7 +19,7 @@ from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import OnProgress, Progress, RequestCancelled
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
-from spec_stack.hf.loading import ASSETS, load_tokenizer, open_alone
+from spec_stack.hf.loading import ASSETS, load_tokenizer, name_of_model, open_alone
 from spec_stack.hf.prompt import Message, Span, num_shared
 from spec_stack.prefill.check import Check, DraftAnswer, told
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
@@ -148,6 +148,9 @@ class Pruner:
         self._pair = ModelPair.assemble(draft, draft, tokenizer)
         self._pair.check_heads(config)
         self.config = replace(config, granularity="lines", scoring_queries="prompt", positions="contiguous")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({name_of_model(self._pair.draft) or 'draft'}; {self.precision} on {self.device})"
 
     @classmethod
     def from_pretrained(

@@ -45,6 +45,18 @@ _NAMES_ELSEWHERE = {
     "precision": ("dtype", "torch_dtype", "load_in_4bit", "load_in_8bit", "quantization_config"),
 }
 ALIASES = {name: option for option, names in _NAMES_ELSEWHERE.items() for name in names}
+# What does not exist here by another name.
+_ELSEWHERE = {
+    "assistant_model": "the draft is given once, to SpecStackGenerator(target, draft)",
+    "draft_model": "the draft is given once, to SpecStackGenerator(target, draft)",
+    "stopping_criteria": "stop=, stop_token_ids= and max_tokens= end an answer, and closing a stream at any time",
+    "max_time": "close a stream after so many seconds",
+    "num_beams": "answers are greedy or sampled; n= samples several",
+    "penalty_alpha": "answers are greedy or sampled",
+    "past_key_values": "generator.session() keeps the caches between calls",
+    "use_cache": "the caches are always used; generator.session() keeps them between calls",
+    "synced_gpus": "one process generates",
+}
 # Options that only `generate` takes, given to a stream.
 _WHOLE_ANSWERS = ("streamer", "n", "records", "return_records")
 # Least similarity for a suggestion.
@@ -89,6 +101,8 @@ def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[
 def _hint(name: str, known: list[str]) -> str:
     if name in _WHOLE_ANSWERS and "prompt" in known:
         return ": generate() takes it; a stream's steps bring their tokens, text and record"
+    if name in _ELSEWHERE and "prompt" in known:
+        return f"; {_ELSEWHERE[name]}"
     alias = ALIASES.get(name)
     nearest = [alias] if alias in known else get_close_matches(name, known, 1, cutoff=_LIKENESS)
     return f"; did you mean {nearest[0]}=?" if nearest else f"; it has {', '.join(known)}"

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from spec_stack.types import StepOutput
 
-PrefillPhase = Literal["scoring", "prefill"]
+PrefillPhase = Literal["scoring", "prefill", "prompts"]
 OnProgress = Callable[[int, int, PrefillPhase], object]
-"""Told (num_done, num_total, phase) in tokens: "scoring" is the draft's pass, "prefill" the target's."""
+"""Told (num_done, num_total, phase): "scoring" is the draft's pass and "prefill" the target's, in tokens; "prompts" are
+those of a list."""
 
 
 # Least seconds between reports within a chunk; a close takes effect at every layer.

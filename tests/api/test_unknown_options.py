@@ -22,9 +22,25 @@ def test_an_option_of_another_name_is_refused_by_naming_the_option(embedded: Spe
             call(PROMPT, **asked)
 
 
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("assistant_model", "the draft is given once, to SpecStackGenerator"),
+        ("stopping_criteria", "closing a stream"),
+        ("max_time", "close a stream"),
+        ("num_beams", "n= samples several"),
+        ("past_key_values", "session"),
+    ],
+)
+def test_what_does_the_same_elsewhere_is_named(embedded: SpecStackGenerator, option: str, instead: str) -> None:
+    asked: dict[str, Any] = {option: 2}
+    with pytest.raises(TypeError, match=rf"generate\(\) has no option '{option}'; .*{instead}"):
+        embedded.generate(PROMPT, **asked)
+
+
 def test_an_option_without_a_counterpart_is_refused_by_naming_all(embedded: SpecStackGenerator) -> None:
-    asked: dict[str, Any] = {"num_beams": 2}
-    with pytest.raises(TypeError, match=r"generate\(\) has no option 'num_beams'; it has prompt, messages"):
+    asked: dict[str, Any] = {"zzz": 2}
+    with pytest.raises(TypeError, match=r"generate\(\) has no option 'zzz'; it has prompt, messages"):
         embedded.generate(PROMPT, **asked)
 
 
