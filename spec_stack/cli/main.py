@@ -38,6 +38,7 @@ from spec_stack.config import DecodeConfig, LoadConfig, PrefillConfig, SessionCo
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.plugins import import_plugins
+from spec_stack.settings.registry import check_name
 
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
@@ -64,10 +65,20 @@ def _tell_dropped(arguments: argparse.Namespace, num_kept: int, num_tokens: int)
         _tell(f"spec-stack: kept {num_kept} of {num_tokens} prompt tokens; {whole}--quiet hides this line")
 
 
+def _tell_embedded(arguments: argparse.Namespace) -> None:
+    """Say that no real model answers."""
+    if arguments.target is None and arguments.draft is None and not arguments.quiet:
+        _tell(
+            "spec-stack: the embedded test pair answers, two tiny models of Python code; --target and --draft name "
+            "yours"
+        )
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments)
     request = request_of(arguments)
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
+    _tell_embedded(arguments)
     request |= prompt_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
     outputs: list[StepOutput] = []
     line = ProgressLine()
@@ -103,7 +114,9 @@ def _chat(arguments: argparse.Namespace) -> int:
     documents, options = [read_document(path) for path in arguments.file], answer_options(arguments)
     config = SpecStackConfig(prefill_of(arguments), session=config_of(SessionConfig, arguments))
     told = partial(_tell_dropped, arguments)
-    Chat(_load(arguments, config), options, arguments.system, documents, told=told).run()
+    generator = _load(arguments, config)
+    _tell_embedded(arguments)
+    Chat(generator, options, arguments.system, documents, told=told).run()
     return 0
 
 
@@ -122,7 +135,7 @@ def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = N
 
 def _prune(arguments: argparse.Namespace) -> int:
     prunable, restored = read_prunable(arguments.file)
-    result = _load_pruner(arguments).prune(
+    result = _load_pruner(arguments, PrefillConfig(**given(arguments, ("scorer",)))).prune(
         prunable, **given(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker", "max_divergence"))
     )
     shorter = result.messages if restored is None else restored(result.messages)
@@ -248,7 +261,9 @@ def _tell_progress(num_done: int, num_total: int, text: str) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
+    from spec_stack.bench.prompts import read_prompts
     from spec_stack.calibrate.config import CalibrateConfig
+    from spec_stack.calibrate.loss import asked_of, built_in, check_share, with_bound
     from spec_stack.calibrate.search import calibrate, format_calibration
     from spec_stack.engine.pair import ModelPair
     from spec_stack.prefill.calibration import FILE_NAME
@@ -263,14 +278,22 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     check_writable(out / FILE_NAME if out.is_dir() else out)
     arguments.budget_s = 60 * arguments.budget
     config = config_of(CalibrateConfig, arguments)
-    documents = read_documents(arguments.documents)
-    pair = ModelPair.load(**given(arguments, PAIR), target_weights=False)
+    documents, max_loss = read_documents(arguments.documents), arguments.max_loss
+    if max_loss is None and arguments.loss_prompts is not None:
+        raise ValueError("--loss-prompts are for --max-loss; add it, or leave them out")
+    prompts = read_prompts(arguments.loss_prompts) if arguments.loss_prompts is not None else None
+    if max_loss is not None:
+        check_share(max_loss)
+    pair = ModelPair.load(**given(arguments, PAIR), target_weights=max_loss is not None)
 
     def show(done: int, total: int, what: str) -> None:
         spent = monotonic() - started
         _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
     calibration = calibrate(pair, config, documents=documents, progress=show)
+    if max_loss is not None:
+        asked = asked_of(prompts, pair.tokenizer) if prompts else built_in(pair, config, documents)
+        calibration = with_bound(calibration, pair, asked, max_loss, config.budget_s, show)
     print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
     print(format_calibration(calibration))
     return 0
@@ -392,6 +415,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # Before the parser is built: it lists registered names.
         import_plugins()
+        argv = sys.argv[1:] if argv is None else argv
+        if argv and not argv[0].startswith("-"):
+            check_name("command", argv[0], COMMANDS)
         arguments = build_parser().parse_args(argv)
         return COMMANDS[arguments.command](arguments)
     except BrokenPipeError:
