@@ -57,9 +57,10 @@ def _text(reference: Reference, num_tokens: int, seed: int) -> list[int]:
 
 
 def _first_turn(server: Server, reference: Reference, seed: int, **custom: Any) -> tuple[list[int], dict[str, Any]]:
+    """A prompt and a short reply: a longer one has special tokens, which open turns."""
     prompt = _document(reference, 1300, seed)
     return prompt, server.generate(
-        prompt, 12, explain=True, **{"follow_up": "recall", "sparse_prefill": "on", **custom}
+        prompt, 2, explain=True, **{"follow_up": "recall", "sparse_prefill": "on", **custom}
     )
 
 
@@ -108,7 +109,7 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
     assert start == len(longer) - num_new - 1
     given = [*_positions(first), *range(len(prompt), start)]
     pieces = Pieces(reference.tokenizer).of(longer)
-    found = question = reference_question.question_of(pieces, line_borders(pieces), special_spans(longer))
+    found = question = reference_question.question_of(pieces, line_borders(pieces))
     if set(range(start, len(longer))) <= set(_positions(reply)):
         # New text that is not pruned is scored by its own queries.
         found = question.since(start + 1)
