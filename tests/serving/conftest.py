@@ -315,6 +315,10 @@ class Reference:
         text = hide_fact(self.tokenizer, num_tokens + 60, seed).document
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)[:num_tokens]
 
+    def user_turn(self, num_tokens: int, seed: int) -> list[int]:
+        """Real text as a chat's next turn, its delimiters among the num_tokens tokens."""
+        return [*self.tokenizer.convert_tokens_to_ids(["<|end|>", "<|user|>"]), *self.text_ids(num_tokens - 2, seed)]
+
     def prompt(self, num_tokens: int, seed: int) -> list[int]:
         """About num_tokens tokens of real text with a fact in it and a question after it."""
         from spec_stack.bench.demo import hide_fact

@@ -52,15 +52,15 @@ def _document(reference: Reference, num_tokens: int, seed: int) -> list[int]:
 
 
 def _text(reference: Reference, num_tokens: int, seed: int) -> list[int]:
-    """Real text from the middle of something."""
-    return reference.text_ids(num_tokens + 200 + seed % 97, seed)[-num_tokens:]
+    """A chat's next turn of so many tokens: real text from the middle of something."""
+    begin, text = reference.user_turn(2, seed), reference.text_ids(num_tokens + 200 + seed % 97, seed)
+    return [*begin, *text[len(begin) - num_tokens :]]
 
 
 def _first_turn(server: Server, reference: Reference, seed: int, **custom: Any) -> tuple[list[int], dict[str, Any]]:
+    """A prompt and a reply without special tokens, which a longer one has."""
     prompt = _document(reference, 1300, seed)
-    return prompt, server.generate(
-        prompt, 12, explain=True, **{"follow_up": "recall", "sparse_prefill": "on", **custom}
-    )
+    return prompt, server.generate(prompt, 4, explain=True, **{"follow_up": "recall", "sparse_prefill": "on", **custom})
 
 
 def test_freeze_does_what_a_session_in_python_does_that_restores_nothing(server: Server, reference: Reference) -> None:
@@ -108,7 +108,9 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
     assert start == len(longer) - num_new - 1
     given = [*_positions(first), *range(len(prompt), start)]
     pieces = Pieces(reference.tokenizer).of(longer)
-    found = question = reference_question.question_of(pieces, line_borders(pieces), special_spans(longer))
+    (_, begin), *others = special_spans(longer)
+    roles = ("user", "assistant", "user")
+    found = question = reference_question.question_of(pieces, line_borders(pieces), [(0, begin), *others], roles)
     if set(range(start, len(longer))) <= set(_positions(reply)):
         # New text that is not pruned is scored by its own queries.
         found = question.since(start + 1)
