@@ -315,6 +315,16 @@ class Reference:
         text = hide_fact(self.tokenizer, num_tokens + 60, seed).document
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)[:num_tokens]
 
+    def user_turn(self, num_tokens: int, seed: int) -> list[int]:
+        """Exactly num_tokens tokens behind a reply: its end, real text from the middle of something, and the opening
+        of the next reply."""
+        before, behind = (
+            self.tokenizer(template, add_special_tokens=False).input_ids
+            for template in ("<|end|><|user|>", "<|end|><|assistant|>")
+        )
+        num_said = num_tokens - len(before) - len(behind)
+        return [*before, *self.text_ids(num_said + 200 + seed % 97, seed)[-num_said:], *behind]
+
     def prompt(self, num_tokens: int, seed: int) -> list[int]:
         """About num_tokens tokens of real text with a fact in it and a question after it."""
         from spec_stack.bench.demo import hide_fact

@@ -118,7 +118,7 @@ def _check_single_requests(server: Server, reference: Reference, num_uncached: i
     again = server.generate(long)
     assert again["output_ids"] == pruned["output_ids"]
     assert report["num_kept_tokens"] - again["meta_info"]["cached_tokens"] == num_uncached
-    turn = [*long, *pruned["output_ids"], *reference.text_ids(40, seed=43)]
+    turn = [*long, *pruned["output_ids"], *reference.user_turn(40, seed=43)]
     for rule in ("freeze", "recall"):
         reply = server.generate(turn, 12, explain=True, follow_up=rule)
         followed = reply["meta_info"]["spec_stack"]
