@@ -56,6 +56,7 @@ ALLOWED = {
         "api",
     },
     "proxy": {
+        "binomial",
         "config",
         "settings",
         "api.pruner",
@@ -95,6 +96,7 @@ ALLOWED = {
     | {"bench", "calibrate", "serve", "proxy", "explain", "sglang"},
     # Loose files.
     "config": {"settings"},
+    "binomial": set(),
     "devices": set(),
     "types": {"config", "controller.base", "prefill.explanation"},
     "records": {"controller.base"},

@@ -63,7 +63,7 @@ class ProxyMetrics(AppMetrics):
 
     def __init__(self) -> None:
         super().__init__("ok: upstream answered, cancelled, refused, failed")
-        forwarded = "pruned; or the whole: dense, short, long, busy, late, failed, unread"
+        forwarded = "pruned; or the whole: dense, short, long, busy, late, failed, unread, audited"
         self._prompts = Counter("prompts", f"Prompts by what was forwarded ({forwarded})", ["outcome"], **self.of_app)
         parts = "Prompt tokens of the draft (all, kept, recalled)"
         self._tokens = Counter("prompt_tokens", parts, ["part"], **self.of_app)
@@ -82,6 +82,7 @@ class PruneOptions(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     keep_rate: float | None = Field(None, gt=0, le=1)
+    max_divergence: float | None = Field(None, ge=0)
     question: str | None = Field(None, max_length=MAX_QUESTION_CHARS)
     # Few and short ones: each is searched for in every line.
     protect: Annotated[
@@ -134,6 +135,7 @@ class _Conversation:
             question=options.question if prompt == self.latest else None,
             protect=options.protect,
             marker=marker,
+            max_divergence=options.max_divergence,
             on_progress=check,
         )
         self.prompt = prompt
