@@ -44,7 +44,17 @@ ALLOWED = {
         "hf",
         "engine",
     },
-    "calibrate": {"config", "settings", "types", "decode", "prefill", "hf", "tokenizers.prompt_reader", "engine"},
+    "calibrate": {
+        "binomial",
+        "config",
+        "settings",
+        "types",
+        "decode",
+        "prefill",
+        "hf",
+        "tokenizers.prompt_reader",
+        "engine",
+    },
     "serve": {
         "config",
         "settings",
