@@ -9,7 +9,7 @@ def test_a_follow_up_of_a_dense_turn_is_never_pruned(server: Server, reference: 
     history = reference.prompt(1000, seed=71)
     first = server.generate(history, sparse_prefill="off")
     for turn in range(3):
-        history = [*history, *first["output_ids"], *reference.text_ids(60, seed=72 + turn)]
+        history = [*history, *first["output_ids"], *reference.user_turn(60, seed=72 + turn)]
         reply = server.generate(history)
         report = reply["meta_info"]["spec_stack"]
         num_cached = reply["meta_info"]["cached_tokens"]
