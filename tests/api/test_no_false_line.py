@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from spec_stack import PrefillConfig, Pruner
-from spec_stack.api.pruned_text import Text, cut_segments, write_spans
+from spec_stack.api.pruned_text import Text, cut_segments, whole_segments, write_spans
 from spec_stack.hf.loading import ASSETS, load_tokenizer
 from spec_stack.prefill.segments import Segments, find_lines
 from tests.support.known_documents import KINDS, false_lines
@@ -49,7 +49,7 @@ def kept_at(text: str, keep_rate: float, seed: int) -> tuple[str, str, list[tupl
         # The prompt's last token, which is kept for the answer.
         kept.discard(segments.num_tokens - 1)
     own = Text(0, None, text, False, cut_segments(text, 0, starts, ends, lines))
-    spans = own.kept_spans(kept)
+    spans = own.kept_spans(whole_segments(segments.num_tokens, [own], kept, may_be_empty=True))
     return write_spans(text, spans, None), "".join(pieces[at] for at in sorted(kept)), spans
 
 
