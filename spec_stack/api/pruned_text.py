@@ -159,6 +159,6 @@ def marker_of(dropped: str) -> str:
         for line in lines
         if line[0] not in "\"'[]{}|<"
     ]
-    if 2 * sum(map(bool, signs)) <= len(lines):
+    if 2 * sum(map(bool, signs)) < max(1, len(lines)):
         return ELLIPSIS
     return f"{max(('#', '//', '--'), key=signs.count)} {ELLIPSIS}"
