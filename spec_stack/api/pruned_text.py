@@ -151,7 +151,7 @@ def _gap(text: str, at: int, start: int, marker: str | None, written: str) -> st
 
 
 def marker_of(dropped: str) -> str:
-    """The marker for dropped lines: an ellipsis, in code as a comment."""
+    """The marker for dropped lines: an ellipsis, in code as a comment, where no fence tells that text is around it."""
     lines = [line.strip() for line in dropped.split("\n")]
     lines = [line for line in lines[:_MOST_LINES] + lines[_MOST_LINES:][-_MOST_LINES:] if len(line) > 1]
     signs = [
@@ -159,6 +159,7 @@ def marker_of(dropped: str) -> str:
         for line in lines
         if line[0] not in "\"'[]{}|<"
     ]
-    if 2 * sum(map(bool, signs)) < max(1, len(lines)):
+    is_fenced = any(line.startswith(("```", "~~~")) for line in lines)
+    if is_fenced or 2 * sum(map(bool, signs)) < max(1, len(lines)):
         return ELLIPSIS
     return f"{max(('#', '//', '--'), key=signs.count)} {ELLIPSIS}"

@@ -45,6 +45,8 @@ _SCOPE = re.compile(
     "[^\\W\\d][^={}();]{0,80}+\\([^;]*+(?<=\\{)\\Z"
 )
 _SECTION = re.compile('\\[{1,2}[A-Za-z][\\w.:/ "-]{0,60}\\]{1,2}')
+# In Markdown, with a blank line below it. One sign is a comment as well.
+_HEADING = re.compile("#{2,6} \\S")
 _RULE = re.compile("[-=+|:\u2500-\u257f\\s]*?(?:--|==|\u2500\u2500|\u2550\u2550)[-=+|:\u2500-\u257f\\s]*")
 _QUOTED = re.compile('"[^"]*+"')
 _NO_CELLS = re.compile("[(){}\\[\\]<>=]|, ")
@@ -246,7 +248,8 @@ def _find_keys(lines: Sequence[_Line]) -> None:
     for at, line in enumerate(lines):
         while keys and lines[keys[-1]].indent >= line.indent and line.content != "{":
             keys.pop()
-        is_section = _SECTION.fullmatch(line.content) is not None
+        is_heading = line.is_before_blank and line.is_text and _HEADING.match(line.content) is not None
+        is_section = is_heading or _SECTION.fullmatch(line.content) is not None
         is_key = _KEY.fullmatch(line.content) is not None
         following = lines[at + 1] if at + 1 < len(lines) else line
         is_scope = _is_scope(lines, at)
