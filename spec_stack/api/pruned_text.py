@@ -52,7 +52,7 @@ class Text:
             first, last = segment.characters
             if segment.tokens[0] not in kept:
                 continue
-            if segment.is_break and (not spans or _BREAK.search(self.text, spans[-1][1], first)):
+            if segment.is_break and (not spans or _BREAK.search(self.text, spans[-1][1] - 1, first)):
                 # Nothing of its line is kept.
                 continue
             if spans and spans[-1][1] == first:

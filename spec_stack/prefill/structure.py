@@ -245,14 +245,15 @@ def _find_keys(lines: Sequence[_Line]) -> None:
     """Lines need the key that they are indented below, or stand beside up to a blank line, or their section's name."""
     keys: list[int] = []
     section = beside = -1
+    is_scope = False
     for at, line in enumerate(lines):
-        while keys and lines[keys[-1]].indent >= line.indent and line.content != "{":
+        is_body, is_scope = is_scope and line.content == "{", _is_scope(lines, at)
+        while keys and lines[keys[-1]].indent >= line.indent and not is_body:
             keys.pop()
         is_heading = line.is_before_blank and line.is_text and _HEADING.match(line.content) is not None
         is_section = is_heading or _SECTION.fullmatch(line.content) is not None
         is_key = _KEY.fullmatch(line.content) is not None
         following = lines[at + 1] if at + 1 < len(lines) else line
-        is_scope = _is_scope(lines, at)
         if line.head < 0 and not is_section:
             line.head = keys[-1] if keys else beside if beside >= 0 and not is_key else section
         if is_section:
@@ -264,7 +265,7 @@ def _find_keys(lines: Sequence[_Line]) -> None:
             beside = at
         elif following.indent > line.indent and line.is_text and line.last == at:
             # A record's first line, or an item's, over the others.
-            if _UNNAMED.fullmatch(line.content) and not _opens(following.content):
+            if _UNNAMED.fullmatch(line.content) and not _opens(following.content) and not is_body:
                 line.last = at + 1
                 keys.append(at)
             elif line.content.startswith(("- ", "* ")) and not ends_sentence(line.content):
@@ -302,7 +303,7 @@ def _find_blocks(lines: Sequence[_Line], size: Size) -> None:
             # "} else {"
             if is_closed and beside.endswith(_OPENERS):
                 ends[at] = ends[following]
-        elif following == at + 1 and line.content.startswith("@") and (beside.startswith("@") or _is_scope(lines, at + 1)):
+        elif line.content.startswith("@") and outer and (beside.startswith("@") or _is_scope(lines, following)):
             # Decorators stay with what they are of.
             ends[at], line.last = ends[following], max(lines[following].last, following)
         elif following == at + 1 and beside in _OPENERS and not line.content.endswith((",", ";", "}")):

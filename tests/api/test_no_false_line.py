@@ -65,6 +65,15 @@ def test_every_line_is_a_line_or_sentences_of_one_or_a_marker(kind: str, end: st
             assert spans == sorted(spans)
 
 
+def test_a_kept_sentence_keeps_nothing_of_the_next_line() -> None:
+    text = "".join(f"First of {at}. Second of {at}.\n" for at in range(30))
+    for seed in range(6):
+        for keep_rate in RATES:
+            written, tokens, _ = kept_at(text, keep_rate, seed)
+            kept = [line.strip() for line in tokens.splitlines() if line.strip()]
+            assert [line for line in written.splitlines() if line != "…"] == kept
+
+
 def shape_of(records: Sequence[dict[str, int]], form: str) -> str:
     if form == "minified":
         return json.dumps(records, separators=(",", ":"))
