@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 NEWEST_SGLANG := $(shell sed -n 's/^sglang==//p' tests/serving/requirements.txt)
 SGLANG ?= $(NEWEST_SGLANG)
 SERVING := .venv-serving$(if $(filter-out $(NEWEST_SGLANG),$(SGLANG)),-$(SGLANG))
+# Named by its content: a copy of an environment from elsewhere may be newer than files that have changed since.
+SUPPORT := $(SERVING)/.support-$(shell cat tests/serving/support/* | cksum | cut -d' ' -f1)
 DOCS := .venv-docs
 # Test processes side by side, each with one torch thread.
 WORKERS ?= 2
@@ -78,12 +80,20 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python $(PIP_INSTALL) --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $@
 
-$(SERVING)/.ready: pyproject.toml tests/serving/requirements.txt $(wildcard tests/serving/support/*)
+$(SERVING)/.ready: $(SUPPORT)
+	touch $@
+
+$(SERVING)/.packages: pyproject.toml tests/serving/requirements.txt
 	$(PYTHON) -m venv $(SERVING)
 	$(call TORCH_FIRST,$(SERVING),tests/serving/requirements.txt)
 	sed 's/^sglang==.*/sglang==$(SGLANG)/' tests/serving/requirements.txt > $(SERVING)/requirements.txt
 	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps -r $(SERVING)/requirements.txt
-	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps --editable . ./tests/serving/support
+	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps --editable .
+	touch $@
+
+$(SUPPORT): $(SERVING)/.packages
+	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps --force-reinstall ./tests/serving/support
+	rm -f $(SERVING)/.support-*
 	touch $@
 
 # The packages are the extra `docs` of pyproject.toml, installed without the package itself.

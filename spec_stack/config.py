@@ -18,6 +18,7 @@ from spec_stack.settings.checks import (
     require_ids,
     require_int,
     require_keep_rate,
+    require_rates,
     require_window,
 )
 from spec_stack.settings.options import documented, option, remembers_given
@@ -168,6 +169,16 @@ class PrefillConfig:
         "the target's positions of the kept tokens: 'original' is where they stand in the prompt, as in the paper; "
         "'contiguous' makes them an ordinary, shorter prompt, which any architecture takes",
     )
+    max_divergence: float | None = option(
+        None,
+        "the draft's check: by how many nats a token its own answer may change, on average, where it reads the kept "
+        "tokens alone. Over that the next of check_rates is kept, at last the whole prompt. None checks nothing, inf "
+        "reports alone",
+    )
+    check_tokens: int = option(16, "tokens of the draft's answer that the check compares", 1, MAX_LOOK_AHEAD)
+    check_rates: Sequence[float] = option(
+        (0.2, 0.4), "keep rates that the check tries after keep_rate, those above it in this order"
+    )
     on_scoring_failure: OnScoringError = option(
         "dense",
         "effect of a failed scoring: 'dense' prefill, with the traceback in the log, or an exception ('raise')",
@@ -184,6 +195,11 @@ class PrefillConfig:
         if self.scoring_heads is not None:
             require_heads(self.scoring_heads)
         check_name("scorer", self.scorer, KNOWN_SCORERS)
+        require(
+            self.max_divergence is None or self.max_divergence >= 0,
+            f"max_divergence must be 0 nats or more, or None, got {self.max_divergence}",
+        )
+        require_rates("check_rates", self.check_rates)
 
     def rate_for(self, num_prompt_tokens: int) -> float:
         """The keep_rate of a prompt of this length."""

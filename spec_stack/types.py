@@ -56,6 +56,14 @@ class DraftingModel(SteppableModel, Protocol):
 
 
 @dataclass(frozen=True)
+class TriedRate:
+    """A keep rate that the draft's check tried, and the divergence of the draft's answer there, in nats a token."""
+
+    keep_rate: float
+    divergence: float
+
+
+@dataclass(frozen=True)
 class Selection:
     """The prompt tokens that the target prefills, with their original positions.
 
@@ -74,6 +82,8 @@ class Selection:
         Prompt tokens that stay in the target's cache.
     num_recomputed : int
         Tokens that were cached after recalled ones and are prefilled again. They too are among the first tokens.
+    tried : sequence of TriedRate
+        What the draft's check tried, in order; the last one is this selection unless it is everything.
 
     Raises
     ------
@@ -87,6 +97,7 @@ class Selection:
     num_recalled: int = 0
     num_held: int = 0
     num_recomputed: int = 0
+    tried: Sequence[TriedRate] = ()
 
     def __post_init__(self) -> None:
         num_old = self.num_recalled + self.num_recomputed
@@ -226,7 +237,8 @@ class Metrics:
     whether the prompt was pruned, `sparse_prefill_reason` the reason, and `decode_reason` whether the draft can propose
     to this target. `seed` is a sampled request's seed: the same call with the same `gamma` gives the same tokens. Under
     a policy that depends on timing, drafted lengths differ between runs. `draft_step` and `target_step` are how short
-    forwards of each model ran, and why eagerly (`LoadConfig`).
+    forwards of each model ran, and why eagerly (`LoadConfig`). `tried_rates` is what the draft's check tried, and
+    `divergence` what it found last, in nats a token (`PrefillConfig.max_divergence`).
     """
 
     num_prompt_tokens: int
@@ -259,6 +271,7 @@ class Metrics:
     verify_s: float = 0.0
     policy_s: float = 0.0
     gamma_trace: list[int] = field(default_factory=list)
+    tried_rates: list[TriedRate] = field(default_factory=list)
 
     def add(self, record: StepRecord, elapsed_s: float) -> None:
         """Add a step that ended `elapsed_s` seconds after the request's start."""
@@ -280,6 +293,11 @@ class Metrics:
     def keep_rate(self) -> float:
         """Share of the prompt that the target prefilled, in this turn or before."""
         return self.num_kept_tokens / self.num_prompt_tokens
+
+    @property
+    def divergence(self) -> float | None:
+        """Of the draft's answer under what the check tried last, in nats a token; None without a check."""
+        return self.tried_rates[-1].divergence if self.tried_rates else None
 
     @property
     def num_steps(self) -> int:

@@ -65,8 +65,8 @@ class GenerationMixin(ABC):
         messages : sequence of mapping, optional
             A chat, `{"role": ..., "content": ...}` each, rendered by the tokenizer's template. A content is a text, or
             a list of parts of type "text", converted to the format that the template accepts (parts are joined by line
-            breaks). An assistant's content may be missing beside its `tool_calls`. System messages and the template's
-            own tokens are never pruned.
+            breaks). An assistant's content may be missing beside its `tool_calls`. System messages, the
+            assistant's and the template's own tokens are never pruned.
         input_ids : sequence of int or torch.Tensor, optional
             Token ids (N,) or (1, N) of the target.
         attention_mask : sequence of int or torch.Tensor, optional
@@ -106,6 +106,8 @@ class GenerationMixin(ABC):
             Return every token's log-probability, and those of this many most likely tokens.
         keep_rate, sparse_prefill : optional
             As in `PrefillConfig`; in a session of the new text. None is the configuration's.
+        max_divergence : float, optional
+            The draft's check of the pruned prompt, as in `PrefillConfig`. None is the configuration's.
         policy, proposer : optional
             As in `DecodeConfig`, or a Policy; None is the generator's. In a seeded call a named one starts untrained.
         gamma : int, optional

@@ -26,7 +26,7 @@ from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
-from spec_stack.hf.loading import find_tokenizers, has_tokenizer, load_draft, load_tokenizer, name_of_model
+from spec_stack.hf.loading import load_draft
 from spec_stack.hf.processors import Processor, is_shareable, keeps_nothing, name_of
 from spec_stack.hf.prompt import unpadded
 from spec_stack.hf.versions import CACHE_NAMES, is_given
@@ -122,11 +122,6 @@ def _open_generator(
 ) -> SpecStackGenerator:
     if isinstance(draft, str | Path):
         draft = load_draft(draft, target, config.prefill.positions)
-    if tokenizer is None:
-        tokenizer, found = find_tokenizers(target, draft)
-        draft_tokenizer = draft_tokenizer or found
-    elif draft_tokenizer is None and has_tokenizer(name_of_model(draft)):
-        draft_tokenizer = load_tokenizer(name_of_model(draft))
     return SpecStackGenerator(target, draft, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
 
 

@@ -26,7 +26,7 @@ from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Call
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.loading import ASSETS, DeviceMap, name_of_model
+from spec_stack.hf.loading import ASSETS, DeviceMap, find_tokenizers, name_of_model
 from spec_stack.prefill.shipped import choose_calibration, sketch
 from spec_stack.settings.warning import warn_caller
 from spec_stack.types import GenerationResult
@@ -47,14 +47,14 @@ class SpecStackGenerator(GenerationMixin):
     target, draft : PreTrainedModel
         Loaded models, on one device, with transformers' default attention (which is replaced in place).
     tokenizer : optional
-        The target's. Without one only `input_ids` are taken, no text is made, and prompts are pruned in chunks alone
-        (`PrefillConfig.granularity`).
+        The target's; None finds it where the models were loaded from. Without one only `input_ids` are taken, no text
+        is made, and prompts are pruned in chunks alone (`PrefillConfig.granularity`).
     config : SpecStackConfig, optional
         Default pruning and drafting of all calls.
     policy : str or Policy, optional
         Default policy, which chooses gamma; the configuration's by default.
     draft_tokenizer : optional
-        The draft's; the target's by default (`tokenizers.vocabulary.compare`).
+        The draft's; by default that of the draft's folder, or else the target's (`tokenizers.vocabulary.compare`).
     draft_step : {"auto", "eager", "static", "compiled"}
         How short forwards run (see `LoadConfig`).
     calibration : str, Path or bool, optional
@@ -87,6 +87,7 @@ class SpecStackGenerator(GenerationMixin):
         calibration: str | Path | bool | None = None,
     ) -> None:
         config = _checked(config)
+        tokenizer, draft_tokenizer = find_tokenizers(target, draft, tokenizer, draft_tokenizer)
         pair = ModelPair.assemble(target, draft, tokenizer, draft_tokenizer, config.prefill.positions, draft_step)
         prefill = calibrated(config.prefill, name_of_model(draft), calibration, target, draft)
         self._set_up(Engine(pair, replace(config, prefill=prefill), policy))

@@ -6,7 +6,8 @@ import re
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,13 @@ from spec_stack.engine.progress import OnProgress, Progress, RequestCancelled
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_tokenizer, open_alone
 from spec_stack.hf.prompt import Message, Span, num_shared
+from spec_stack.prefill.check import Check, DraftAnswer, told
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import find_lines
 from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn, scoring_obstacle
-from spec_stack.types import Proposal
+from spec_stack.types import Proposal, Selection, TriedRate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,6 +80,8 @@ class PruneResult:
         Kept tokens that an earlier turn of the conversation had dropped.
     reason : str
         Why the prompt was pruned or not.
+    tried_rates : list of TriedRate
+        What the draft's check tried, in order.
     """
 
     messages: Any
@@ -86,6 +90,12 @@ class PruneResult:
     num_kept_tokens: int
     num_recalled_tokens: int
     reason: str
+    tried_rates: list[TriedRate] = field(default_factory=list)
+
+    @property
+    def divergence(self) -> float | None:
+        """Of the draft's answer under what the check tried last, in nats a token; None without a check."""
+        return self.tried_rates[-1].divergence if self.tried_rates else None
 
 
 @dataclass(frozen=True)
@@ -104,8 +114,8 @@ class _Prompt:
 class Pruner:
     """Shortens prompts for any engine: whole lines and sentences stay, verbatim and in order.
 
-    The draft scores the prompt as in `SpecStackGenerator`, with the prompt's own queries; no target is needed. System
-    and developer messages, tool definitions and non-text parts are never pruned.
+    The draft scores the prompt as in `SpecStackGenerator`, with the prompt's own queries; no target is needed. System,
+    developer and assistant messages, tool definitions and non-text parts are never pruned.
 
     Parameters
     ----------
@@ -210,6 +220,7 @@ class Pruner:
         question: str | None = None,
         protect: Sequence[str] = (),
         marker: str | None = None,
+        max_divergence: float | None = None,
     ) -> PruneResult:
         """Shorten a prompt.
 
@@ -228,6 +239,8 @@ class Pruner:
         marker : str, optional
             Stands for every gap, on a line of its own where lines were dropped. None is an ellipsis, in code in a
             comment, for dropped lines alone; "" is nothing. It counts among the kept tokens.
+        max_divergence : float, optional
+            The draft's check, as in `PrefillConfig`; None is the configuration's. Under max_tokens it reports alone.
 
         Raises
         ------
@@ -235,7 +248,13 @@ class Pruner:
             For invalid values and malformed messages.
         """
         return self.conversation().prune(
-            messages, keep_rate=keep_rate, max_tokens=max_tokens, question=question, protect=protect, marker=marker
+            messages,
+            keep_rate=keep_rate,
+            max_tokens=max_tokens,
+            question=question,
+            protect=protect,
+            marker=marker,
+            max_divergence=max_divergence,
         )
 
     def conversation(self, config: SessionConfig | None = None) -> PrunerConversation:
@@ -253,7 +272,7 @@ class PrunerConversation:
     """Prunes the turns of one conversation: kept text stays, and dropped text is recalled to its place.
 
     Unless text is recalled, a turn's pruned messages start with the previous turn's, so that an engine's prefix cache
-    applies. New answers are kept whole. The draft keeps its cache of the conversation. It prunes one turn at a time.
+    applies. The draft keeps its cache of the conversation. It prunes one turn at a time.
     """
 
     def __init__(self, pair: ModelPair, config: PrefillConfig, session: SessionConfig) -> None:
@@ -261,6 +280,7 @@ class PrunerConversation:
         self._draft: CachedModel = pair.new_draft_cache(config.prefill_chunk)
         self._token_ids: Sequence[int] = []
         self._kept: set[int] = set()
+        self._is_whole = False
         self._pruning = threading.Lock()
 
     @property
@@ -278,6 +298,7 @@ class PrunerConversation:
         question: str | None = None,
         protect: Sequence[str] = (),
         marker: str | None = None,
+        max_divergence: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> PruneResult:
         """Prune a turn; messages: the whole conversation (see `Pruner.prune`).
@@ -288,7 +309,8 @@ class PrunerConversation:
         if not self._pruning.acquire(blocking=False):
             raise RuntimeError("this conversation is pruning another turn; open one for each thread")
         try:
-            return self._prune(messages, keep_rate, max_tokens, question, protect, marker, Progress(on_progress))
+            config = _config_of(self._config, keep_rate, max_tokens, max_divergence)
+            return self._prune(messages, config, max_tokens, question, protect, marker, Progress(on_progress))
         except RequestCancelled as cancelled:
             raise cancelled.error or cancelled from None
         finally:
@@ -297,14 +319,13 @@ class PrunerConversation:
     def _prune(
         self,
         messages: Prunable,
-        keep_rate: float | None,
+        config: PrefillConfig,
         max_tokens: int | None,
         question: str | None,
         protect: Sequence[str],
         marker: str | None,
         progress: Progress,
     ) -> PruneResult:
-        config = _config_of(self._config, keep_rate, max_tokens)
         if marker is not None and not isinstance(marker, str):
             raise ValueError(f"marker must be a string or None, got {marker!r}")
         is_list = isinstance(protect, Sequence) and not isinstance(protect, str)
@@ -323,32 +344,45 @@ class PrunerConversation:
             reason = f"off: {len(kept)} tokens are no more than max_tokens={max_tokens}"
             turn = replace(turn, prunes=False) if isinstance(turn, NeedsScore) else turn
         needed = turn if isinstance(turn, NeedsScore) and (turn.prunes or turn.recalls) else None
-        inputs = self._inputs(needed, progress) if needed else None
+        inputs, answer = self._inputs(needed, config, progress) if needed else (None, None)
+        tried: Sequence[TriedRate] = ()
         # A budget that leaves no room for markers goes without.
         for own_marker in (None, "") if marker is None and max_tokens is not None else (marker,):
             if needed is not None and inputs is not None:
-                kept, num_recalled = self._select(prompt, needed, inputs, config, max_tokens, own_marker)
+                check = partial(self._divergence, prompt, needed, answer, own_marker) if answer else None
+                kept, num_recalled, tried = self._select(prompt, needed, inputs, config, max_tokens, own_marker, check)
             whole = _whole(prompt, kept, own_marker)
             texts = _kept_texts(prompt, whole, own_marker)
-            num_kept = self._num_written(prompt, whole, texts)
+            num_kept = len(self._written(prompt, whole, texts))
             if max_tokens is None or num_kept <= max_tokens:
                 break
         self._token_ids, self._kept = prompt.token_ids, whole
         if max_tokens is not None and num_kept > max_tokens:
             reason += f"; what is never pruned, or was kept before, is over max_tokens={max_tokens}"
-        shorter = _shortened(messages, texts)
-        return PruneResult(shorter, [own for own, _ in texts], num_tokens, num_kept, num_recalled, reason)
+        shorter, spans = _shortened(messages, texts), [own for own, _ in texts]
+        reason = told(tried, num_kept < num_tokens, reason)
+        return PruneResult(shorter, spans, num_tokens, num_kept, num_recalled, reason, list(tried))
 
-    def _num_written(self, prompt: _Prompt, whole: set[int], texts: Sequence[tuple[KeptText, str]]) -> int:
-        """Tokens of a pruned prompt, with its markers."""
+    def _divergence(
+        self, prompt: _Prompt, turn: NeedsScore, answer: DraftAnswer, marker: str | None, selection: Selection
+    ) -> float:
+        """Of the draft's answer under the text that a selection leaves."""
+        whole = _whole(prompt, {*turn.held.positions, *selection.positions}, marker)
+        token_ids = self._written(prompt, whole, _kept_texts(prompt, whole, marker))
+        reader = self._pair.new_draft_cache(self._config.prefill_chunk)
+        return answer.divergence(reader, token_ids, range(len(token_ids)), len(token_ids))
+
+    def _written(self, prompt: _Prompt, whole: set[int], texts: Sequence[tuple[KeptText, str]]) -> Sequence[int]:
+        """The tokens of a pruned prompt, with its markers."""
         if len(whole) == len(prompt.token_ids):
-            return len(whole)
+            return prompt.token_ids
         joined: dict[int, str] = {}
         for kept, text in texts:
             joined[kept.message] = f"{joined[kept.message]}{_JOINT}{text}" if kept.message in joined else text
         written = "".join(each if isinstance(each, str) else joined.get(each, "") for each in prompt.parts)
         written = _SURROGATE.sub(_REPLACEMENT, written)
-        return len(self._pair.tokenizer(written, add_special_tokens=False, verbose=False).input_ids)
+        token_ids: list[int] = self._pair.tokenizer(written, add_special_tokens=False, verbose=False).input_ids
+        return token_ids
 
     def _select(
         self,
@@ -358,41 +392,58 @@ class PrunerConversation:
         config: PrefillConfig,
         max_tokens: int | None,
         marker: str | None,
-    ) -> tuple[set[int], int]:
-        """The kept tokens, and the number of recalled ones."""
+        check: Check | None,
+    ) -> tuple[set[int], int, Sequence[TriedRate]]:
+        """The kept tokens, the number of recalled ones, and what the check tried."""
         held, num_old, room = turn.held.positions, turn.held.num_tokens, 0
         num_new = len(prompt.token_ids) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.read.kept, num_old))
-        best: tuple[int, set[int], int] | None = None
+        if max_tokens is None or not turn.prunes:
+            selection = plan_scored(turn, inputs, config, self._session, check=check)
+            return {*held, *selection.positions}, selection.num_recalled, selection.tried
+        best: tuple[int, Selection] | None = None
         for attempt in range(_MOST_TRIES):
             selection = plan_scored(turn, inputs, config, self._session)
-            if max_tokens is not None and turn.prunes and not attempt:
+            if not attempt:
                 room = max(1, max_tokens - len(held) - selection.num_recalled - num_protected)
                 config = replace(config, keep_rate=min(1.0, room / num_new))
                 selection = plan_scored(turn, inputs, config, self._session)
-            kept = {*held, *selection.positions}
-            if max_tokens is None or not turn.prunes:
-                return kept, selection.num_recalled
-            whole = _whole(prompt, kept, marker)
-            num_left = max_tokens - self._num_written(prompt, whole, _kept_texts(prompt, whole, marker))
+            whole = _whole(prompt, {*held, *selection.positions}, marker)
+            num_left = max_tokens - len(self._written(prompt, whole, _kept_texts(prompt, whole, marker)))
             if num_left >= 0 and (best is None or num_left < best[0]):
-                best = num_left, kept, selection.num_recalled
+                best = num_left, selection
             if (room <= 1 and num_left < 0) or 0 <= num_left <= _UNUSED * max_tokens:
                 break
             # Markers and the rest of segments at the ends take room, segments that do not fit leave some.
             room = max(1, room + (num_left if num_left < 0 else num_left // 2))
             config = replace(config, keep_rate=min(1.0, room / num_new))
-        return best[1:] if best else (kept, selection.num_recalled)
+        selection = best[1] if best else selection
+        tried = [TriedRate(selection.keep_rate, check(selection))] if check is not None else []
+        return {*held, *selection.positions}, selection.num_recalled, tried
 
-    def _inputs(self, turn: NeedsScore, progress: Progress) -> ScoringInputs:
-        draft, token_ids = self._draft, turn.text.token_ids
+    def _inputs(
+        self, turn: NeedsScore, config: PrefillConfig, progress: Progress
+    ) -> tuple[ScoringInputs, DraftAnswer | None]:
+        """The prompt with its scores, and the draft's answer where it is checked."""
+        draft, token_ids, answer = self._draft, turn.text.token_ids, None
+        # All layers answer; once they ran, the first ones no longer go on alone.
+        self._is_whole = self._is_whole or config.max_divergence is not None
         draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
             inputs = ScoringInputs(turn.text)
             with progress.watch(draft, "scoring", max(1, len(token_ids) - draft.next_position)):
-                return gather_inputs(draft, inputs, lambda *_: Proposal(), self._config, first_query=turn.first_query)[
-                    0
-                ]
+                inputs, _ = gather_inputs(
+                    draft,
+                    inputs,
+                    lambda *_: Proposal(),
+                    self._config,
+                    whole=self._is_whole,
+                    first_query=turn.first_query,
+                )
+                if config.max_divergence is not None:
+                    answer = DraftAnswer(draft, token_ids, config.check_tokens, self._pair.end_ids)
+                    draft.rollback(draft.next_position - len(token_ids))
+                return inputs, answer
         except BaseException as error:
             # A forward that is cancelled between two layers leaves whole pieces; only a recurrent state is lost.
             if isinstance(error, Exception) or draft.is_stateful:
@@ -456,8 +507,12 @@ def _checked(config: PrefillConfig | None) -> PrefillConfig:
     return config or PrefillConfig()
 
 
-def _config_of(config: PrefillConfig, keep_rate: float | None, max_tokens: int | None) -> PrefillConfig:
-    """The configuration with a call's keep rate; it prunes any length where the call names an amount."""
+def _config_of(
+    config: PrefillConfig, keep_rate: float | None, max_tokens: int | None, max_divergence: float | None
+) -> PrefillConfig:
+    """The configuration with a call's values; it prunes any length where the call names an amount."""
+    if max_divergence is not None:
+        config = replace(config, max_divergence=max_divergence)
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ValueError(f"max_tokens must be 1 or more, or None, got {max_tokens!r}")
     if keep_rate is not None and max_tokens is not None:

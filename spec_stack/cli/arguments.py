@@ -19,6 +19,7 @@ from spec_stack import __version__
 from spec_stack.api.request_body import PROMPT_FIELDS, find_prompt
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.cli.chat import read_document, system_messages
+from spec_stack.cli.help import Parser, ShortHelp
 from spec_stack.config import (
     MAX_GAMMA,
     PRECISIONS,
@@ -43,7 +44,8 @@ _PRECISIONS = ("auto", *PRECISIONS)
 _KNOWN: dict[str, Iterable[str]] = {"policy": POLICIES, "precision": _PRECISIONS, "draft_precision": _PRECISIONS}
 PAIR = ("target", "draft", "precision", "draft_precision", "draft_step", "device")
 # Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
-PRUNING = (*CHOSEN, "draft_kv_budget", "positions")
+_CHECK = ("max_divergence", "check_tokens", "check_rates")
+PRUNING = (*CHOSEN, *_CHECK, "draft_kv_budget", "positions")
 # Options of `stream` without a flag, and those that have one.
 _NOT_SAMPLED = ("bad_words_ids", "logit_bias", "stop_token_ids")
 ANSWERED = (
@@ -51,21 +53,11 @@ ANSWERED = (
     *("sampling", "sparse_prefill", "policy", "gamma", "proposer", "question"),
 )
 _EXAMPLES = """examples:
-  spec-stack generate "Name three rivers."
-  cat report.txt | spec-stack generate "Summarize this." --stats
   spec-stack generate --raw "def main():" --max-tokens 40
-  spec-stack generate --file novel.txt "Who is the thief?" --keep-rate 0.1 --json
-  spec-stack generate "A name and an age." --json-schema person.json
-  spec-stack chat --file report.txt
-  spec-stack generate "Hello" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
+  spec-stack generate --file module.py "What is the value of MAX_SIZE?" --keep-rate 0.2 --stats
+  cat server.log | spec-stack prune --question "Why did the upload fail?"
+  spec-stack chat --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --file report.txt
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser of whole flags: as an abbreviation, `--prefill` would set `--prefill-chunk`."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, allow_abbrev=False)
 
 
 def _reader(read: Callable[[str], Any], form: str, takes_none: bool) -> Callable[[str], Any]:
@@ -112,10 +104,10 @@ _FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser. Names, defaults and help come from the configuration dataclasses."""
-    parser = _Parser(
+    parser = Parser(
         prog="spec-stack",
         description="One draft model for both phases: sparse prefill and speculative decoding.",
-        epilog=_EXAMPLES,
+        epilog=f"{_EXAMPLES}\n`spec-stack COMMAND --help` shows a command's usual flags, --help-all every one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"spec-stack {__version__}")
@@ -127,31 +119,34 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
-        "generate",
-        help="answer or continue a prompt, streamed",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "generate", help="answer or continue a prompt, streamed", epilog=_EXAMPLES, formatter_class=ShortHelp
     )
-    _add_pair_arguments(parser)
-    how = parser.add_mutually_exclusive_group()
-    _add_prompt_arguments(parser, how)
+    prompt, output = parser.add_argument_group("prompt"), parser.add_argument_group("output")
+    how = prompt.add_mutually_exclusive_group()
+    _add_prompt_arguments(prompt, how)
     how.add_argument("--raw", action="store_true", help="continue the prompt as plain text, also with a chat model")
-    parser.add_argument("--json-schema", type=Path, help="JSON schema file for the answer")
-    parser.add_argument("--regex", help="regular expression for the answer")
+    _add_pair_arguments(parser)
+    output.add_argument("--json-schema", type=Path, help="JSON schema file for the answer")
+    output.add_argument("--regex", help="regular expression for the answer")
+    output.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
+    output.add_argument("--stats", action="store_true", help="print the cost of the answer on standard error")
     _add_answer_arguments(parser)
-    _add_question(parser)
-    parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
-    parser.add_argument("--stats", action="store_true", help="print the cost of the answer on standard error")
+    _add_question(prompt)
+    _add_quiet(output)
 
 
 def _add_chat(commands: Any) -> None:
-    parser = commands.add_parser("chat", help="a conversation with cached turns; only new text is prefilled")
+    parser = commands.add_parser(
+        "chat", help="a conversation with cached turns; only new text is prefilled", formatter_class=ShortHelp
+    )
+    prompt = parser.add_argument_group("prompt")
+    _add_list(prompt, "--file", "document for the first turn", type=Path)
+    prompt.add_argument("--system", help="a system message")
+    _add_question(prompt)
+    _add_quiet(parser)
     _add_pair_arguments(parser)
-    _add_list(parser, "--file", "document for the first turn", type=Path)
-    parser.add_argument("--system", help="a system message")
     _add_answer_arguments(parser)
-    _add_question(parser)
-    _add(parser, SessionConfig)
+    _add(parser.add_argument_group("recall of dropped text"), SessionConfig)
 
 
 def _add_prune(commands: Any) -> None:
@@ -167,7 +162,9 @@ def _add_prune(commands: Any) -> None:
     default = f"the draft's calibrated rate, for prompts of {PrefillConfig.min_prompt_tokens} tokens or more"
     parser.add_argument("--keep-rate", type=float, help=f"share of the tokens to keep (default: {default})")
     parser.add_argument("--max-tokens", type=int, help="most tokens to keep, by the draft's tokenizer")
+    _add(parser, PrefillConfig, "scorer", "max_divergence")
     _add_question(parser)
+    _add_quiet(parser)
     _add_list(parser, "--protect", "string whose lines are kept")
     parser.add_argument("--marker", help='text in place of every gap (default: "…" for lines, in code a comment)')
     parser.add_argument("--json", action="store_true", help="print the result, kept spans and counts as a JSON object")
@@ -232,7 +229,9 @@ def _add_calibrate(commands: Any) -> None:
 
 def _add_explain(commands: Any) -> None:
     parser = commands.add_parser(
-        "explain", help="write an HTML page with the answer, what was kept of the prompt, and what kept it"
+        "explain",
+        help="write an HTML page with the answer, what was kept of the prompt, and what kept it",
+        formatter_class=ShortHelp,
     )
     _add_pair_arguments(parser)
     _add_prompt_arguments(parser)
@@ -244,15 +243,17 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_serve(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="an OpenAI-compatible server, on the local machine by default")
-    _add_pair_arguments(parser)
-    _add(parser, ServeConfig, but=("api_keys", "cors_origins"))
-    _add_pruning_arguments(parser)
-    _add(parser, DecodeConfig, "policy", "proposer")
-    _add_list(
-        parser, "--api-key", "API key that requests must have (or SPEC_STACK_API_KEY)", dest="api_keys", metavar="KEY"
+    parser = commands.add_parser(
+        "serve", help="an OpenAI-compatible server, on the local machine by default", formatter_class=ShortHelp
     )
-    _add_list(parser, "--cors-origin", meaning(ServeConfig, "cors_origins"), dest="cors_origins", metavar="ORIGIN")
+    _add_pair_arguments(parser)
+    server = parser.add_argument_group("server")
+    _add(server, ServeConfig, but=("api_keys", "cors_origins"))
+    key = "API key that requests must have (or SPEC_STACK_API_KEY)"
+    _add_list(server, "--api-key", key, dest="api_keys", metavar="KEY")
+    _add_list(server, "--cors-origin", meaning(ServeConfig, "cors_origins"), dest="cors_origins", metavar="ORIGIN")
+    _add_pruning_arguments(parser)
+    _add(parser.add_argument_group("drafting"), DecodeConfig, "policy", "proposer")
 
 
 def _add_proxy(commands: Any) -> None:
@@ -265,7 +266,7 @@ def _add_proxy(commands: Any) -> None:
     )
     _add(parser, ProxyConfig, "upstream", required=True)
     _add_draft_arguments(parser)
-    _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer")
+    _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer", *_CHECK)
     _add(parser, ProxyConfig, but=("upstream",))
 
 
@@ -310,8 +311,8 @@ def _reading(name: str, kind: Any, default: object) -> dict[str, Any]:
     parts = (kind, *get_args(kind))
     if Sequence[str] in parts:
         return {"action": "append"}
-    if kind == Sequence[int]:
-        return {"type": int, "nargs": "+", "metavar": "N"}
+    if kind in (Sequence[int], Sequence[float]):
+        return {"type": get_args(kind)[0], "nargs": "+", "metavar": "N" if kind == Sequence[int] else "X"}
     takes_none = type(None) in parts
     numbers = ((float, "X"), (int, "N"), (str, name.upper()))
     read, form = _FORMS.get(name) or next(each for each in numbers if each[0] in parts)
@@ -325,15 +326,17 @@ _COMMANDS = (
 )
 
 
-def _add_list(parser: argparse.ArgumentParser, flag: str, help: str, **settings: Any) -> None:
+def _add_list(parser: Any, flag: str, help: str, **settings: Any) -> None:
     """Add a flag that may be repeated."""
     parser.add_argument(flag, action="append", default=[], help=f"{help}; repeatable", **settings)
 
 
-def _add_question(parser: argparse.ArgumentParser) -> None:
-    """The flags of commands that drop text of one prompt."""
+def _add_question(parser: Any) -> None:
     what = "what finds the kept text, in place of the question in the prompt; the answer does not read it"
     parser.add_argument("--question", default=argparse.SUPPRESS, help=what)
+
+
+def _add_quiet(parser: Any) -> None:
     parser.add_argument("--quiet", action="store_true", help="no line on standard error where text was dropped")
 
 
@@ -341,7 +344,8 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
-def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_pair_arguments(command: argparse.ArgumentParser) -> None:
+    parser = command.add_argument_group("models")
     parser.add_argument("--target", help="target model: a folder, hub id or GGUF file (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model, likewise")
     _add(parser, LoadConfig, "precision", "draft_step")
@@ -355,7 +359,7 @@ def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     _add_placement(parser)
 
 
-def _add_placement(parser: argparse.ArgumentParser) -> None:
+def _add_placement(parser: Any) -> None:
     """The draft's precision and calibration, and the device."""
     _add(parser, LoadConfig, "draft_precision")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA if available)")
@@ -366,7 +370,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_prompt_arguments(parser: argparse.ArgumentParser, how: Any = None) -> None:
+def _add_prompt_arguments(parser: Any, how: Any = None) -> None:
     """The prompt of `generate` and `explain`. how: the group of --chat, if it excludes another flag."""
     parser.add_argument("prompt", nargs="?", help="the prompt, after --file and standard input; - is standard input")
     parser.add_argument("--file", type=Path, help="file with the prompt or its beginning; - is standard input")
@@ -375,17 +379,18 @@ def _add_prompt_arguments(parser: argparse.ArgumentParser, how: Any = None) -> N
 
 
 def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
-    _add(parser, SamplingParams, but=_NOT_SAMPLED)
-    sampling = "use the checkpoint's generation config by default"
-    parser.add_argument("--sampling", choices=["model"], default=argparse.SUPPRESS, help=sampling)
+    sampling, drafting = parser.add_argument_group("sampling"), parser.add_argument_group("drafting")
+    _add(sampling, SamplingParams, but=_NOT_SAMPLED)
+    of_model = "use the checkpoint's generation config by default"
+    sampling.add_argument("--sampling", choices=["model"], default=argparse.SUPPRESS, help=of_model)
     _add_pruning_arguments(parser)
-    _add(parser, DecodeConfig, "policy", "proposer")
+    _add(drafting, DecodeConfig, "policy", "proposer")
     gamma = f"fixed tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding"
-    parser.add_argument("--gamma", type=int, default=argparse.SUPPRESS, help=gamma, metavar="N")
+    drafting.add_argument("--gamma", type=int, default=argparse.SUPPRESS, help=gamma, metavar="N")
 
 
 def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
-    _add(parser, PrefillConfig, "sparse_prefill", *PRUNING)
+    _add(parser.add_argument_group("pruning"), PrefillConfig, "sparse_prefill", *PRUNING)
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:

@@ -79,17 +79,23 @@ def diagnose(
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    """The report for a terminal."""
-    lines = []
+    """The report for a terminal, its verdict first."""
+    lines = [f"problem: {report['problem']}" if report["problem"] else "the pair fits together"]
     for key, value in report.items():
         match value:
             case Mapping():
-                lines += [f"{key}:", *(f"  {name}: {'none' if it is None else it}" for name, it in value.items())]
+                lines += [f"{key}:", *(f"  {name}: {_shown(it)}" for name, it in value.items())]
             case list():
                 lines += [f"{key}:", *(f"  {line}" for line in value)]
             case _ if key != "problem":
-                lines.append(f"{key}: {value}")
-    return "\n".join([*lines, f"problem: {report['problem']}" if report["problem"] else "the pair fits together"])
+                lines.append(f"{key}: {_shown(value)}")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_shown(it)}" for name, it in value.items())
+    return "none" if value is None else str(value)
 
 
 def _describe_step(role: str, config: Any, on: torch.device, asked: DraftStep, precision: Precision) -> str:

@@ -38,6 +38,7 @@ from spec_stack.config import DecodeConfig, LoadConfig, PrefillConfig, SessionCo
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.plugins import import_plugins
+from spec_stack.settings.registry import check_name
 
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
@@ -64,10 +65,20 @@ def _tell_dropped(arguments: argparse.Namespace, num_kept: int, num_tokens: int)
         _tell(f"spec-stack: kept {num_kept} of {num_tokens} prompt tokens; {whole}--quiet hides this line")
 
 
+def _tell_embedded(arguments: argparse.Namespace) -> None:
+    """Say that no real model answers."""
+    if arguments.target is None and arguments.draft is None and not arguments.quiet:
+        _tell(
+            "spec-stack: the embedded test pair answers, two tiny models of Python code; --target and --draft name "
+            "yours"
+        )
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments)
     request = request_of(arguments)
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
+    _tell_embedded(arguments)
     request |= prompt_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
     outputs: list[StepOutput] = []
     line = ProgressLine()
@@ -103,7 +114,9 @@ def _chat(arguments: argparse.Namespace) -> int:
     documents, options = [read_document(path) for path in arguments.file], answer_options(arguments)
     config = SpecStackConfig(prefill_of(arguments), session=config_of(SessionConfig, arguments))
     told = partial(_tell_dropped, arguments)
-    Chat(_load(arguments, config), options, arguments.system, documents, told=told).run()
+    generator = _load(arguments, config)
+    _tell_embedded(arguments)
+    Chat(generator, options, arguments.system, documents, told=told).run()
     return 0
 
 
@@ -122,8 +135,8 @@ def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = N
 
 def _prune(arguments: argparse.Namespace) -> int:
     prunable, restored = read_prunable(arguments.file)
-    result = _load_pruner(arguments).prune(
-        prunable, **given(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker"))
+    result = _load_pruner(arguments, PrefillConfig(**given(arguments, ("scorer",)))).prune(
+        prunable, **given(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker", "max_divergence"))
     )
     shorter = result.messages if restored is None else restored(result.messages)
     if arguments.json:
@@ -392,6 +405,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # Before the parser is built: it lists registered names.
         import_plugins()
+        argv = sys.argv[1:] if argv is None else argv
+        if argv and not argv[0].startswith("-"):
+            check_name("command", argv[0], COMMANDS)
         arguments = build_parser().parse_args(argv)
         return COMMANDS[arguments.command](arguments)
     except BrokenPipeError:

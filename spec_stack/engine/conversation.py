@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
+from spec_stack.prefill.check import DraftAnswer
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 from spec_stack.prefill.recall import RecallPlace, select_turn
 from spec_stack.prefill.rule import ScoringInputs
@@ -143,19 +145,35 @@ class Turn:
         request, turn = self._request, self._turn
         if not isinstance(turn, NeedsScore):
             raise RuntimeError(f"this turn needs no score: {turn.reason}")
+        prefill, prompt_ids, check = request.prefill, request.prompt_ids, None
         inputs, proposal = gather_inputs(
             self.draft,
             ScoringInputs(self._pair.reader.with_pieces(turn.text), observer=request.observer),
             look_ahead,
-            request.prefill,
+            prefill,
             request.tokenization,
             whole=self._keeps_index,
             first_query=turn.first_query,
         )
-        selection = self._prefilled(plan_scored(turn, inputs, request.prefill, self._config, self._place))
+        if prefill.max_divergence is not None:
+            answer = DraftAnswer(self.draft, prompt_ids, prefill.check_tokens, request.end_ids)
+            check = partial(self._divergence, answer)
+            if proposal.token_ids or request.sampler.shaper is not None:
+                self.draft.rollback(self.draft.next_position - len(prompt_ids))
+            else:
+                proposal = answer.proposal()
+        selection = self._prefilled(plan_scored(turn, inputs, prefill, self._config, self._place, check))
         if not self._keeps_index:
             drop_unselected(self.draft, inputs, selection)
         return selection, proposal
+
+    def _divergence(self, answer: DraftAnswer, selection: Selection) -> float:
+        """Of the draft's answer under what the target has after this selection."""
+        request = self._request
+        positions = sorted([*self.held[: selection.num_held], *selection.positions])
+        token_ids = [request.prompt_ids[position] for position in positions]
+        reader = self._pair.new_checked_draft(request.prefill.prefill_chunk)
+        return answer.divergence(reader, token_ids, positions, len(request.prompt_ids))
 
     def select_everything(self) -> Selection:
         """The selection of a turn without scoring."""

@@ -26,6 +26,7 @@ from spec_stack.engine.request import Call, Request, plan_request
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.processors import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
+from spec_stack.prefill.check import told
 from spec_stack.prefill.cost import with_threshold
 from spec_stack.prefill.rule import Observer
 from spec_stack.settings.warning import OnceEach
@@ -39,6 +40,7 @@ class Engine:
 
     def __init__(self, pair: ModelPair, config: SpecStackConfig, policy: str | Policy | None = None) -> None:
         pair.check_heads(config.prefill)
+        pair.require_check(config.prefill)
         self.pair, self.config = pair, _for_device(pair, config)
         options: dict[str, Mapping[str, Any]] = {"fixed": {"gamma": config.decode.gamma}}
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}
@@ -121,7 +123,11 @@ class Engine:
                 self._warnings.warn("scoring", f"{reason} (metrics.sparse_prefill_reason tells each time)")
                 caches.reset_draft()
         selection, proposal = scored or (caches.select_everything(), Proposal())
-        if scored and request.scores and selection.num_new == request.num_new_tokens:
+        is_whole = selection.num_new == request.num_new_tokens
+        if selection.tried:
+            is_pruned = selection.keep_rate < 1 if not request.scores else not is_whole
+            reason = told(selection.tried, is_pruned, reason)
+        elif scored and request.scores and is_whole:
             text = "new text" if request.num_cached else "prompt"
             reason += f", but chunks and protected spans cover the whole {text}"
         num_scored_tokens = len(request.prompt_ids) if scored else 0
@@ -147,6 +153,7 @@ class Engine:
             num_recalled_tokens=selection.num_recalled,
             num_recomputed_tokens=selection.num_recomputed,
             decode_reason=request.decode_note,
+            tried_rates=list(selection.tried),
         )
 
 

@@ -191,6 +191,13 @@ class ModelPair:
                 "(layer, head) pairs count from 0"
             )
 
+    def require_check(self, prefill: PrefillConfig) -> None:
+        """Raise ValueError where the draft's check is asked for, and the draft cannot make it."""
+        if prefill.max_divergence is not None and self.translation is not None:
+            raise ValueError(
+                "max_divergence needs a draft with the target's tokenizer, and this one has another; leave it out"
+            )
+
     def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:
         """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be used, if so.
 
@@ -211,6 +218,12 @@ class ModelPair:
         """The draft with an empty cache over its own ids, kept from turn to turn (see `draft_in_target_vocab`)."""
         num_ids = self.vocabulary.num_target if self.vocabulary.relation == "padded" else None
         return CachedModel(self.draft, prefill_chunk, num_ids, self.draft_step)
+
+    def new_checked_draft(self, prefill_chunk: int) -> CachedModel:
+        """The draft with an empty cache, which numbers pruned prompts as the target does."""
+        num_ids = self.vocabulary.num_target if self.vocabulary.relation == "padded" else None
+        kind = CachedModel if self.positions == "original" else ContiguousModel
+        return kind(self.draft, prefill_chunk, num_ids, self.draft_step)
 
     def draft_in_target_vocab(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:
         """The draft behind an index as a request sees it: target ids in, logits over them out.

@@ -59,7 +59,7 @@ from spec_stack.settings.checks import plain, require
 from spec_stack.types import DraftTokenization
 
 _OF_PROMPT = {entry.name for entry in fields(PromptSource)}
-_OF_PREFILL = ("keep_rate", "sparse_prefill")
+_OF_PREFILL = ("keep_rate", "sparse_prefill", "max_divergence")
 _OF_SAMPLING = {entry.name for entry in fields(SamplingParams)}
 
 
@@ -99,6 +99,7 @@ class GenerateOptions(TypedDict, total=False):
     # Pruning and drafting.
     keep_rate: float | None
     sparse_prefill: SparsePrefill | None
+    max_divergence: float | None
     policy: str | Policy | None
     gamma: int | None
     proposer: str | None
@@ -183,6 +184,7 @@ def plan_request(
 
     given: dict[str, Any] = {name: call.get(name) for name in _OF_PREFILL if call.get(name) is not None}
     prefill = replace(config.prefill, **given) if given else config.prefill
+    pair.require_check(prefill)
     tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
     is_readable = not obstacle
     num_draft_tokens = len(prompt_ids if tokenization is None else tokenization.token_ids)
@@ -214,6 +216,9 @@ def plan_request(
         # Without any proposal there is no look-ahead either.
         most = min(room, draft_room, MAX_LOOK_AHEAD) if can_propose else 0
         prefill = replace(prefill, look_ahead=min(prefill.look_ahead, most))
+    if prefill.max_divergence is not None:
+        # The draft's answer is the first proposal.
+        prefill = replace(prefill, check_tokens=max(1, min(prefill.check_tokens, room)))
     is_free = call.get("response_format") is None and call.get("tool_choice") is None
     grammar = None if is_free else _grammar(pair, source, call, end_ids | stop_ids, encoded)
     own = make_processors(params, len(prompt_ids), end_ids | stop_ids, pair.target.device)
@@ -257,6 +262,8 @@ def _check(call: Call) -> None:
     require(is_known, f'sampling must be "model" (the checkpoint\'s own) or None, got {sampling!r}')
     require(isinstance(request_id, str | None), f"request_id must be a string, got {request_id!r}")
     require(isinstance(task, str), f"task must be a string, got {task!r}")
+    question = call.get("question")
+    require(isinstance(question, str | None), f"question must be a text, got {question!r}")
     is_callable = on_progress is None or callable(on_progress)
     explain = call.get("explain", False)
     require(isinstance(explain, bool), f"explain must be True or False, got {explain!r}")

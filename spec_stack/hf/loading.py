@@ -237,17 +237,21 @@ def name_of_model(model: PreTrainedModel) -> str:
     return str(getattr(model, "name_or_path", "") or "")
 
 
-def find_tokenizers(target: PreTrainedModel, draft: PreTrainedModel) -> tuple[Any, Any]:
-    """The tokenizers of loaded models, by the folders or hub ids that they were loaded from; None without one."""
-    source = name_of_model(target)
+def find_tokenizers(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any = None, draft_tokenizer: Any = None
+) -> tuple[Any, Any]:
+    """The tokenizers of loaded models: the given ones, or those where the models were loaded from; None without one."""
+    source, own = name_of_model(target), name_of_model(draft)
+    if tokenizer is not None:
+        is_known = draft_tokenizer is not None or not own or not has_tokenizer(own)
+        return tokenizer, draft_tokenizer if is_known else load_tokenizer(own)
     if not source or not (has_tokenizer(source) or _HUB_ID.fullmatch(source)):
-        return None, None
+        return None, draft_tokenizer
     try:
-        tokenizer = load_tokenizer(source)
+        tokenizer, found = load_tokenizers(source, own or source)
     except ValueError:
-        return None, None
-    own = name_of_model(draft)
-    return tokenizer, load_draft_tokenizer(own, tokenizer) if own else None
+        return None, draft_tokenizer
+    return tokenizer, draft_tokenizer or (found if own else None)
 
 
 def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tuple[Any, Any]:

@@ -244,12 +244,12 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return ids[:-1] if len(ids) > len(plain) else ids
 
 
-def check_unicode(text: str) -> None:
+def check_unicode(text: str, name: str = "the prompt") -> None:
     """Raise ValueError for lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not valid Unicode: {error}") from error
+        raise ValueError(f"{name} is not valid Unicode: {error}") from error
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> EncodedPrompt:

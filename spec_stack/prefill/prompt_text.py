@@ -34,7 +34,7 @@ class PromptText:
         Half-open spans, sorted, of the chat template's tokens, the system message and tool definitions: always kept,
         and never the question.
     protected
-        Half-open spans, sorted, that the caller wants kept; they may hold the question.
+        Half-open spans, sorted, that are kept too and may hold the question: the caller's, and the assistant's turns.
     turns
         The turns in order, between the template's spans; empty for a plain text.
     question

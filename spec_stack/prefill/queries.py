@@ -113,7 +113,7 @@ def find_candidates(text: PromptText) -> Candidates:
     """Find the segments that may hold the question. Without pieces, segments are runs of tokens.
 
     The last user message asks, whatever calls and results are behind it; the newest plan of the assistant may ask too,
-    and an earlier user message to which the last one refers. A tool's result asks nothing.
+    and an earlier user message to which the last one refers. A tool's result asks only where no user does.
     """
     num_tokens, pieces = len(text), text.pieces
     turns = text.turns or [ChatTurn("user", span) for span in between(text.template, num_tokens)]
@@ -137,7 +137,7 @@ def find_candidates(text: PromptText) -> Candidates:
         places.append((max(0, turns[0].span[0] - _LEAD), turns[0].span[0]))
     borders = _borders(num_tokens, pieces)
     before = _askable([segment for place in sorted(places) for segment in _cut(borders, *place)], pieces)
-    in_place = [] if last.role == "tool" else _askable(_cut(borders, start, last.span[1]), pieces)
+    in_place = [] if last.role == "tool" and request != last else _askable(_cut(borders, start, last.span[1]), pieces)
     segments = (*before, *in_place)
     marked = tuple(pieces is not None and _has_mark(pieces, segment) for segment in segments)
     found = Candidates(num_tokens, segments, marked, len(before), start, opening, request.span)

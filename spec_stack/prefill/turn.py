@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.check import Check, checked_selection
 from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import RecallPlace, recall_dropped, select_turn
@@ -89,13 +90,27 @@ def plan_scored(
     config: PrefillConfig,
     recall: SessionConfig | None = None,
     place: RecallPlace = "last",
+    check: Check | None = None,
 ) -> Selection:
-    """What the target prefills, by the score: recalled text, then what is kept of the new text."""
-    held, recalled = needs.held, list[int]()
+    """What the target prefills, by the score: recalled text, then what is kept of the new text.
+
+    check: of the draft; None takes the keep rate as it is.
+    """
+    held, recalled, dropped = needs.held, list[int](), list[int]()
     if needs.recalls and recall is not None:
         recalled = recall_dropped(inputs, held.positions, held.num_tokens, config, recall)
-    rule = config if needs.prunes else None
-    return select_turn(inputs, held.positions, held.num_tokens, recalled, rule, place)
+        dropped = sorted({*range(held.num_tokens)}.difference(held.positions))
+
+    def by(rule: PrefillConfig) -> Selection:
+        own = rule if needs.prunes else None
+        return select_turn(inputs, held.positions, held.num_tokens, recalled, own, place)
+
+    def everything() -> Selection:
+        return select_turn(inputs, held.positions, held.num_tokens, dropped, None, place)
+
+    if check is None:
+        return by(config)
+    return checked_selection(config, len(needs.text) - held.num_tokens, by, everything, check, needs.prunes)
 
 
 def decide_scoring(
@@ -142,8 +157,9 @@ def scoring_obstacle(
     if not has_texts and config.granularity == "lines":
         return "there is no tokenizer, without which a prompt has no lines; give one, or granularity='chunks'"
     num_repeated = MOST_REPEATED if config.queries_from_prompt else 0
-    num_behind = num_repeated or config.look_ahead
-    if num_draft_tokens + num_repeated > max_positions:
+    num_checked = 0 if config.max_divergence is None else config.check_tokens
+    num_behind = max(num_repeated or config.look_ahead, num_checked)
+    if num_draft_tokens + max(num_repeated, num_checked) > max_positions:
         obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {max_positions} positions"
     elif scoring_limit is not None and num_draft_tokens + num_behind > scoring_limit:
         obstacle = f"every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"

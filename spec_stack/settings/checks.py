@@ -109,6 +109,15 @@ def require_bias(logit_bias: object) -> None:
         require(is_in_range, f"a value of logit_bias must be {MOST_SHAPING:g} or less, or -inf, got {bias}")
 
 
+def require_rates(name: str, rates: object) -> None:
+    """Require increasing keep rates in (0, 1)."""
+    require(isinstance(rates, tuple), f"{name} must be a list of keep rates, got {rates!r}")
+    for rate in rates:  # type: ignore[attr-defined]
+        require_number(f"a rate of {name}", rate)
+    is_rising = list(rates) == sorted(set(rates)) and all(0 < rate < 1 for rate in rates)  # type: ignore[call-overload,attr-defined]
+    require(is_rising, f"{name} must increase within 0 to 1, got {rates!r}; the whole prompt comes last anyway")
+
+
 def require_keep_rate(keep_rate: object) -> None:
     """Require a rate in (0, 1], or a curve of rates over increasing lengths."""
     hint = f"got {keep_rate!r}; 1.0 is dense prefill"

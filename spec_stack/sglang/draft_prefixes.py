@@ -105,7 +105,7 @@ class DraftPrefixes:
         self._drop(text.slots[num_left:])
         text.token_ids, text.slots = text.token_ids[:num_left], text.slots[:num_left]
         # Nothing of its own is left, so that it knows no more than others do.
-        if num_cut == is_own.sum() and not self._num_leases[text.slots].any():
+        if (self._num_texts[text.slots] > 1).all():
             self._remove(text)
 
     def _remove(self, text: _Text) -> None:

@@ -186,7 +186,9 @@ def with_calibration(
         prefill = found.complete(config.prefill)
         if prefill.draft_window is not None:
             logger.info("%s: the draft attends to whole prompts, whatever draft_window was calibrated", NAME)
-        config = replace(config, prefill=replace(prefill, draft_window=None))
+        if prefill.max_divergence is not None:
+            logger.warning("%s: the calibrated max_divergence is not checked on this server", NAME)
+        config = replace(config, prefill=replace(prefill, draft_window=None, max_divergence=None))
     if not config.prunes:
         return config
     return replace(config, prefill=with_threshold(config.prefill, *configs, on_gpu))
@@ -201,6 +203,9 @@ def _prefill_config(values: dict[str, Any]) -> PrefillConfig:
         if values.get(name) is not None:
             why = "a server's draft attends to the whole prompt, which is faster"
             raise ValueError(f"prefill.{name} is for Python: {why}; leave it out")
+    for name in ("max_divergence", "check_tokens", "check_rates"):
+        if values.get(name) is not None:
+            raise ValueError(f"prefill.{name} is for Python and the proxy: this server makes no check; leave it out")
     names = [entry.name for entry in fields(PrefillConfig) if not entry.kw_only and entry.name != "positions"]
     _refuse_unknown("prefill.", values, names)
     return PrefillConfig(**values, positions="contiguous")

@@ -84,7 +84,7 @@ def _learn(tokenizer: Any, options: Mapping[str, Any]) -> ChatTurns:
     if not tokenizer.is_fast:
         raise ValueError("the tokenizer does not tell where its tokens stand in the text")
     turns = _template_texts(tokenizer, ["user", "assistant", "user", "assistant", "user"], options)
-    openings = [_opening(tokenizer, role, *turns[at : at + 2]) for at, role in ((1, "assistant"), (2, "user"))]
+    openings = [_opening(tokenizer, role, *turns[at : at + 2]) for at, role in ((2, "user"), (1, "assistant"))]
     try:
         turns = _template_texts(tokenizer, ["user", "assistant", "tool", "assistant", "user"], options)
         openings.append(_opening(tokenizer, "tool", *turns[2:4]))

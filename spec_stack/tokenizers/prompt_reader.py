@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from spec_stack.hf.prompt import special_ids
+from spec_stack.hf.prompt import check_unicode, special_ids
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between, union
 from spec_stack.tokenizers.chat_turns import ChatTurns
@@ -71,16 +71,20 @@ class PromptReader:
                 turns, note = list(written), ""
             elif note:
                 turns, note = [], _EDITED
+            elif written:
+                turns = _with_answers(turns or (), written)
         elif not self._has_template:
             note = ""
         template: list[Span] = []
         if turns is not None:
             template = between([turn.span for turn in turns], len(token_ids))
         special = [(at, at + 1) for at, token_id in enumerate(token_ids) if token_id in self._special]
+        # A session has the model's own answers in its cache; the other entry points keep them too.
+        answers = [turn.span for turn in turns or () if turn.role == "assistant"]
         text = PromptText(
             token_ids=token_ids,
             template=tuple(template),
-            protected=tuple(union([*protected, *special])),
+            protected=tuple(union([*protected, *special, *answers])),
             turns=tuple(turns or ()),
             note=note,
         )
@@ -95,6 +99,7 @@ class PromptReader:
     def _with_question(self, text: PromptText, question: str) -> PromptText:
         if text.pieces is None or self.pieces is None:
             raise ValueError("question= needs a tokenizer; this generator was made without one")
+        check_unicode(question, "question")
         wanted = question.strip()
         if not wanted:
             raise ValueError("question is empty; give its text, or leave it out")
@@ -106,6 +111,17 @@ class PromptReader:
         ids = list(self._tokenizer(wanted, add_special_tokens=False, verbose=False).input_ids)
         span = len(text), len(text) + len(ids)
         return replace(text, question=span, question_ids=ids, question_pieces=self.pieces.of(ids))
+
+
+def _with_answers(turns: Sequence[ChatTurn], written: Sequence[ChatTurn]) -> list[ChatTurn]:
+    """The turns, of which the written ones tell which are answers: some templates open results like answers."""
+
+    def role_of(turn: ChatTurn) -> str:
+        inside = (it.role for it in written if it.span[0] < turn.span[1] and turn.span[0] < it.span[1])
+        role = next(inside, turn.role)
+        return role if "assistant" in (role, turn.role) else turn.role
+
+    return [ChatTurn(role_of(turn), turn.span) for turn in turns]
 
 
 def _exceeds(turns: Sequence[ChatTurn], written: Sequence[ChatTurn]) -> bool:

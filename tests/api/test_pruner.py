@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from spec_stack import PrefillConfig, Pruner, PruneResult, SpecStackConfig, SpecStackGenerator
 from spec_stack.hf.loading import ASSETS
 from tests.support import models
+from tests.support.reference_check import divergence_of_texts
 
 CODE = (Path(__file__).parents[1] / "support" / "code_to_prune.txt").read_text()
 OTHER = (Path(__file__).parents[1] / "support" / "other_code_to_prune.txt").read_text()
@@ -280,3 +283,28 @@ def test_a_cancelled_turn_goes_on_from_what_the_draft_has_read(pruner: Pruner) -
     result = conversation.prune(text, keep_rate=0.2, on_progress=lambda _, total, phase: totals.append(total))
     assert totals[0] == result.num_tokens - num_read
     assert result.messages == pruner.prune(text, keep_rate=0.2).messages
+
+
+def test_the_check_compares_the_drafts_answer_under_the_written_text(pruner: Pruner) -> None:
+    result = pruner.prune(CODE, keep_rate=0.3, max_divergence=math.inf)
+    whole, part = (pruner.tokenizer(text).input_ids for text in (CODE, result.messages))
+    assert len(part) == result.num_kept_tokens < len(whole)
+    draft = AutoModelForCausalLM.from_pretrained(ASSETS / "draft")
+    expected = divergence_of_texts(draft, whole, part, PrefillConfig.check_tokens)
+    assert result.divergence == pytest.approx(expected, rel=0.02, abs=1e-3)
+    assert "the draft's answer changed by" in result.reason
+    assert pruner.prune(CODE, keep_rate=0.3).divergence is None
+    budget = pruner.prune(CODE, max_tokens=300, max_divergence=0)
+    assert (budget.num_kept_tokens <= 300, len(budget.tried_rates)) == (True, 1)
+
+
+def test_a_conversation_is_checked_turn_by_turn(pruner: Pruner) -> None:
+    first, second = chat(f"{CODE}\n{QUESTION}"), chat(f"{CODE}\n{QUESTION}", "It is 3.", "Why?")
+    conversation = pruner.conversation()
+    kept = conversation.prune(first, keep_rate=0.3, max_divergence=math.inf)
+    assert kept.num_kept_tokens == pruner.prune(first, keep_rate=0.3).num_kept_tokens < kept.num_tokens
+    whole = conversation.prune(second, keep_rate=0.3, max_divergence=0)
+    assert whole.messages == second
+    assert whole.reason.startswith("off: the draft's answer changed")
+    # What was checked once goes on unchecked.
+    assert conversation.prune(chat(CODE, "Yes.", "No?"), keep_rate=0.3).divergence is None

@@ -93,6 +93,8 @@ OTHERS: dict[str, Any] = {
 }
 # Among so few tokens a draft that knows nothing is right now and then.
 FEW = (3, 17, 42)
+# Without a tokenizer a prompt has no lines.
+_CHUNKS = {"granularity": "chunks", "chunk_size": 8}
 SUPPORTED = ["Llama", "Mistral, sliding", "Gemma3", "GPT-OSS", "Qwen3.5", "Qwen3-Next", "Falcon-H1"]
 
 
@@ -109,7 +111,7 @@ def make_model(name: str, disturbed: bool = False) -> PreTrainedModel:
 
 
 def make_generator(name: str, **prefill: Any) -> SpecStackGenerator:
-    config = PrefillConfig(**{"keep_rate": 0.3, "chunk_size": 8, "positions": "contiguous"} | prefill)
+    config = PrefillConfig(**_CHUNKS | {"keep_rate": 0.3, "positions": "contiguous"} | prefill)
     draft = tiny_architectures.make_model("Llama")
     return SpecStackGenerator(make_model(name), draft, config=SpecStackConfig(config))
 

@@ -1,180 +1,31 @@
-"""One prompt, one selection: the kept lines of a document are the same at every entry point."""
+"""One prompt, one selection: the kept lines of a document are the same at every entry point of Python."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import pipeline
 
-from spec_stack import PrefillConfig, Pruner, SpecStackConfig, SpecStackGenerator, with_draft
-
-RATE = 0.25
-CODE = (Path(__file__).parents[1] / "support" / "other_code_to_prune.txt").read_text().splitlines()
-NAMES = ("Alice", "Bruno", "Carmen", "Dmitri", "Esther", "Farid")
-RULES = "".join(f"Rule {number}: never mention the colour {number * 7} to a customer.\n" for number in range(12))
-TOOL = {"type": "function", "function": {"name": "open_locker", "description": "opens", "parameters": {}}}
-PREFILL = PrefillConfig(on_scoring_failure="raise", keep_rate=RATE, sparse_prefill="on")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A prompt: messages, or a text alone. protected: a part of the text that is protected. question: given."""
-
-    messages: tuple[dict[str, Any], ...] = ()
-    text: str = ""
-    protected: str = ""
-    question: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def document(extra: Sequence[str] = ()) -> str:
-    rng = random.Random(5)
-    lines = [f"# {number}: {line.strip()}" for number, line in enumerate(CODE[:70]) if line.strip()]
-    for name in NAMES:
-        lines.insert(
-            rng.randrange(4, len(lines) - 4), f"The locker of {name} has the number {rng.randrange(1000, 9999)}."
-        )
-    for line in extra:
-        lines.insert(rng.randrange(4, len(lines) - 4), line)
-    return "\n".join(lines)
-
-
-# The tokens at a prompt's end that are always kept: without them they would cut a line of the document, which a Pruner
-# keeps whole.
-FORM = (
-    "Answer in one line with the number alone, and say nothing else about it or about any of the other lockers here. "
-    "Do not explain how you found it, and do not name the file."
+from spec_stack import Pruner, SpecStackConfig, SpecStackGenerator, with_draft
+from spec_stack.hf.loading import ASSETS
+from tests.entry_points.conftest import Expected
+from tests.entry_points.prompts import (
+    ANSWER,
+    DOCUMENT,
+    GIVEN,
+    NAMES,
+    PREFILL,
+    RATE,
+    ROWS,
+    Reads,
+    Row,
+    ids_of,
+    lines_of,
+    lines_of_prompt,
 )
-ASKED = "What is the number of the locker of Carmen?"
-DOCUMENT = document()
-SYSTEM = {"role": "system", "content": RULES}
-
-
-def chat(last: str, doc: str = DOCUMENT) -> tuple[dict[str, Any], ...]:
-    return SYSTEM, {"role": "user", "content": f"{doc}\n\n{last}\n{FORM}"}
-
-
-ROWS = {
-    "plain text": Row(text=f"{DOCUMENT}\n\n{ASKED}\n{FORM}\n"),
-    "chat": Row(chat(ASKED)),
-    "tools": Row(chat(ASKED), options={"tools": [TOOL]}),
-    "three turns": Row(
-        (
-            SYSTEM,
-            {"role": "user", "content": "I will show you a file."},
-            {"role": "assistant", "content": "Please do."},
-            {"role": "user", "content": DOCUMENT},
-            {"role": "assistant", "content": "I have read it."},
-            {"role": "user", "content": f"{ASKED}\n{FORM}"},
-        )
-    ),
-    "no question mark": Row(chat("Give me the number of the locker of Esther.")),
-    "question marks in code": Row(
-        chat(
-            "Give me the number of the locker of Bruno.",
-            document(["const shown = user?.name ?? 'x'", "GET /items?id=77 HTTP/1.1", "return ok ? 1 : 0"]),
-        )
-    ),
-    "protected question": Row(text=f"{DOCUMENT}\n\n{ASKED}\n{FORM}\n", protected=ASKED),
-    "protected line": Row(text=f"{DOCUMENT}\n\n{ASKED}\n{FORM}\n", protected=DOCUMENT.splitlines()[20]),
-    "given question": Row(text=f"{DOCUMENT}\n\n{FORM}\n", question=ASKED),
-    "given question in a chat": Row(chat("Do as you were told."), question=ASKED),
-}
-
-
-LINES = {*DOCUMENT.splitlines(), *ROWS["question marks in code"].messages[1]["content"].splitlines()} - {ASKED, FORM}
-
-
-class Reads:
-    """The text that a target's embedding reads."""
-
-    def __init__(self, generator: SpecStackGenerator) -> None:
-        self._tokenizer, self._weight = generator.tokenizer, generator.target.get_input_embeddings().weight
-        self.ids: list[int] = []
-
-    @contextmanager
-    def of(self) -> Iterator[Reads]:
-        self.ids = []
-
-        def note(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-            if isinstance(module, torch.nn.Embedding) and module.weight.shape == self._weight.shape:
-                self.ids += given[0].reshape(-1).tolist()
-
-        hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
-        try:
-            yield self
-        finally:
-            hook.remove()
-
-    def text(self) -> str:
-        return str(self._tokenizer.decode(self.ids))
-
-
-def lines_of(text: str) -> frozenset[str]:
-    """The lines of the documents that a text has."""
-    return frozenset(line for line in LINES if line in text)
-
-
-@pytest.fixture(scope="module")
-def generator() -> SpecStackGenerator:
-    return SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=SpecStackConfig(PREFILL))
-
-
-@pytest.fixture(scope="module")
-def pruner() -> Pruner:
-    return Pruner.from_pretrained(device="cpu", precision="fp32", config=PREFILL)
-
-
-def rendered(generator: SpecStackGenerator, row: Row) -> str:
-    if not row.messages:
-        return row.text
-    return str(
-        generator.tokenizer.apply_chat_template(
-            list(row.messages), tokenize=False, add_generation_prompt=True, **row.options
-        )
-    )
-
-
-def ids_of(generator: SpecStackGenerator, row: Row) -> list[int]:
-    text, is_chat = rendered(generator, row), bool(row.messages)
-    return list(generator.tokenizer(text, add_special_tokens=not is_chat).input_ids)
-
-
-def by_text(generator: SpecStackGenerator, row: Row) -> dict[str, Any]:
-    text = rendered(generator, row)
-    found: dict[str, Any] = {"prompt": text, "question": row.question}
-    if row.protected:
-        start = text.index(row.protected)
-        found["protected"] = [(start, start + len(row.protected))]
-    return found
-
-
-def by_ids(generator: SpecStackGenerator, row: Row) -> dict[str, Any]:
-    ids = ids_of(generator, row)
-    found: dict[str, Any] = {"input_ids": ids, "question": row.question}
-    if row.protected:
-        text = rendered(generator, row)
-        start = text.index(row.protected)
-        offsets = generator.tokenizer(text, return_offsets_mapping=True).offset_mapping
-        inside = [at for at, (a, b) in enumerate(offsets) if a < start + len(row.protected) and b > start]
-        found["protected"] = [(inside[0], inside[-1] + 1)]
-    return found
-
-
-def by_messages(generator: SpecStackGenerator, row: Row) -> dict[str, Any]:
-    if not row.messages:
-        return by_text(generator, row)
-    return {"messages": list(row.messages), "question": row.question, **row.options}
-
-
-GIVEN = {"messages": by_messages, "text": by_text, "ids": by_ids}
+from tests.support.retokenize import drop_merges
 
 
 def kept_by(generator: SpecStackGenerator, row: Row, given: str, way: str) -> frozenset[str]:
@@ -189,18 +40,16 @@ def kept_by(generator: SpecStackGenerator, row: Row, given: str, way: str) -> fr
         elif way == "session":
             with generator.session() as session:
                 session.generate(**options)
-        elif way == "loaded models":
-            made = SpecStackGenerator(
-                generator.target, generator.draft, generator.tokenizer, config=SpecStackConfig(PREFILL)
-            )
+        elif way.startswith("loaded models"):
+            tokenizer = generator.tokenizer if way == "loaded models, tokenizer" else None
+            made = SpecStackGenerator(generator.target, generator.draft, tokenizer, config=SpecStackConfig(PREFILL))
             made.generate(**options)
         else:
             tokenizer = generator.tokenizer if way == "with_draft, tokenizer" else None
             custom = with_draft(generator.draft, config=SpecStackConfig(PREFILL), tokenizer=tokenizer)
             if way == "pipeline":
                 pipe = pipeline("text-generation", model=generator.target, tokenizer=generator.tokenizer)
-                said: Any = list(row.messages) if row.messages else row.text
-                pipe(said, max_new_tokens=1, do_sample=False, custom_generate=custom)
+                pipe(row.said, max_new_tokens=1, do_sample=False, custom_generate=custom)
             else:
                 ids = torch.tensor([ids_of(generator, row)])
                 generator.target.generate(ids, max_new_tokens=1, do_sample=False, custom_generate=custom)
@@ -214,6 +63,7 @@ WAYS = [
     ("messages", "session"),
     ("ids", "session"),
     ("messages", "loaded models"),
+    ("messages", "loaded models, tokenizer"),
     ("ids", "with_draft"),
     ("ids", "with_draft, tokenizer"),
     ("messages", "pipeline"),
@@ -223,24 +73,54 @@ TAKES_NO_OPTIONS = ("with_draft", "with_draft, tokenizer", "pipeline")
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_every_entry_point_keeps_the_same_lines(generator: SpecStackGenerator, pruner: Pruner, name: str) -> None:
-    row = ROWS[name]
-    expected = kept_by(generator, row, "messages", "generate")
-    assert len(expected) < 0.6 * len(DOCUMENT.splitlines())
+def test_generate_keeps_a_part_that_has_the_evidence(expected: Expected, name: str) -> None:
+    row, kept = ROWS[name], expected(name)
+    assert len(kept) < 0.6 * len(DOCUMENT.splitlines())
     last = row.question or row.text or row.messages[-1]["content"]
     asked = max(NAMES, key=last.rfind)
-    assert any(line.startswith(f"The locker of {asked} ") for line in expected)
-    table = {}
-    for given, way in WAYS:
-        if way in TAKES_NO_OPTIONS and (row.protected or row.question or (row.options and way == "pipeline")):
-            continue
-        table[f"{way} by {given}"] = kept_by(generator, row, given, way)
-    if not row.options:
-        said: Any = list(row.messages) if row.messages else row.text
-        protect = [row.protected] if row.protected else []
-        shorter = pruner.prune(said, question=row.question, protect=protect, keep_rate=RATE).messages
-        table["Pruner"] = lines_of(
-            shorter if isinstance(shorter, str) else "\n".join(each["content"] for each in shorter)
-        )
-    differing = {way: (kept - expected, expected - kept) for way, kept in table.items() if kept != expected}
-    assert not differing
+    assert any(line.startswith(f"The locker of {asked} ") for line in kept)
+    if name == "a long answer":
+        assert kept.issuperset(ANSWER)
+
+
+CELLS = [
+    (name, given, way)
+    for name, row in ROWS.items()
+    for given, way in WAYS
+    if way not in TAKES_NO_OPTIONS or not (row.protected or row.question or (row.options and way == "pipeline"))
+]
+
+
+@pytest.mark.parametrize(("name", "given", "way"), CELLS)
+def test_every_call_keeps_the_same_lines(
+    generator: SpecStackGenerator, expected: Expected, name: str, given: str, way: str
+) -> None:
+    assert kept_by(generator, ROWS[name], given, way) == expected(name)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.options])
+def test_a_pruner_keeps_the_same_lines(pruner: Pruner, expected: Expected, name: str) -> None:
+    row = ROWS[name]
+    protect = [row.protected] if row.protected else []
+    shorter = pruner.prune(row.said, question=row.question, protect=protect, keep_rate=RATE).messages
+    assert lines_of_prompt(shorter) == expected(name)
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> SpecStackGenerator:
+    """A draft with another tokenizer, which lies beside it."""
+    folder = tmp_path_factory.mktemp("draft")
+    drop_merges(ASSETS / "draft", folder, 0.1, seed=0, tokenizer_from=ASSETS / "target")
+    return SpecStackGenerator.from_pretrained(
+        ASSETS / "target", folder, device="cpu", precision="fp32", config=SpecStackConfig(PREFILL)
+    )
+
+
+@pytest.mark.parametrize(("given", "way"), WAYS)
+@pytest.mark.parametrize("name", ["plain text", "chat"])
+def test_a_draft_of_another_tokenizer(foreign: SpecStackGenerator, name: str, given: str, way: str) -> None:
+    """A Pruner, which has no target, counts and cuts by the draft's tokens, and is left out."""
+    assert foreign.pair.translation is not None
+    expected = kept_by(foreign, ROWS[name], "messages", "generate")
+    assert 0 < len(expected) < 0.6 * len(DOCUMENT.splitlines())
+    assert kept_by(foreign, ROWS[name], given, way) == expected

@@ -18,6 +18,7 @@ from spec_stack.hf.answer_parser import ForcedCall, ToolFormat
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.structured import Grammars, read_format
 from tests.support import reference
+from tests.support.models import make_model
 
 pytest.importorskip("llguidance", reason="needs the extra `structured`")
 # Another implementation of the same grammars.
@@ -225,7 +226,7 @@ def test_what_cannot_be_compiled_or_is_no_format_is_refused_at_the_call(embedded
     with pytest.raises(ValueError, match="end-of-sequence"):
         embedded.stream(messages=MESSAGES, response_format=FORMAT, ignore_eos=True)
     with pytest.raises(ValueError, match="needs a tokenizer"):
-        SpecStackGenerator(embedded.target, embedded.draft).stream(input_ids=[3], response_format=FORMAT)
+        SpecStackGenerator(make_model(seed=1), make_model(seed=2)).stream(input_ids=[3], response_format=FORMAT)
     assert embedded.generate(messages=MESSAGES, max_tokens=3, response_format={"type": "text"}).token_ids
 
 

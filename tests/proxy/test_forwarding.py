@@ -190,7 +190,8 @@ def test_the_endpoint_of_spec_stack_serve_is_an_upstream_server(embedded: SpecSt
         assert pruned.usage.prompt_tokens < whole.usage.prompt_tokens / 2
         messages = [
             *LONG,
-            {"role": "assistant", "content": pruned.choices[0].message.content},
+            # A client may change an answer, and one that repeats words of the text would recall its lines.
+            {"role": "assistant", "content": "Four."},
             {"role": "user", "content": "Are you sure?"},
         ]
         chunks = list(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from spec_stack import PrefillConfig, Pruner
+from spec_stack import PrefillConfig, Pruner, SpecStackGenerator
 from spec_stack.proxy.app import build_app
 from spec_stack.proxy.config import ProxyConfig
 from tests.proxy.conftest import Start
@@ -314,9 +315,22 @@ def test_a_conversation_goes_on_whatever_the_draft_does_not_read(
 
 @pytest.mark.slow
 def test_late_work_goes_on_for_the_next_turn_and_gives_way_to_other_clients(
-    start: Start, upstream: FakeUpstream
+    embedded: SpecStackGenerator, upstream: FakeUpstream
 ) -> None:
-    url = start(deadline_s=3).url
+    config = PrefillConfig(keep_rate=0.3, min_prompt_tokens=400, prefill_chunk=512)
+    server = RunningApp(
+        build_app(Pruner(embedded.draft, embedded.tokenizer, config), ProxyConfig(upstream.url, deadline_s=2))
+    )
+    # Each part of a prompt takes a while: one for the short prompt, some twenty for the long one.
+    slow = embedded.draft.register_forward_pre_hook(lambda *_: time.sleep(0.25))
+    try:
+        _late_work_goes_on(server.url, upstream)
+    finally:
+        slow.remove()
+        server.stop()
+
+
+def _late_work_goes_on(url: str, upstream: FakeUpstream) -> None:
     long = [{"role": "user", "content": f"{CODE * 12}\n{QUESTION}"}]
     assert "deadline_s" in reason(post(url, CHAT, {"messages": long}, authorization="Bearer one"))
     # One long prompt does not hold the draft beyond its deadline.

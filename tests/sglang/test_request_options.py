@@ -200,6 +200,7 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"positions": "original"}, "unknown setting positions"),
         ({"prefill": {"positions": "original"}}, "unknown setting prefill.positions"),
         ({"prefill": {"draft_window": [8192, 512]}}, "draft_window is for Python"),
+        ({"prefill": {"max_divergence": 0.1}}, "max_divergence is for Python and the proxy"),
         ({"prefill": {"draft_sinks": 8}}, "draft_sinks is for Python"),
         ({"prefill": {"num_scoring_layers": 1}}, "unknown setting prefill.num_scoring_layers"),
         ({"prefill": {"scoring_heads": [[1]]}}, "scoring_heads"),

@@ -76,7 +76,8 @@ def question_of(
         places.append([at for at in last[:lead] if at < size - window])
     else:
         places += [users[-1][:lead], users[-1][lead:][-lead:]]
-    in_place = [] if last_role == "tool" else [at for at in last if at >= size - window]
+    is_result = last_role == "tool" and users[-1] is not last
+    in_place = [] if is_result else [at for at in last if at >= size - window]
     ends = set(borders)
     repeated = _lines(pieces, ends, sorted(place for place in places if place))
     return Question(pieces, repeated, _lines(pieces, ends, [in_place]), opening, users[-1], users[-1] is last)

@@ -1,0 +1,45 @@
+"""One prompt, one selection: as SGLang's scheduler plans it, from the token ids of its endpoints."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from spec_stack import SpecStackGenerator
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.scoring import gather_inputs
+from spec_stack.sglang.decide import KnownTexts, Plan, Prompt, decide, plan_prompt
+from spec_stack.sglang.request import RequestOptions
+from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.types import Proposal
+from tests.entry_points.conftest import Expected
+from tests.entry_points.prompts import ROWS, by_ids, ids_of, lines_of, rendered
+
+
+def planned(generator: SpecStackGenerator, known: KnownTexts, prompt: Prompt) -> Plan:
+    """The plan for a prompt, scored by the draft."""
+    needs = decide(prompt, known)
+    if isinstance(needs, Plan):
+        return needs
+    inputs = ScoringInputs(known.text_of(needs.prompt))
+    draft = generator.pair.new_draft_cache(prompt.config.prefill_chunk)
+    scored, _ = gather_inputs(draft, inputs, lambda *_: Proposal(), prompt.config, first_query=needs.first_query)
+    return plan_prompt(needs, scored.importance, 0, known)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions", "generate"])
+@pytest.mark.parametrize("name", ROWS)
+def test_the_scheduler_keeps_the_same_lines(
+    generator: SpecStackGenerator, expected: Expected, name: str, endpoint: str
+) -> None:
+    row, tokenizer = ROWS[name], generator.tokenizer
+    # Under completions SGLang's tokenizer adds its special tokens to a rendered chat too.
+    ids = tokenizer(rendered(generator, row)).input_ids if endpoint == "completions" else ids_of(generator, row)
+    protected = by_ids(generator, row).get("protected")
+    options = RequestOptions(protect=protected and tuple(protected), question=row.question)
+    known = KnownTexts(ServerConfig(), tokenizer, None, lambda prompt: 0, sys.maxsize)
+    config = generator.config.prefill
+    plan = planned(generator, known, Prompt(tuple(ids), None, None, config, "recall", frozenset(), options))
+    kept = tokenizer.decode([ids[position] for position in plan.positions])
+    assert lines_of(kept) == expected(name)
