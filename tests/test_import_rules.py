@@ -44,7 +44,17 @@ ALLOWED = {
         "hf",
         "engine",
     },
-    "calibrate": {"config", "settings", "types", "decode", "prefill", "hf", "tokenizers.prompt_reader", "engine"},
+    "calibrate": {
+        "binomial",
+        "config",
+        "settings",
+        "types",
+        "decode",
+        "prefill",
+        "hf",
+        "tokenizers.prompt_reader",
+        "engine",
+    },
     "serve": {
         "config",
         "settings",
@@ -56,6 +66,7 @@ ALLOWED = {
         "api",
     },
     "proxy": {
+        "binomial",
         "config",
         "settings",
         "api.pruner",
@@ -95,6 +106,7 @@ ALLOWED = {
     | {"bench", "calibrate", "serve", "proxy", "explain", "sglang"},
     # Loose files.
     "config": {"settings"},
+    "binomial": set(),
     "devices": set(),
     "types": {"config", "controller.base", "prefill.explanation"},
     "records": {"controller.base"},

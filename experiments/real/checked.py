@@ -193,7 +193,8 @@ class Bench:
             told: Row = {"num_kept": len(kept), "reading_s": clock.lap()}
             told |= {"signals": statistics(answer.logprobs, part, answer.token_ids)}
             if rate < RATES[-1] or changed >= SURE:
-                told |= self._pruned(asked, token_ids, kept, len(ids), dense)
+                answers = asked.answers if row["is_right"] else ()
+                told |= self._pruned(answers, token_ids, kept, len(ids), dense)
             signals = told["signals"]["kl"]
             changed, row[str(rate)] = sum(signals) / len(signals), told
         return row
@@ -207,9 +208,9 @@ class Bench:
         return answer, _logprobs(rows, answer)
 
     def _pruned(
-        self, asked: Asked, token_ids: Sequence[int], kept: Sequence[int], end: int, dense: Sequence[int]
+        self, answers: Sequence[str], token_ids: Sequence[int], kept: Sequence[int], end: int, dense: Sequence[int]
     ) -> Row:
-        """The target under the kept tokens: the loss of its dense answer, and its own answer."""
+        """The target under the kept tokens: the loss of its dense answer, and its own where the dense one is right."""
         target, clock = self._pair.open_target(self._config.prefill_chunk), _Clock()
         first = target.forward(token_ids, kept, 1)[-1]
         sparse_s, rows = clock.lap(), [first]
@@ -217,16 +218,16 @@ class Bench:
             rows += [*target.forward(dense[:-1], range(end, end + len(dense) - 1), len(dense) - 1)]
         is_same = [int(row.argmax()) for row in rows] == list(dense)
         own = list(dense)
-        if not is_same and asked.answers:
+        if not is_same and answers:
             target.rollback(len(dense) - 1)
             own, _ = self._answer(target, [first])
-        text = self._pair.tokenizer.decode(own, skip_special_tokens=True) if is_same or asked.answers else ""
+        text = self._pair.tokenizer.decode(own, skip_special_tokens=True) if is_same or answers else ""
         return {
             "sparse_s": sparse_s,
             "logprobs": _logprobs(rows, dense),
             "is_same": is_same,
             "answer": text,
-            "is_right": bool(asked.answers) and is_right(text, asked.answers),
+            "is_right": bool(answers) and is_right(text, answers),
         }
 
 
