@@ -214,31 +214,24 @@ def _rows_of_head(rows: Sequence[_Line]) -> int:
 
 def _find_records(lines: Sequence[_Line]) -> None:
     """The pairs of a record need its first one; a record ends at a blank line, or where its first key comes again."""
+    pairs = [
+        _PAIR.match(line.content) if line.is_text and line.head < 0 and not line.indent else None for line in lines
+    ]
+    names = [pair[1] if pair else "" for pair in pairs]
     start = 0
     while start < len(lines):
-        keys = [_pair_key(lines[start])]
-        while keys[0] and not lines[start + len(keys) - 1].is_before_blank and start + len(keys) < len(lines):
-            if not (key := _pair_key(lines[start + len(keys)])):
-                break
-            keys.append(key)
-        firsts = [at for at, key in enumerate(keys) if key == keys[0]]
-        records = list(pairwise([*firsts, len(keys)]))
-        pairs = lines[start : start + len(keys)]
+        stop = start + 1
+        while names[start] and stop < len(lines) and names[stop] and not lines[stop - 1].is_before_blank:
+            stop += 1
+        firsts = [at for at in range(start, stop) if names[at] == names[start]]
+        records = list(pairwise([*firsts, stop]))
         # Turns of a conversation are sentences.
-        num_said = sum(ends_sentence(pair.content) for pair in pairs)
-        if 2 * num_said <= len(keys) and all(
-            1 < len({*keys[first:stop]}) == stop - first <= _MOST_PAIRS for first, stop in records
-        ):
-            for first, stop in records:
-                for pair in pairs[first + 1 : stop]:
-                    pair.head = start + first
-        start += len(keys)
-
-
-def _pair_key(line: _Line) -> str:
-    """The key of a pair; empty for another line, and for one that needs a head already."""
-    match = _PAIR.match(line.content) if line.is_text and line.head < 0 and not line.indent else None
-    return match[1] if match else ""
+        is_said = 2 * sum(ends_sentence(line.content) for line in lines[start:stop]) > stop - start
+        if not is_said and all(1 < len({*names[first:last]}) == last - first <= _MOST_PAIRS for first, last in records):
+            for first, last in records:
+                for line in lines[first + 1 : last]:
+                    line.head = first
+        start = stop
 
 
 def _find_keys(lines: Sequence[_Line]) -> None:
