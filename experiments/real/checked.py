@@ -86,20 +86,14 @@ def _facts(data: Path, num_tokens: int, measure: Measure) -> list[Iterator[Asked
         replace(prompt, shape=[*SHAPES][at % len(SHAPES)] if prompt.kind == "fact" else "bare", other=prompt.question)
         for at, prompt in enumerate(make_prompts(data, num_tokens, 24, measure, SEED))
     ]
-    kinds = dict.fromkeys(prompt.kind for prompt in made)
-    return [
-        iter(
-            Asked(
-                f"{prompt.name}/{prompt.shape}",
-                kind,
-                [{"role": role, "content": content} for role, content in prompt.messages],
-                prompt.answers,
-            )
-            for prompt in made
-            if prompt.kind == kind
-        )
-        for kind in kinds
-    ]
+
+    def of(kind: str) -> Iterator[Asked]:
+        for prompt in made:
+            if prompt.kind == kind:
+                messages = [{"role": role, "content": content} for role, content in prompt.messages]
+                yield Asked(f"{prompt.name}/{prompt.shape}", kind, messages, prompt.answers)
+
+    return [of(kind) for kind in dict.fromkeys(prompt.kind for prompt in made)]
 
 
 def _multi_hop(data: Path) -> list[Iterator[Asked]]:

@@ -1,4 +1,4 @@
-"""Latency of live requests through the proxy, with and without audits: 20 clients with pauses, in turns of a minute.
+"""Latency of live requests through the proxy, with and without audits: 20 clients with pauses, in turns of ten seconds.
 
 Two proxies (embedded draft), each before an upstream server of its own that works on one request at a time: a live one
 takes `--service` seconds, and what a client has left ends at its next step of 10 ms. Every pruned request is audited.
@@ -79,7 +79,7 @@ def counted(url: str, outcome: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="in all (%(default)g)")
-    parser.add_argument("--turn", type=float, default=60.0, help="seconds of an arm at a time (%(default)g)")
+    parser.add_argument("--turn", type=float, default=10.0, help="seconds of an arm at a time (%(default)g)")
     parser.add_argument("--service", type=float, default=0.2, help="seconds of a request upstream (%(default)g)")
     parser.add_argument("--pause", type=float, default=20.0, help="mean seconds between a client's (%(default)g)")
     add_out_argument(parser)
