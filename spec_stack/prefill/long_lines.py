@@ -92,8 +92,8 @@ def _places(line: str) -> Iterator[tuple[int, int]]:
             elif not (match[0].endswith("/>") or _EMPTY_TAG.match(match[0])):
                 depth += is_markup
             if line[at : at + 1] == "<":
-                is_between = is_markup and closes and line[at : at + 2] != "</"
-                yield at, min(depth, _DEPTHS - 1) if is_between else _TAG
+                ends_row = is_markup and closes and line[at : at + 2] != "</"
+                yield at, min(depth, _DEPTHS - 1) if ends_row else _TAG
         elif kind == "blank":
             yield match.start(), _BLANK
         elif kind == "other":
