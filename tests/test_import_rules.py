@@ -56,6 +56,7 @@ ALLOWED = {
         "engine",
     },
     "serve": {
+        "binomial",
         "config",
         "settings",
         "types",
@@ -66,11 +67,12 @@ ALLOWED = {
         "api",
     },
     "proxy": {
-        "binomial",
         "config",
         "settings",
         "api.pruner",
         "api.request_body",
+        "serve.audits",
+        "serve.config",
         "serve.fair_executor",
         "serve.http",
         "serve.protocol",

@@ -291,6 +291,8 @@ def _add_doctor(commands: Any) -> None:
     add("--documents", type=Path, nargs="+", default=[], help=what)
     what = "with --prompts or --documents: settings to compare (default: 0.1 0.2 0.3 and the calibrated one)"
     add("--keep-rates", type=float, nargs="+", help=what)
+    what = "with --prompts or --documents: also measure the draft's check with this threshold, in nats a token"
+    add("--max-divergence", type=float, help=f"{what}, from the lowest keep rate on (default: a calibrated one)")
     add("--rows", type=Path, help="file for a row per prompt, from which a run resumes (default: next to the prompts)")
     what = "check an SGLang launch: KV pools, CUDA graphs, which prompts are pruned, or why it would fail; loads no "
     add("--sglang", action="store_true", help=f"{what}weights")

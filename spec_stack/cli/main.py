@@ -342,8 +342,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise ValueError(f"unknown arguments {' '.join(arguments.server_args)}; a server's follow after --sglang --")
     if (arguments.prompts or arguments.documents) and not arguments.measure:
         raise ValueError("--prompts and --documents go with --measure")
-    if (arguments.keep_rates or arguments.rows) and not (arguments.prompts or arguments.documents):
-        raise ValueError("--keep-rates and --rows go with --prompts or --documents")
+    is_of_prompts = arguments.keep_rates or arguments.rows or arguments.max_divergence is not None
+    if is_of_prompts and not (arguments.prompts or arguments.documents):
+        raise ValueError("--keep-rates, --max-divergence and --rows go with --prompts or --documents")
     from spec_stack.cli.doctor import diagnose, report_text
 
     report = diagnose(**given(arguments, PAIR))
@@ -382,7 +383,13 @@ def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     prompts += document_prompts(documents, generator.tokenizer, min(generator.pair.max_positions))
     keep_rates = arguments.keep_rates or KEEP_RATES
     report = measure_fidelity(
-        generator, prompts, keep_rates, minutes=arguments.minutes, rows=rows, progress=_tell_progress
+        generator,
+        prompts,
+        keep_rates,
+        max_divergence=arguments.max_divergence,
+        minutes=arguments.minutes,
+        rows=rows,
+        progress=_tell_progress,
     )
     _tell(f"every prompt has a row in {rows}; delete it to measure again")
     return report.as_dict() if arguments.json else fidelity_lines(report)

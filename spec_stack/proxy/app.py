@@ -17,10 +17,11 @@ from fastapi.responses import Response
 from spec_stack.api.pruner import Pruner
 from spec_stack.api.request_body import BodyPrompt, find_prompt
 from spec_stack.config import KEEP_RATE_HEADER
-from spec_stack.proxy.audits import Audit, Audits, stop
+from spec_stack.proxy.audits import answer_again
 from spec_stack.proxy.config import LOOPBACK, PRUNED, ProxyConfig
 from spec_stack.proxy.pruning import PromptPruner, PruneOptions, Pruning, body_options, header_options
 from spec_stack.proxy.upstream import Upstream, UpstreamError, UpstreamResponse
+from spec_stack.serve.audits import Audit, Audits, Words, stop
 from spec_stack.serve.http import (
     client_of,
     decoded,
@@ -48,7 +49,7 @@ _AUDITOR = "audits"
 def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
     """Build the proxy, whose scoring thread runs from its startup to its shutdown."""
     prompts, upstream = PromptPruner(pruner, config), Upstream(config)
-    audits = Audits(upstream, config, prompts.metrics)
+    audits = Audits(config, prompts.metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -145,14 +146,19 @@ class Endpoint:
         if pruning.prompt is not None:
             body = json.dumps(prompt.shortened(pruning.prompt)).encode()
         if why or pruning.prompt is not None:
-            self._audits.offer(Audit(route, request, parsed, partial(self._shortened, prompt, options, pruning)))
+            self._audits.offer(Audit(route, partial(self._answered_again, request, prompt, options, pruning)))
         return body, self._report(pruning)
 
-    async def _shortened(self, prompt: BodyPrompt, options: PruneOptions, pruning: Pruning) -> dict[str, Any] | None:
-        """The pruned body for an audit; None where nothing is pruned."""
+    async def _answered_again(
+        self, request: Request, prompt: BodyPrompt, options: PruneOptions, pruning: Pruning
+    ) -> tuple[Words, Words] | None:
+        """Answers to the whole and to the pruned prompt, for an audit; None where nothing is pruned."""
         if pruning.prompt is None:
             pruning = await self._prompts.prune(_AUDITOR, prompt.chat, options)
-        return None if pruning.prompt is None else prompt.shortened(pruning.prompt)
+        if pruning.prompt is None:
+            return None
+        whole = await answer_again(self._upstream, request, prompt.body)
+        return whole, await answer_again(self._upstream, request, prompt.shortened(pruning.prompt))
 
     def _report(self, pruning: Pruning) -> dict[str, str]:
         self._prompts.metrics.add(pruning)

@@ -1,222 +1,37 @@
-"""Audits: pruned requests answered again, from the whole and from the pruned prompt, while no client waits.
-
-Both answers are greedy and short, and are compared by their words. Clients get neither. A request that arrives ends a
-running audit, which is tried again later.
-"""
+"""A proxied request answered again for an audit."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
-import random
-import re
-from collections import Counter as Counts
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
-from prometheus_client import Counter, Gauge
 
-from spec_stack.binomial import lower_bound, upper_bound
-from spec_stack.proxy.config import ProxyConfig
-from spec_stack.proxy.upstream import Upstream, UpstreamError
-from spec_stack.serve.http import AppMetrics
+from spec_stack.proxy.upstream import Upstream
+from spec_stack.serve.audits import MAX_TOKENS, Words, words_in
 
-logger = logging.getLogger(__name__)
-
-ROUTE_HEADER = "x-spec-stack-route"
-"""Names the route that a request is counted under; by default it is the path."""
-# Of an audit's answers, in tokens; of a response, in bytes.
-_MAX_TOKENS, _MAX_BYTES = 64, 1 << 20
-_MOST_TRIES = 3
-_MOST_ROUTES, _MAX_NAME = 32, 64
-# Audits that decide on a route: the latest so many, and no fewer than so many to turn pruning off.
-_WINDOW, _LEAST = 20, 5
-_AGREEMENT = 0.5
-_WORD = re.compile(r"\w+")
-
+_MAX_BYTES = 1 << 20
 Body = Mapping[str, Any]
 
 
-@dataclass(eq=False)
-class Audit:
-    """A request to answer again. prune: its pruned body, None where nothing is pruned."""
-
-    route: str
-    request: Request
-    whole: Body
-    prune: Callable[[], Awaitable[Body | None]]
-    num_tries: int = 0
-
-
-@dataclass
-class _Route:
-    """The latest audits of a route, true where the answer was lost, and the numbers of all."""
-
-    latest: deque[bool] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    num_lost: int = 0
-    num_audits: int = 0
-    is_off: bool = False
-
-
-class Audits:
-    """Audits one request at a time while nobody waits."""
-
-    def __init__(self, upstream: Upstream, config: ProxyConfig, metrics: AppMetrics) -> None:
-        self._upstream, self._config = upstream, config
-        self._routes: dict[str, _Route] = {}
-        self._waiting: deque[Audit] = deque()
-        self._num_live = 0
-        self._may_run = asyncio.Event()
-        self._running: asyncio.Task[None] | None = None
-        outcomes = "agreed, lost, failed, interrupted, dropped"
-        self._audits = Counter(
-            "audits", f"Audits by route and outcome ({outcomes})", ["route", "outcome"], **metrics.of_app
-        )
-        self._loss = Gauge("audit_loss", "Lost answers, share of audits, 95 %", ["route", "end"], **metrics.of_app)
-        self._off = Gauge("audit_off", "Whether a route's prompts are forwarded whole", ["route"], **metrics.of_app)
-
-    def route_of(self, request: Request) -> str:
-        """The route that a request is counted under."""
-        named = request.headers.get(ROUTE_HEADER, "") or request.url.path
-        name = "".join(filter(str.isprintable, named))[:_MAX_NAME]
-        if name not in self._routes and len(self._routes) >= _MOST_ROUTES:
-            name = "other"
-        return name
-
-    def why_whole(self, route: str) -> str:
-        """Why prompts of a route are forwarded whole; empty where they are pruned."""
-        known = self._routes.get(route)
-        if known is None or not known.is_off:
-            return ""
-        most = self._config.audit_max_loss
-        return f"off: audits of {route} found more lost answers than audit_max_loss={most}; a keep rate prunes anyway"
-
-    def offer(self, audit: Audit) -> None:
-        """Audit a request later, by chance as often as audit_rate says; the oldest one gives way."""
-        if random.random() >= self._config.audit_rate:
-            return
-        self._waiting.append(audit)
-        if len(self._waiting) > self._config.max_audits:
-            self._audits.labels(self._waiting.popleft().route, "dropped").inc()
-        self._look()
-
-    def enter(self) -> Callable[[], None]:
-        """Note that a client waits, until what this returns is called; a running audit ends."""
-        self._num_live += 1
-        self._look()
-        if self._running is not None:
-            self._running.cancel()
-        has_left = False
-
-        def leave() -> None:
-            nonlocal has_left
-            self._num_live -= not has_left
-            has_left = True
-            self._look()
-
-        return leave
-
-    def _look(self) -> None:
-        if self._waiting and not self._num_live:
-            self._may_run.set()
-        else:
-            self._may_run.clear()
-
-    async def run(self) -> None:
-        """Audit what waits, until cancelled."""
-        while True:
-            await self._may_run.wait()
-            await asyncio.sleep(self._config.audit_idle_s)
-            if not self._may_run.is_set():
-                continue
-            audit = self._waiting.popleft()
-            self._look()
-            self._running = asyncio.create_task(self._compare(audit))
-            try:
-                await asyncio.wait([self._running])
-                if self._running.cancelled():
-                    self._try_again(audit)
-            finally:
-                self._running.cancel()
-                self._running = None
-
-    def _try_again(self, audit: Audit) -> None:
-        audit.num_tries += 1
-        if audit.num_tries < _MOST_TRIES:
-            self._waiting.appendleft(audit)
-            self._look()
-        else:
-            self._audits.labels(audit.route, "interrupted").inc()
-
-    async def _compare(self, audit: Audit) -> None:
-        """Answer twice, and count what was found."""
-        try:
-            pruned = await audit.prune()
-            if pruned is None:
-                return
-            whole, part = [words_of(await self._answer(audit.request, body)) for body in (audit.whole, pruned)]
-        except (ValueError, LookupError, TypeError, *UpstreamError) as error:
-            logger.info("an audit failed on %s: %s", audit.route, type(error).__name__)
-            self._audits.labels(audit.route, "failed").inc()
-            return
-        lost = is_lost(whole, part)
-        if lost:
-            found = sum((whole & part).values())
-            logger.warning(
-                "an audited answer was lost on %s: %d of its %d words are in the answer to the pruned prompt",
-                *(audit.route, found, whole.total()),
-            )
-        self._audits.labels(audit.route, "lost" if lost else "agreed").inc()
-        self._note(audit.route, lost)
-
-    def _note(self, name: str, lost: bool) -> None:
-        """Count an audit, and turn the route's pruning off or on."""
-        route = self._routes.setdefault(name, _Route())
-        route.latest.append(lost)
-        route.num_lost, route.num_audits = route.num_lost + lost, route.num_audits + 1
-        ends = (
-            ("low", lower_bound(route.num_lost, route.num_audits, 0.975)),
-            ("share", route.num_lost / route.num_audits),
-            ("high", upper_bound(route.num_lost, route.num_audits, 0.975)),
-        )
-        for end, value in ends:
-            self._loss.labels(name, end).set(value)
-        most, (num_lost, n) = self._config.audit_max_loss, (sum(route.latest), len(route.latest))
-        if most is not None and n >= (_WINDOW if route.is_off else _LEAST):
-            is_over = lower_bound(num_lost, n) > most
-            if is_over != route.is_off:
-                route.is_off = is_over
-                what = "off: whole prompts are forwarded" if is_over else "on again"
-                logger.warning(
-                    "pruning on %s is %s; %d of %d audited answers were lost, audit_max_loss=%s",
-                    *(name, what, num_lost, n, most),
-                )
-                # What is found from here on decides alone.
-                route.latest.clear()
-        self._off.labels(name).set(route.is_off)
-
-    async def _answer(self, request: Request, body: Body) -> Any:
-        """The JSON of a short greedy answer. Raises ValueError for none, and `UpstreamError`."""
-        response = await self._upstream.send(
-            request, json.dumps(greedy(body)).encode(), is_changed=True, but={b"accept-encoding"}
-        )
-        try:
-            parts, num_bytes = [], 0
-            async for part in response.aiter_stream():
-                parts.append(part)
-                num_bytes += len(part)
-                if num_bytes > _MAX_BYTES:
-                    raise ValueError("the answer is too long")
-        finally:
-            await response.aclose()
-        if response.status != 200:
-            raise ValueError(f"the status is {response.status}")
-        return json.loads(b"".join(parts))
+async def answer_again(upstream: Upstream, request: Request, body: Body) -> Words:
+    """The words of a short greedy answer. Raises ValueError for none, and `UpstreamError`."""
+    response = await upstream.send(
+        request, json.dumps(greedy(body)).encode(), is_changed=True, but={b"accept-encoding"}
+    )
+    try:
+        parts, num_bytes = [], 0
+        async for part in response.aiter_stream():
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > _MAX_BYTES:
+                raise ValueError("the answer is too long")
+    finally:
+        await response.aclose()
+    if response.status != 200:
+        raise ValueError(f"the status is {response.status}")
+    return words_of(json.loads(b"".join(parts)))
 
 
 def greedy(body: Body) -> dict[str, Any]:
@@ -225,11 +40,11 @@ def greedy(body: Body) -> dict[str, Any]:
     names = ("max_output_tokens", "max_completion_tokens", "max_tokens")
     name = next((name for name in names if name in body), names[0] if "input" in body else names[-1])
     asked = body.get(name)
-    most = min(asked, _MAX_TOKENS) if isinstance(asked, int) else _MAX_TOKENS
+    most = min(asked, MAX_TOKENS) if isinstance(asked, int) else MAX_TOKENS
     return {**changed, name: most, "temperature": 0, **({"store": False} if "input" in body else {})}
 
 
-def words_of(answer: Any) -> Counts[str]:
+def words_of(answer: Any) -> Words:
     """The words of an answer of any of the APIs, with its tool calls. Raises LookupError and TypeError for another."""
     if "choices" in answer:
         first = answer["choices"][0]
@@ -240,8 +55,7 @@ def words_of(answer: Any) -> Counts[str]:
         parts = [part for item in items for part in item.get("content", [item])]
         calls = ("name", "input", "arguments")
         told = [part.get("text") or {name: part.get(name, "") for name in calls} for part in parts]
-    texts = [each if isinstance(each, str) else json.dumps(_without_ids(each)) for each in told]
-    return Counts(word.lower() for text in texts for word in _WORD.findall(text))
+    return words_in(each if isinstance(each, str) else json.dumps(_without_ids(each)) for each in told)
 
 
 def _without_ids(value: Any) -> Any:
@@ -251,19 +65,3 @@ def _without_ids(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_ids(each) for name, each in value.items() if name != "id"}
     return value
-
-
-def is_lost(whole: Counts[str], part: Counts[str]) -> bool:
-    """Whether an answer to the pruned prompt is another one: it lacks a word with a digit, or shares too few words with
-    the answer to the whole prompt (F1)."""
-    both = whole.total() + part.total()
-    if any(word not in part for word in whole if any(map(str.isdigit, word))):
-        return True
-    return both > 0 and 2 * (whole & part).total() / both < _AGREEMENT
-
-
-async def stop(task: asyncio.Task[None]) -> None:
-    """End a running `Audits.run`."""
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task

@@ -7,20 +7,21 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from spec_stack.serve.config import AuditConfig
 from spec_stack.settings.checks import check_fields, require, require_number
 from spec_stack.settings.options import documented, option
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_PORT = 65535
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_SECONDS = ("deadline_s", "timeout_s", "shutdown_s", "audit_idle_s")
+_SECONDS = ("deadline_s", "timeout_s", "shutdown_s")
 PRUNED = {"/chat/completions": "messages", "/completions": "prompt", "/messages": "messages", "/responses": "input"}
 """The field that holds the prompt, by the end of the path: base URLs differ."""
 
 
 @documented
 @dataclass(frozen=True)
-class ProxyConfig:
+class ProxyConfig(AuditConfig):
     """An OpenAI-compatible proxy that prunes prompts before an upstream server."""
 
     upstream: str = option(
@@ -57,18 +58,6 @@ class ProxyConfig:
         least=0,
     )
     max_cached_tokens: int = option(65_536, "tokens in the draft's caches of all conversations; likewise", least=1)
-    audit_rate: float = option(
-        0.0,
-        "share of pruned requests that are answered again from the whole prompt, with the client's credentials, while "
-        "no client waits; 0 audits nothing",
-    )
-    audit_max_loss: float | None = option(
-        None,
-        "share of lost answers of a route over which its prompts are forwarded whole, by the lower 95 % bound of its "
-        "latest 20 audits, until they find less; a request's own keep rate holds. None reports alone",
-    )
-    audit_idle_s: float = option(0.5, "seconds without a request before an audit begins")
-    max_audits: int = option(16, "most requests that wait for an audit; the oldest gives way", least=1)
     max_connections: int = option(1024, "most open connections; more are rejected (503)", least=1)
     shutdown_s: float = option(10.0, "seconds that running requests have after SIGTERM")
 
@@ -83,12 +72,7 @@ class ProxyConfig:
         for name in _SECONDS:
             require_number(name, getattr(self, name))
             require(0 < getattr(self, name) < math.inf, f"{name} must be over 0, got {getattr(self, name)!r}")
-        for name in ("audit_rate", "audit_max_loss"):
-            value = getattr(self, name)
-            require(value is None or 0 <= value <= 1, f"{name} must be a share, 0 to 1, got {value!r}")
-        require(
-            self.audit_max_loss is None or self.audit_rate > 0, "audit_max_loss needs audits; give an audit_rate over 0"
-        )
+        self.check_audits()
         parts = urlsplit(self.upstream)
         port = parts.port or _DEFAULT_PORTS[parts.scheme]
         is_itself = port == self.port and {parts.hostname, self.host} <= {*LOOPBACK, "0.0.0.0", "::"}
