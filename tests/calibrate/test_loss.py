@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,10 @@ def test_a_bound_goes_into_the_calibration_and_a_file(pair: ModelPair, tmp_path:
     assert completed.max_divergence == threshold
     assert threshold is None or f"max_divergence={threshold}" in describe_setting(completed)
     # What a user sets holds.
-    assert again.complete(PrefillConfig(max_divergence=None)).max_divergence is None
+    checked = replace(again, settings={**again.settings, "max_divergence": 0.1})
+    assert checked.complete(PrefillConfig()).max_divergence == 0.1
+    for given in (PrefillConfig(max_divergence=None), PrefillConfig.raw(), PrefillConfig.full_look_ahead()):
+        assert checked.complete(given).max_divergence is None
 
 
 def test_the_command_stores_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
