@@ -210,7 +210,7 @@ def test_edits_and_branches_go_on_from_the_last_turn_whose_question_they_hold(
         if num_cached:
             assert _positions(reply)[: len(_positions(first))] == _positions(first)
     # The very same prompt is given to the target as it was, as for n replies at once.
-    again = server.generate(prompt, 4, explain=True, follow_up="freeze", sparse_prefill="on")
+    again = server.generate(prompt, 12, explain=True, follow_up="freeze", sparse_prefill="on")
     assert _positions(again) == _positions(first)
     assert again["output_ids"] == first["output_ids"]
 
