@@ -264,6 +264,7 @@ class PrefillConfig:
             first_scoring_layer=0,
             head_reduction="max",
             scorer="attention",
+            max_divergence=None,
         )
 
 

@@ -86,20 +86,14 @@ def _facts(data: Path, num_tokens: int, measure: Measure) -> list[Iterator[Asked
         replace(prompt, shape=[*SHAPES][at % len(SHAPES)] if prompt.kind == "fact" else "bare", other=prompt.question)
         for at, prompt in enumerate(make_prompts(data, num_tokens, 24, measure, SEED))
     ]
-    kinds = dict.fromkeys(prompt.kind for prompt in made)
-    return [
-        iter(
-            Asked(
-                f"{prompt.name}/{prompt.shape}",
-                kind,
-                [{"role": role, "content": content} for role, content in prompt.messages],
-                prompt.answers,
-            )
-            for prompt in made
-            if prompt.kind == kind
-        )
-        for kind in kinds
-    ]
+
+    def of(kind: str) -> Iterator[Asked]:
+        for prompt in made:
+            if prompt.kind == kind:
+                messages = [{"role": role, "content": content} for role, content in prompt.messages]
+                yield Asked(f"{prompt.name}/{prompt.shape}", kind, messages, prompt.answers)
+
+    return [of(kind) for kind in dict.fromkeys(prompt.kind for prompt in made)]
 
 
 def _multi_hop(data: Path) -> list[Iterator[Asked]]:
@@ -193,7 +187,8 @@ class Bench:
             told: Row = {"num_kept": len(kept), "reading_s": clock.lap()}
             told |= {"signals": statistics(answer.logprobs, part, answer.token_ids)}
             if rate < RATES[-1] or changed >= SURE:
-                told |= self._pruned(asked, token_ids, kept, len(ids), dense)
+                answers = asked.answers if row["is_right"] else ()
+                told |= self._pruned(answers, token_ids, kept, len(ids), dense)
             signals = told["signals"]["kl"]
             changed, row[str(rate)] = sum(signals) / len(signals), told
         return row
@@ -207,9 +202,9 @@ class Bench:
         return answer, _logprobs(rows, answer)
 
     def _pruned(
-        self, asked: Asked, token_ids: Sequence[int], kept: Sequence[int], end: int, dense: Sequence[int]
+        self, answers: Sequence[str], token_ids: Sequence[int], kept: Sequence[int], end: int, dense: Sequence[int]
     ) -> Row:
-        """The target under the kept tokens: the loss of its dense answer, and its own answer."""
+        """The target under the kept tokens: the loss of its dense answer, and its own where the dense one is right."""
         target, clock = self._pair.open_target(self._config.prefill_chunk), _Clock()
         first = target.forward(token_ids, kept, 1)[-1]
         sparse_s, rows = clock.lap(), [first]
@@ -217,16 +212,16 @@ class Bench:
             rows += [*target.forward(dense[:-1], range(end, end + len(dense) - 1), len(dense) - 1)]
         is_same = [int(row.argmax()) for row in rows] == list(dense)
         own = list(dense)
-        if not is_same and asked.answers:
+        if not is_same and answers:
             target.rollback(len(dense) - 1)
             own, _ = self._answer(target, [first])
-        text = self._pair.tokenizer.decode(own, skip_special_tokens=True) if is_same or asked.answers else ""
+        text = self._pair.tokenizer.decode(own, skip_special_tokens=True) if is_same or answers else ""
         return {
             "sparse_s": sparse_s,
             "logprobs": _logprobs(rows, dense),
             "is_same": is_same,
             "answer": text,
-            "is_right": bool(asked.answers) and is_right(text, asked.answers),
+            "is_right": bool(answers) and is_right(text, answers),
         }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from spec_stack.bench.rows import Row
+from spec_stack.binomial import upper_bound
 
 RATES = (0.1, 0.2, 0.4)
 LOST_NATS = 0.3
@@ -124,13 +125,6 @@ def _rule(rows: Sequence[Row], choose: Callable[[Row], tuple[float | None, list[
             3,
         ),
     }
-
-
-def upper_bound(lost: int, n: int, level: float = 0.95) -> float:
-    """The one-sided Clopper-Pearson bound of a share."""
-    from scipy.stats import beta
-
-    return 1.0 if lost >= n else float(beta.ppf(level, lost + 1, n - lost))
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

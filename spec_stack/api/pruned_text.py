@@ -25,10 +25,12 @@ _DASHES = re.compile("--|(?:SELECT|INSERT|UPDATE|DELETE|CREATE|ALTER|FROM|WHERE|
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of a text: its half-open span of the prompt's tokens, and that of the text's characters."""
+    """A segment of a text: its half-open span of the prompt's tokens, and that of the text's characters. is_break: it
+    ends the line of the segments before it."""
 
     tokens: Span
     characters: Span
+    is_break: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,13 @@ class Text:
         if not self.segments:
             return [(0, len(self.text))] if self.text else []
         spans: list[Span] = []
-        for first, last in (segment.characters for segment in self.segments if segment.tokens[0] in kept):
+        for segment in self.segments:
+            first, last = segment.characters
+            if segment.tokens[0] not in kept:
+                continue
+            if segment.is_break and (not spans or _BREAK.search(self.text, spans[-1][1] - 1, first)):
+                # Nothing of its line is kept.
+                continue
             if spans and spans[-1][1] == first:
                 first = spans.pop()[0]
             elif first and not _BREAK.match(self.text, first - 1):
@@ -58,19 +66,20 @@ class Text:
 def cut_segments(text: str, first: int, starts: Sequence[int], ends: Sequence[int], lines: Lines) -> list[Segment]:
     """The segments of a text that begins at a prompt's character `first`. starts, ends: characters of every token.
 
-    A blank segment is part of the next one, or of the one before.
+    Another blank segment than a line's break is part of the next one, or of the one before.
     """
     start, stop = bisect_left(starts, first), bisect_right(ends, first + len(text))
     inside = range(bisect_right(lines.borders, start), bisect_left(lines.borders, stop))
     borders = [start, *(lines.borders[at] for at in inside), max(start, stop)]
     edges = [0, *(starts[lines.borders[at]] + lines.shifts[at] - first for at in inside), len(text)]
+    breaks = [False, *(at in lines.breaks for at in inside)]
     segments: list[Segment] = []
     blank: Segment | None = None
-    for tokens, characters in zip(pairwise(borders), pairwise(edges), strict=True):
-        own = Segment(tokens, characters)
+    for tokens, characters, is_break in zip(pairwise(borders), pairwise(edges), breaks, strict=True):
+        own = Segment(tokens, characters, is_break)
         if blank is not None:
             own = Segment((blank.tokens[0], tokens[1]), (blank.characters[0], characters[1]))
-        is_blank = not text[slice(*own.characters)].strip()
+        is_blank = not own.is_break and not text[slice(*own.characters)].strip()
         blank = own if is_blank else None
         if tokens[0] < tokens[1] and not is_blank:
             segments.append(own)
@@ -142,7 +151,7 @@ def _gap(text: str, at: int, start: int, marker: str | None, written: str) -> st
 
 
 def marker_of(dropped: str) -> str:
-    """The marker for dropped lines: an ellipsis, in code as a comment."""
+    """The marker for dropped lines: an ellipsis, in code as a comment, where no fence tells that text is around it."""
     lines = [line.strip() for line in dropped.split("\n")]
     lines = [line for line in lines[:_MOST_LINES] + lines[_MOST_LINES:][-_MOST_LINES:] if len(line) > 1]
     signs = [
@@ -150,6 +159,7 @@ def marker_of(dropped: str) -> str:
         for line in lines
         if line[0] not in "\"'[]{}|<"
     ]
-    if 2 * sum(map(bool, signs)) <= len(lines):
+    is_fenced = any(line.startswith(("```", "~~~")) for line in lines)
+    if is_fenced or 2 * sum(map(bool, signs)) < max(1, len(lines)):
         return ELLIPSIS
     return f"{max(('#', '//', '--'), key=signs.count)} {ELLIPSIS}"

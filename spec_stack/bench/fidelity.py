@@ -32,7 +32,7 @@ _ARM = "fidelity"
 
 @dataclass(frozen=True)
 class PrunedPrompt:
-    """One prompt under one setting (a keep rate, or "calibrated").
+    """One prompt under one setting (a keep rate, "calibrated", or "checked").
 
     num_kept_tokens: that the target prefilled. ttft_s: time to first token, scoring included. loss: mean of the dense
     answer's tokens, in nats. agreement: share of these tokens that are still the most likely ones.
@@ -82,11 +82,11 @@ class PromptFidelity:
 
 @dataclass(frozen=True)
 class SettingFidelity:
-    """All prompts under one setting (a keep rate, or "calibrated").
+    """All prompts under one setting: a keep rate, "calibrated", or "checked", the draft's check from the lowest rate.
 
-    kept: share of all prompt tokens. speedup: dense over sparse time to first token. lost: loss of the dense answers'
-    tokens above dense, in nats per token; lost_by_kind: by kind of prompt. token_agreement, answer_agreement: shares of
-    tokens and of whole answers that stay the same.
+    kept: share of all prompt tokens. whole: share of prompts of which everything is kept. speedup: dense over sparse
+    time to first token. lost: loss of the dense answers' tokens above dense, in nats per token; lost_by_kind: by kind
+    of prompt. token_agreement, answer_agreement: shares of tokens and of whole answers that stay the same.
     """
 
     setting: str
@@ -96,6 +96,7 @@ class SettingFidelity:
     token_agreement: float
     answer_agreement: float
     lost_by_kind: dict[str, Interval]
+    whole: float = 0.0
 
     @property
     def perplexity_ratio(self) -> Interval:
@@ -164,6 +165,7 @@ def measure_fidelity(
     prompts: Sequence[Prompt],
     keep_rates: Sequence[float] = KEEP_RATES,
     *,
+    max_divergence: float | None = None,
     max_tokens: int = 48,
     minutes: float = 10.0,
     within: float = 0.02,
@@ -184,6 +186,8 @@ def measure_fidelity(
         user's message where the target has a chat template.
     keep_rates : sequence of float
         Settings to compare. The generator's own is added where a calibration chose it.
+    max_divergence : float, optional
+        Also measure the draft's check with this threshold. None is the generator's, if it has one.
     max_tokens : int
         Most tokens of a dense answer.
     minutes : float
@@ -224,7 +228,7 @@ def measure_fidelity(
     if generator.tokenizer is None:
         raise ValueError("the target has no tokenizer; fidelity is measured on texts")
     calls = [call_of(prompt, generator.tokenizer, number) for number, prompt in enumerate(prompts, start=1)]
-    measuring = _Measuring(generator.engine, keep_rates, max_tokens)
+    measuring = _Measuring(generator.engine, keep_rates, max_tokens, max_divergence)
     kept = Rows(None if rows is None else Path(rows), minutes)
     measured: list[PromptFidelity] = []
     skipped: list[tuple[int, str]] = []
@@ -266,13 +270,25 @@ def measure_fidelity(
 class _Measuring:
     """Measures single prompts under all settings."""
 
-    def __init__(self, engine: Engine, keep_rates: Sequence[float], max_tokens: int) -> None:
-        self._engine, self._max_tokens = engine, max_tokens
-        self.settings: dict[str, float | None] = {f"{rate:g}": rate for rate in keep_rates}
+    def __init__(
+        self, engine: Engine, keep_rates: Sequence[float], max_tokens: int, max_divergence: float | None = None
+    ) -> None:
         prefill, pair = engine.config.prefill, engine.pair
+        if max_divergence is None:
+            max_divergence = prefill.max_divergence
+        if prefill.max_divergence is not None:
+            # A fixed rate is measured as it is.
+            prefill = replace(prefill, max_divergence=None)
+            engine = Engine(pair, replace(engine.config, prefill=prefill))
+        self._engine, self._max_tokens = engine, max_tokens
+        self.settings: dict[str, Call] = {f"{rate:g}": Call(keep_rate=rate) for rate in keep_rates}
         if prefill.calibrated_by and prefill.keep_rate not in keep_rates:
-            self.settings["calibrated"] = None
+            self.settings["calibrated"] = Call()
+        if max_divergence is not None:
+            self.settings["checked"] = Call(keep_rate=min(keep_rates), max_divergence=max_divergence)
         self._pair_key = key_of(pair, prefill, sorted(self.settings), max_tokens)
+        if max_divergence is not None:
+            self._pair_key = digest([self._pair_key, max_divergence])
         # Prunes where any setting does.
         self._least = f"{min(keep_rates):g}"
         self._is_warm = False
@@ -321,7 +337,7 @@ class _Measuring:
         return PrunedPrompt(setting, len(prefilled.selection.positions), seconds, loss, sum(same) / len(same))
 
     def _sparse(self, call: Call, setting: str) -> Call:
-        return cast(Call, {**call, "sparse_prefill": "on", "keep_rate": self.settings[setting]})
+        return cast(Call, {**call, "sparse_prefill": "on", **self.settings[setting]})
 
     def _prefill(self, call: Call, seen: _Seen | None = None) -> tuple[PrefilledPrompt, float]:
         """The prefilled prompt, and the seconds to its first token."""
@@ -371,6 +387,7 @@ def summarise(setting: str, rows: Sequence[PromptFidelity]) -> SettingFidelity:
             kind: mean_interval([row.lost(setting) for row in rows if row.kind == kind])
             for kind in sorted({row.kind for row in rows})
         },
+        whole=sum(each.num_kept_tokens == row.num_tokens for each, row in zip(pruned, rows, strict=True)) / len(rows),
     )
 
 

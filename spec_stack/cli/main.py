@@ -261,7 +261,9 @@ def _tell_progress(num_done: int, num_total: int, text: str) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
+    from spec_stack.bench.prompts import read_prompts
     from spec_stack.calibrate.config import CalibrateConfig
+    from spec_stack.calibrate.loss import asked_of, built_in, check_share, with_bound
     from spec_stack.calibrate.search import calibrate, format_calibration
     from spec_stack.engine.pair import ModelPair
     from spec_stack.prefill.calibration import FILE_NAME
@@ -276,14 +278,22 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     check_writable(out / FILE_NAME if out.is_dir() else out)
     arguments.budget_s = 60 * arguments.budget
     config = config_of(CalibrateConfig, arguments)
-    documents = read_documents(arguments.documents)
-    pair = ModelPair.load(**given(arguments, PAIR), target_weights=False)
+    documents, max_loss = read_documents(arguments.documents), arguments.max_loss
+    if max_loss is None and arguments.loss_prompts is not None:
+        raise ValueError("--loss-prompts are for --max-loss; add it, or leave them out")
+    prompts = read_prompts(arguments.loss_prompts) if arguments.loss_prompts is not None else None
+    if max_loss is not None:
+        check_share(max_loss)
+    pair = ModelPair.load(**given(arguments, PAIR), target_weights=max_loss is not None)
 
     def show(done: int, total: int, what: str) -> None:
         spent = monotonic() - started
         _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
     calibration = calibrate(pair, config, documents=documents, progress=show)
+    if max_loss is not None:
+        asked = asked_of(prompts, pair.tokenizer) if prompts else built_in(pair, config, documents)
+        calibration = with_bound(calibration, pair, asked, max_loss, config.budget_s, show)
     print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
     print(format_calibration(calibration))
     return 0
@@ -332,8 +342,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise ValueError(f"unknown arguments {' '.join(arguments.server_args)}; a server's follow after --sglang --")
     if (arguments.prompts or arguments.documents) and not arguments.measure:
         raise ValueError("--prompts and --documents go with --measure")
-    if (arguments.keep_rates or arguments.rows) and not (arguments.prompts or arguments.documents):
-        raise ValueError("--keep-rates and --rows go with --prompts or --documents")
+    is_of_prompts = arguments.keep_rates or arguments.rows or arguments.max_divergence is not None
+    if is_of_prompts and not (arguments.prompts or arguments.documents):
+        raise ValueError("--keep-rates, --max-divergence and --rows go with --prompts or --documents")
     from spec_stack.cli.doctor import diagnose, report_text
 
     report = diagnose(**given(arguments, PAIR))
@@ -372,7 +383,13 @@ def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     prompts += document_prompts(documents, generator.tokenizer, min(generator.pair.max_positions))
     keep_rates = arguments.keep_rates or KEEP_RATES
     report = measure_fidelity(
-        generator, prompts, keep_rates, minutes=arguments.minutes, rows=rows, progress=_tell_progress
+        generator,
+        prompts,
+        keep_rates,
+        max_divergence=arguments.max_divergence,
+        minutes=arguments.minutes,
+        rows=rows,
+        progress=_tell_progress,
     )
     _tell(f"every prompt has a row in {rows}; delete it to measure again")
     return report.as_dict() if arguments.json else fidelity_lines(report)

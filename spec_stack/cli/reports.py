@@ -61,14 +61,18 @@ def fidelity_lines(report: FidelityReport) -> list[str]:
     return lines
 
 
-_HEADER = ("keep rate", "kept", "TTFT speed-up", "nats/token", "perplexity ratio", "tokens", "answers")
-_LEGEND = "nats/token: loss of the dense answers' tokens above dense. tokens, answers: shares that stay the same."
+_HEADER = ("keep rate", "kept", "whole", "TTFT speed-up", "nats/token", "perplexity ratio", "tokens", "answers")
+_LEGEND = (
+    "whole: share of prompts kept whole. nats/token: loss of the dense answers' tokens above dense. tokens, answers: "
+    "shares that stay the same."
+)
 
 
 def _row(found: SettingFidelity) -> tuple[str, ...]:
     return (
         found.setting,
         f"{found.kept:.0%}",
+        f"{found.whole:.0%}",
         f"{found.speedup:.2f}",
         f"{found.lost.value:+.3f}",
         f"{found.perplexity_ratio:.3f}",

@@ -129,6 +129,8 @@ class Turn:
         self._conversation, self._pair, self._request, self._config = conversation, pair, request, config
         self.target, self.lookups = conversation.target, conversation.lookups
         self.draft: DraftModel = pair.draft_in_target_vocab(conversation.index, request.tokenization)
+        # The draft of the last check.
+        self._reader: CachedModel | None = None
         self.held = list(self.target.positions)
         recall = config if self.target.can_recall else None
         self._turn = plan_turn(
@@ -145,7 +147,7 @@ class Turn:
         request, turn = self._request, self._turn
         if not isinstance(turn, NeedsScore):
             raise RuntimeError(f"this turn needs no score: {turn.reason}")
-        prefill, prompt_ids, check = request.prefill, request.prompt_ids, None
+        prefill, prompt_ids, answer, check = request.prefill, request.prompt_ids, None, None
         inputs, proposal = gather_inputs(
             self.draft,
             ScoringInputs(self._pair.reader.with_pieces(turn.text), observer=request.observer),
@@ -163,7 +165,12 @@ class Turn:
             else:
                 proposal = answer.proposal()
         selection = self._prefilled(plan_scored(turn, inputs, prefill, self._config, self._place, check))
-        if not self._keeps_index:
+        if not self._keeps_index and self._reader is not None and selection.tried and selection.keep_rate < 1:
+            # It has read what the target reads, at the same positions, and the draft's answer.
+            self.draft = self._conversation.index = self._reader
+            if answer is None or proposal.token_ids != answer.token_ids:
+                self.draft.rollback(self.draft.next_position - len(prompt_ids))
+        elif not self._keeps_index:
             drop_unselected(self.draft, inputs, selection)
         return selection, proposal
 
@@ -172,8 +179,8 @@ class Turn:
         request = self._request
         positions = sorted([*self.held[: selection.num_held], *selection.positions])
         token_ids = [request.prompt_ids[position] for position in positions]
-        reader = self._pair.new_checked_draft(request.prefill.prefill_chunk)
-        return answer.divergence(reader, token_ids, positions, len(request.prompt_ids))
+        self._reader = self._pair.new_checked_draft(request.prefill.prefill_chunk)
+        return answer.divergence(self._reader, token_ids, positions, len(request.prompt_ids))
 
     def select_everything(self) -> Selection:
         """The selection of a turn without scoring."""

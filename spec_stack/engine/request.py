@@ -54,7 +54,7 @@ from spec_stack.hf.structured import Grammar
 from spec_stack.prefill.explainer import Explainer
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.rule import Observer
-from spec_stack.prefill.turn import Held, NeedsScore, plan_turn, scoring_obstacle
+from spec_stack.prefill.turn import Dense, Held, NeedsScore, plan_turn, scoring_obstacle
 from spec_stack.settings.checks import plain, require
 from spec_stack.types import DraftTokenization
 
@@ -178,47 +178,21 @@ def plan_request(
     end_ids, stop_ids, stop_strings = _what_stops(pair, params)
     policy, proposer = _who_drafts(pool, config.decode, call, params)
     encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
-    prompt_ids, text, question = encoded.token_ids, PromptText(encoded.token_ids), call.get("question")
+    prompt_ids = encoded.token_ids
     # The last token is always new: its logits are needed.
     num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1) if held_ids else 0
-
     given: dict[str, Any] = {name: call.get(name) for name in _OF_PREFILL if call.get(name) is not None}
     prefill = replace(config.prefill, **given) if given else config.prefill
-    pair.require_check(prefill)
-    tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
-    is_readable = not obstacle
-    num_draft_tokens = len(prompt_ids if tokenization is None else tokenization.token_ids)
-    draft_room = pair.max_positions[1] - num_draft_tokens
-    has_texts = pair.tokenizer is not None
-    obstacle = obstacle or scoring_obstacle(
-        prefill, num_draft_tokens, pair.max_positions[1], pair.scoring_limit, has_texts
-    )
-    # What of the earlier turns was dropped is known once the caches are rolled back.
-    held = Held.dense(num_cached)
-    decision = plan_turn(text, held, prefill, obstacle=obstacle)
-    scores = isinstance(decision, NeedsScore)
-    if scores or num_cached or question is not None:
-        # A short prompt is not read.
-        text = pair.read(encoded, question)
-        decision = plan_turn(text, held, prefill, obstacle=obstacle)
-        scores = isinstance(decision, NeedsScore)
-    notes = [pair.vocabulary.decode_reason, skipped_note(processors) if processors else ""]
-    if not is_readable:
-        notes.append(f"{obstacle}, so it proposes nothing")
-    if draft_room < 0:
-        notes.append(f"the prompt is longer than the draft's {pair.max_positions[1]} positions, so it proposes nothing")
-    can_propose = is_readable and draft_room >= 0
-    if not can_propose:
+    drafting = _drafting(pair, prefill, prompt_ids)
+    text, decision = _read(pair, prefill, drafting.obstacle, encoded, num_cached, call.get("question"))
+    notes = [pair.vocabulary.decode_reason, skipped_note(processors) if processors else "", *drafting.notes]
+    if not drafting.can_propose:
         policy, proposer = pool.choose(gamma=0), "ngram" if proposer == "both" else proposer
-
     params, room = _within_positions(pair, len(prompt_ids), params)
     if not prefill.queries_from_prompt:
         # Without any proposal there is no look-ahead either.
-        most = min(room, draft_room, MAX_LOOK_AHEAD) if can_propose else 0
+        most = min(room, drafting.room, MAX_LOOK_AHEAD) if drafting.can_propose else 0
         prefill = replace(prefill, look_ahead=min(prefill.look_ahead, most))
-    if prefill.max_divergence is not None:
-        # The draft's answer is the first proposal.
-        prefill = replace(prefill, check_tokens=max(1, min(prefill.check_tokens, room)))
     is_free = call.get("response_format") is None and call.get("tool_choice") is None
     grammar = None if is_free else _grammar(pair, source, call, end_ids | stop_ids, encoded)
     own = make_processors(params, len(prompt_ids), end_ids | stop_ids, pair.target.device)
@@ -230,10 +204,10 @@ def plan_request(
         text=text,
         num_cached=num_cached,
         prefill=prefill,
-        scores=scores,
+        scores=isinstance(decision, NeedsScore),
         reason=decision.reason,
-        obstacle=obstacle,
-        tokenization=tokenization,
+        obstacle=drafting.obstacle,
+        tokenization=drafting.tokenization,
         params=params,
         sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
         stopper=StopChecker(cast(int, params.max_tokens), end_ids, stop_strings, answer, stop_ids),
@@ -252,6 +226,50 @@ def plan_request(
     )
     clock.pause()
     return request
+
+
+@dataclass(frozen=True)
+class _Drafting:
+    """What the draft can do with a prompt. obstacle: why it cannot score it, empty where it can; room: positions that
+    it has behind it; notes: why it proposes nothing."""
+
+    tokenization: DraftTokenization | None
+    obstacle: str
+    room: int
+    notes: list[str]
+
+    @property
+    def can_propose(self) -> bool:
+        return not self.notes
+
+
+def _drafting(pair: ModelPair, prefill: PrefillConfig, prompt_ids: Sequence[int]) -> _Drafting:
+    tokenization, unread = pair.tokenize_for_draft(prompt_ids)
+    num_tokens, limit = len(prompt_ids if tokenization is None else tokenization.token_ids), pair.max_positions[1]
+    obstacle = scoring_obstacle(prefill, num_tokens, limit, pair.scoring_limit, pair.tokenizer is not None)
+    notes = [f"{unread}, so it proposes nothing"] if unread else []
+    if num_tokens > limit:
+        notes.append(f"the prompt is longer than the draft's {limit} positions, so it proposes nothing")
+    return _Drafting(tokenization, unread or obstacle, limit - num_tokens, notes)
+
+
+def _read(
+    pair: ModelPair,
+    prefill: PrefillConfig,
+    obstacle: str,
+    encoded: EncodedPrompt,
+    num_cached: int,
+    question: str | None,
+) -> tuple[PromptText, Dense | NeedsScore]:
+    """The prompt's text, and whether it, or its part that is new to a session, is scored."""
+    # What of the earlier turns was dropped is known once the caches are rolled back.
+    text, held = PromptText(encoded.token_ids), Held.dense(num_cached)
+    decision = plan_turn(text, held, prefill, obstacle=obstacle)
+    if isinstance(decision, Dense) and not num_cached and question is None:
+        # A short prompt is not read.
+        return text, decision
+    text = pair.read(encoded, question)
+    return text, plan_turn(text, held, prefill, obstacle=obstacle)
 
 
 def _check(call: Call) -> None:

@@ -106,14 +106,6 @@ def new_cache(config: Any) -> DynamicCache:
     return cache
 
 
-def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values in all attention layers; a recurrent state has no tokens."""
-    num_layers = sum(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers)
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * num_layers * num_heads * head_dim * dtype.itemsize)
-
-
 def last_attention_layer(cache: DynamicCache) -> int | None:
     """Index of the last caching layer, where a prefill may end; None where it has a recurrent state."""
     return len(cache.layers) - 1 if isinstance(cache.layers[-1], PreallocatedLayer) else None

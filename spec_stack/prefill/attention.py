@@ -5,26 +5,42 @@ One pass of `scoring.run_draft` serves any configuration of heads, layers, vote 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span, map_importance
 from spec_stack.prefill.importance import (
+    NO_LAYER,
+    Ranks,
     ScoredLayer,
     Segment,
     choose_heads,
     head_importance,
-    mean_importance,
+    largest_attention,
     merge_questions,
     opening_attention,
+    over_queries,
     segment_weights,
-    token_importance,
+    weights_by_question,
 )
 from spec_stack.prefill.queries import Candidates
+
+T = TypeVar("T")
+Parts = Generator[None, None, T]
+"""Work in parts: it yields after each, and returns its result."""
+
+
+def run(parts: Parts[T]) -> T:
+    """The result of all parts at once."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 class CapturedLayer(Protocol):
@@ -73,10 +89,10 @@ def question_layers(layers: Collection[int], config: PrefillConfig) -> list[int]
 class CapturedAttention:
     """The scoring queries and the prompt's keys, of the layers that see the whole prompt.
 
-    layers: by index. num_in_place: the first queries, of the prompt's own last tokens. ranges: for every target token
-    its half-open range of draft tokens, for another tokenizer. segments: of the queries, in draft tokens; empty where
-    all count alike. opening: queries in place that open the answer. candidates: of the whole prompt, in target tokens,
-    that the segments come from.
+    layers: by index, with this rank's heads. num_in_place: the first queries, of the prompt's own last tokens. ranges:
+    for every target token its half-open range of draft tokens, for another tokenizer. segments: of the queries, in
+    draft tokens; empty where all count alike. opening: queries in place that open the answer. candidates: of the whole
+    prompt, in target tokens, that the segments come from.
     """
 
     layers: Mapping[int, ScoredLayer]
@@ -85,29 +101,64 @@ class CapturedAttention:
     segments: tuple[Segment, ...] = ()
     opening: int = 0
     candidates: Candidates | None = None
+    ranks: Ranks = field(default_factory=Ranks, compare=False)
 
     def importance(self, config: PrefillConfig) -> torch.Tensor:
-        """Importance (num_prompt_tokens,), fp32, on the host.
+        """Importance (num_prompt_tokens,), fp32, on the host (SpecPrefill, https://arxiv.org/abs/2502.02789, sections
+        3.2.1-3.2.3, with `head_reduction="max"`).
 
         Raises ValueError where no layer sees the whole prompt, or the attention is not finite.
         """
-        layers = self.voting(config)
-        queries = self.num_in_place, self.segments, self.weights(config)
+        return run(self.importance_in_parts(config))
+
+    def importance_in_parts(self, config: PrefillConfig) -> Parts[torch.Tensor]:
+        """`importance`; a part ends before every collective of the ranks, which must not fail one by one."""
+        weights = yield from self._weights_in_parts(config)
+        votes = self.votes(config, weights)
+        yield
         if config.head_reduction == "mean":
-            scores = mean_importance(layers, *queries)
+            importance = self.ranks.sum(votes) / self.num_voters(config)
         else:
-            scores = token_importance(layers, config.pool_kernel, *queries)
-        return self._of_target(scores.cpu())
+            importance = over_queries(self.ranks.max(votes), self.segments, weights)
+        return self._of_target(merge_questions(importance).cpu())
 
     def weights(self, config: PrefillConfig) -> list[float]:
         """The weight, up to 1, of each segment's queries, by all heads of the `question_layers`."""
+        return run(self._weights_in_parts(config))
+
+    def _weights_in_parts(self, config: PrefillConfig) -> Parts[list[float]]:
         if not self.segments:
             return []
         if self.candidates is not None and self.candidates.is_given:
             return [float(segment.is_question) for segment in self.segments]
-        layers = [self.layers[at] for at in question_layers(self.layers, config)]
+        layers = (self.layers[at] for at in question_layers(self.layers, config))
         attention = opening_attention(layers, self.num_in_place, self.opening)
-        return segment_weights(attention, self.segments, self.opening)
+        yield
+        return segment_weights(self.ranks.sum(attention) / self.ranks.num, self.segments, self.opening)
+
+    def votes(self, config: PrefillConfig, weights: Sequence[float]) -> torch.Tensor:
+        """Of this rank's voting heads: with head_reduction "mean" the sum of their importance (num_questions,
+        num_draft_tokens), with "max" the largest pooled attention (n, num_draft_tokens) of the n queries."""
+        is_mean, some = config.head_reduction == "mean", next(iter(self.layers.values()), None)
+        if some is None:
+            raise ValueError(NO_LAYER)
+        num_rows = len(weights_by_question(self.segments, weights)) if is_mean else some.queries.shape[1]
+        # What a rank without voting heads adds is the least attention.
+        votes = torch.zeros(num_rows, some.keys.shape[1], device=some.keys.device)
+        for layer in self.voting(config):
+            # A model that is split has layers on several devices.
+            if is_mean:
+                heads = head_importance(layer, self.num_in_place, self.segments, weights)
+                votes = votes + heads.sum(dim=0).to(votes.device)
+            else:
+                largest = largest_attention([layer], config.pool_kernel, self.num_in_place)
+                votes = torch.maximum(votes, largest.to(votes.device))
+        return votes
+
+    def num_voters(self, config: PrefillConfig) -> int:
+        """Voting heads over all ranks."""
+        voters = voting_heads(self.layers, config).items()
+        return sum(self.ranks.num * len(self.layers[at].queries) if own is None else len(own) for at, own in voters)
 
     def by_head(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
         """Importance (num_prompt_tokens,) by every (layer, head) alone; for one question, head_reduction "mean" is
@@ -119,10 +170,15 @@ class CapturedAttention:
             for head, importance in enumerate(head_importance(layer, *queries).cpu())
         }
 
-    def voting(self, config: PrefillConfig) -> list[ScoredLayer]:
-        """The voting layers, each with its voting heads."""
-        heads = voting_heads(self.layers, config)
-        return [self.layers[at] if own is None else choose_heads(self.layers[at], own) for at, own in heads.items()]
+    def voting(self, config: PrefillConfig) -> Iterator[ScoredLayer]:
+        """The voting layers, each with its voting heads of this rank; one layer is made at a time."""
+        for at, heads in voting_heads(self.layers, config).items():
+            layer = self.layers[at]
+            first, num_heads = self.ranks.rank * len(layer.queries), len(layer.queries)
+            if heads is None:
+                yield layer
+            elif own := [head - first for head in heads if first <= head < first + num_heads]:
+                yield choose_heads(layer, own)
 
     def _of_target(self, scores: torch.Tensor) -> torch.Tensor:
         return scores if self.ranges is None else map_importance(scores, self.ranges)

@@ -26,6 +26,7 @@ CHOSEN = (
     "first_scoring_layer",
     "head_reduction",
     "scorer",
+    "max_divergence",
 )
 
 

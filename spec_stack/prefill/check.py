@@ -105,9 +105,9 @@ def checked_selection(
     num_new_tokens: the length that the keep rate is for. select: by a configuration. prunes: whether a keep rate
     applies; else one selection is tried.
     """
-    first, tried = config.rate_for(num_new_tokens), list[TriedRate]()
-    for rate in [first, *(rate for rate in config.check_rates if rate > first)] if prunes else [first]:
-        selection = select(config if rate == first else replace(config, keep_rate=rate))
+    tried: list[TriedRate] = []
+    for rate in rates_to_try(config, num_new_tokens)[: None if prunes else 1]:
+        selection = select(replace(config, keep_rate=rate) if tried else config)
         if selection.keep_rate == 1:
             return replace(selection, tried=tuple(tried))
         divergence = check(selection)
@@ -116,6 +116,12 @@ def checked_selection(
         if config.max_divergence is not None and divergence <= config.max_divergence:
             return replace(selection, tried=tuple(tried))
     return replace(everything(), tried=tuple(tried))
+
+
+def rates_to_try(config: PrefillConfig, num_tokens: int) -> list[float]:
+    """The keep rate for so many tokens, and the higher `check_rates`."""
+    first = config.rate_for(num_tokens)
+    return [first, *(rate for rate in config.check_rates if rate > first)]
 
 
 def told(tried: Sequence[TriedRate], is_pruned: bool, reason: str) -> str:

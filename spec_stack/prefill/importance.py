@@ -1,7 +1,4 @@
-"""From attention to one importance per prompt token. Pure tensors.
-
-`token_importance` is the paper's rule, `mean_importance` that of chosen heads.
-"""
+"""From attention to one importance per prompt token. Pure tensors; `attention.CapturedAttention` puts them together."""
 
 from __future__ import annotations
 
@@ -25,7 +22,21 @@ _BETWEEN_QUESTIONS = 64
 _LARGEST = 32
 # Factor of the subtracted background.
 _CONTRAST = 4.0
-_NO_LAYER = "no attention layer that sees the whole prompt was captured; the draft cannot score it"
+NO_LAYER = "no attention layer that sees the whole prompt was captured; the draft cannot score it"
+
+
+class Ranks:
+    """The ranks that share a draft's heads, in the order of the heads; here there is one."""
+
+    rank, num = 0, 1
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise sum over the ranks; may change values."""
+        return values
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise maximum over the ranks; may change values."""
+        return values
 
 
 class ScoredLayer(NamedTuple):
@@ -98,7 +109,7 @@ def opening_attention(layers: Iterable[ScoredLayer], num_in_place: int, opening:
         total = heads.sum(dim=0) if total is None else total + heads.sum(dim=0).to(total.device)
         num_heads += len(heads)
     if total is None:
-        raise ValueError(_NO_LAYER)
+        raise ValueError(NO_LAYER)
     return total / num_heads
 
 
@@ -193,21 +204,6 @@ def merge_questions(importance: torch.Tensor) -> torch.Tensor:
     return (importance / largest.clamp(min=torch.finfo(importance.dtype).tiny)).amax(dim=0)
 
 
-def token_importance(
-    layers: Iterable[ScoredLayer],
-    pool_kernel: int,
-    num_in_place: int = 1,
-    segments: Sequence[Segment] = (),
-    weights: Sequence[float] = (),
-) -> torch.Tensor:
-    """Importance (num_prompt_tokens,), fp32: `over_queries` of `largest_attention`, its questions merged.
-
-    SpecPrefill, https://arxiv.org/abs/2502.02789, sections 3.2.1-3.2.3. Raises ValueError for no layers or a non-finite
-    result.
-    """
-    return merge_questions(over_queries(largest_attention(layers, pool_kernel, num_in_place), segments, weights))
-
-
 def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_place: int = 1) -> torch.Tensor:
     """Pooled attention (n, num_prompt_tokens), fp32, the maximum over layers and heads.
 
@@ -219,7 +215,7 @@ def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_pl
             pooled = pool(attention_to_prompt(*part, num_in_place), pool_kernel).amax(dim=0)
             best = pooled if best is None else torch.maximum(best, pooled.to(best.device))
     if best is None:
-        raise ValueError(_NO_LAYER)
+        raise ValueError(NO_LAYER)
     return best
 
 
@@ -239,20 +235,3 @@ def _parts(layer: ScoredLayer) -> Iterator[ScoredLayer]:
     for start in range(0, keys.shape[0], size):
         own = slice(start * groups, (start + size) * groups)
         yield ScoredLayer(queries[own], keys[start : start + size], scaling, None if sinks is None else sinks[own])
-
-
-def mean_importance(
-    layers: Iterable[ScoredLayer],
-    num_in_place: int = 1,
-    segments: Sequence[Segment] = (),
-    weights: Sequence[float] = (),
-) -> torch.Tensor:
-    """Mean importance over the heads, (num_prompt_tokens,), its questions merged.
-
-    Raises ValueError for no layers or a non-finite result.
-    """
-    heads = [head_importance(layer, num_in_place, segments, weights) for layer in layers]
-    if not heads:
-        raise ValueError(_NO_LAYER)
-    # A model that is split has layers on several devices.
-    return merge_questions(torch.cat([each.to(heads[0].device) for each in heads]).mean(dim=0))

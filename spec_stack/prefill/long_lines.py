@@ -19,13 +19,15 @@ _LONGEST_STRING = 400
 # Numbers with separators, strings, brackets, and where a line may be cut.
 _MARKS = re.compile(
     f'(?P<whole>"(?:[^"\\\\\\n]|\\\\.){{0,{_LONGEST_STRING}}}+"|(?<![\\d,.])\\d{{1,3}}(?:,\\d{{3}}){{1,4}}(?![\\d]))'
-    "|(?P<opens>[\\[{(])|(?P<closes>[\\]})])|(?P<comma>[,;\u3001\uff0c\uff1b\u060c])|(?P<tag>>(?=<))"
+    "|(?P<opens>[\\[{(])|(?P<closes>[\\]})])|(?P<comma>[,;\u3001\uff0c\uff1b\u060c])|(?P<tag></?[A-Za-z][^<>]{0,200}+>)"
     "|(?P<blank>(?<!\\d)\\s(?!\\d))|(?P<other>(?<!\\d)\\s|\\s(?!\\d)|[/|&:.](?!\\d)|(?<!\\d)[/|&:])|(?P<last>\\s)"
 )
-# Depths of brackets that are told apart; ranks of what may be cut behind it, the best first. Of the ranks from _FILLED
-# on, no more are used than a segment's length demands.
+# Depths of brackets and tags that are told apart; ranks of what may be cut behind it, the best first. Of the ranks from
+# _FILLED on, no more are used than a segment's length demands.
 _DEPTHS = 6
-_TAG, _SENTENCE, _COMMA, _FILLED, _BLANK, _OTHER, _BETWEEN_NUMBERS = 6, 7, 8, 8, 9, 10, 11
+_TAG, _SENTENCE, _COMMA, _FILLED, _INNER, _BLANK, _OTHER, _BETWEEN_NUMBERS = 6, 7, 8, 8, 9, 10, 11, 12
+_EMPTY_TAG = re.compile("<(?:area|base|br|col|embed|hr|img|input|link|meta|source|track|wbr)\\b", re.IGNORECASE)
+_BETWEEN_RECORDS = re.compile("\\s?[\\[({<\"']")
 _RANKS = range(_BETWEEN_NUMBERS + 1)
 # Shorter records are kept or dropped together: pairs of a record, numbers of a row.
 _SHORTEST_RECORD = 16
@@ -56,7 +58,8 @@ def cut_long(text: str, start: int, stop: int, size: Size, longest: int) -> Iter
 def _places(line: str) -> Iterator[tuple[int, int]]:
     """Where a line may be cut, with ranks: a record between its parts, by depth, other text between its sentences."""
     end = len(line.rstrip())
-    is_record = line.lstrip()[:1] in ("[", "{", "(", "<", '"') or '":' in line
+    is_markup = line.lstrip().startswith("<")
+    is_record = is_markup or line.lstrip()[:1] in ("[", "{", "(", '"') or '":' in line
     depth, last = 0, 0
     ends = [*sentence_ends(line), end]
     sentence = iter(ends)
@@ -76,9 +79,21 @@ def _places(line: str) -> Iterator[tuple[int, int]]:
         elif kind == "comma":
             behind = line[at : at + 2]
             is_cell = not behind[:1].isspace() or behind[1:].isdigit()
-            yield at, min(depth, _DEPTHS - 1) if is_record else 1 if is_cell else _COMMA
+            # Tuples of a list, in whatever line.
+            is_between = line[at - 2 : at - 1] in (")", "]", "}") and _BETWEEN_RECORDS.match(behind)
+            if is_record or is_between:
+                yield at, min(depth, _DEPTHS - 1)
+            else:
+                yield at, _INNER if depth else 1 if is_cell else _COMMA
         elif kind == "tag":
-            yield at, _TAG
+            closes = match[0].startswith("</")
+            if closes:
+                depth = max(0, depth - is_markup)
+            elif not (match[0].endswith("/>") or _EMPTY_TAG.match(match[0])):
+                depth += is_markup
+            if line[at : at + 1] == "<":
+                ends_row = is_markup and closes and line[at : at + 2] != "</"
+                yield at, min(depth, _DEPTHS - 1) if ends_row else _TAG
         elif kind == "blank":
             yield match.start(), _BLANK
         elif kind == "other":

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from typing import Protocol
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention, CapturedLayer, scored_layers
-from spec_stack.prefill.importance import Segment
+from spec_stack.prefill.importance import Ranks, ScoredLayer, Segment
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.registry import needs_attention
@@ -76,47 +76,33 @@ def run_draft(
     tokenization: the prompt in the draft's own tokens. num_layers: layers that run; None is all, and fewer make the
     draft useless for anything else. first_query: first token whose segment may hold the question.
     """
-    prompt_ids, found = inputs.prompt_ids, None
-    num_tokens = len(prompt_ids)
-    if config.queries_from_prompt:
-        found = find_candidates(inputs.text).reaching(first_query)
-    start = num_tokens - 1 if found is None else found.start
+    text, num_tokens = inputs.text, len(inputs.text)
+    queries = ScoringQueries.of(text, config, first_query)
+    start = queries.start
     draft.rollback(max(0, draft.next_position - start))
     window = config.window_for(num_tokens)
     if draft.next_position < start and not (tokenization is None and has_one_forward(config, num_tokens)):
         unseen = range(draft.next_position, start)
-        draft.prefill(prompt_ids[unseen.start : start], unseen, window, config.draft_sinks, num_layers)
-    if found is not None:
-        return _capture_candidates(draft, inputs.text, found, tokenization, num_layers), Proposal()
+        draft.prefill(text.token_ids[unseen.start : start], unseen, window, config.draft_sinks, num_layers)
+    if queries.found is not None:
+        return _capture_candidates(draft, queries, tokenization, num_layers), Proposal()
     proposal = Proposal()
     with draft.capture() as captured:
         if config.look_ahead:
-            proposal = look_ahead(prompt_ids, config.look_ahead)
+            proposal = look_ahead(text.token_ids, config.look_ahead)
             # The last drafted token has not been through the draft yet, and its query is one of the scorers.
             draft.forward(proposal.token_ids[-1:], [draft.next_position], num_logits=1)
         else:
-            draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
-    if tokenization is None:
-        return CapturedAttention(scored_layers(captured, num_tokens)), proposal
-    layers = scored_layers(captured, len(tokenization.token_ids))
-    return CapturedAttention(layers, ranges=tokenization.ranges), proposal
+            draft.forward(text.token_ids[-1:], [num_tokens - 1], num_logits=1)
+    return queries.attention(scored_layers(captured, queries.num_draft_tokens(tokenization)), tokenization), proposal
 
 
 def _capture_candidates(
-    draft: ScoringModel,
-    text: PromptText,
-    found: Candidates,
-    tokenization: DraftTokenization | None,
-    num_layers: int | None,
+    draft: ScoringModel, queries: ScoringQueries, tokenization: DraftTokenization | None, num_layers: int | None
 ) -> CapturedAttention:
     """Run the rest of the prompt, then every candidate before the window again, behind the prompt."""
-    num_tokens, prompt_ids = len(text), text.all_ids
-    num_draft_tokens = num_tokens if tokenization is None else len(tokenization.token_ids)
-    ranges = None if tokenization is None else tokenization.ranges
-    rest, repeated = (
-        prompt_ids[draft.next_position : num_tokens],
-        [prompt_ids[slice(*segment)] for segment in found.repeated],
-    )
+    num_tokens = len(queries.text)
+    rest, repeated = queries.text.token_ids[draft.next_position :], queries.repeated
     behind = list(chain.from_iterable(repeated))
     if tokenization is not None:
         # Other tokens are counted as they run.
@@ -126,47 +112,82 @@ def _capture_candidates(
         parts = [rest, behind]
     else:
         parts = [[*rest, *behind]]
-    # Tokens that a recurrent draft recomputes before it are no queries.
-    first = min(_in_draft_tokens((found.start, num_tokens), ranges)[0], num_draft_tokens - 1)
     sizes: list[int] = []
-    with draft.capture(first) as captured:
+    # Tokens that a recurrent draft recomputes before it are no queries.
+    with draft.capture(queries.first(tokenization)) as captured:
         for part in parts:
             num_cached = draft.num_cached
             draft.prefill(part, range(draft.next_position, draft.next_position + len(part)), num_layers=num_layers)
             if not sizes and num_layers is None:
                 draft.checkpoint()
             sizes.append(draft.num_cached - num_cached)
-    num_in_place = num_draft_tokens - first
-    sizes = [*map(len, repeated)] if tokenization is None else sizes[1:]
     if draft.next_position > num_tokens:
         draft.rollback(draft.next_position - num_tokens)
-    spans = [_in_draft_tokens(segment, ranges) for segment in found.segments]
-    segments = query_segments(found, num_in_place, first, sizes, spans)
-    opening = num_draft_tokens - _in_draft_tokens((num_tokens - found.opening, num_tokens), ranges)[0]
-    return CapturedAttention(
-        scored_layers(captured, num_draft_tokens),
-        num_in_place,
-        ranges,
-        segments=segments,
-        opening=min(opening, num_in_place),
-        candidates=found,
-    )
+    layers = scored_layers(captured, queries.num_draft_tokens(tokenization))
+    return queries.attention(layers, tokenization, sizes[1:])
 
 
-def query_segments(
-    found: Candidates, num_in_place: int, first: int, sizes: Sequence[int], spans: Sequence[Span]
-) -> tuple[Segment, ...]:
-    """The segments of the scoring queries: those in place come first, then those that were repeated.
+@dataclass(frozen=True)
+class ScoringQueries:
+    """Which queries score a prompt: those of its tokens from `start` on, in place, and then those of spans that the
+    draft reads again behind it. found: the segments that they are of; None where a look-ahead scores."""
 
-    first: the first token in place. sizes: queries of every repeated segment. spans: the tokens of every segment.
-    """
-    repeated = pairwise(accumulate(sizes, initial=num_in_place))
-    in_place = [(max(start - first, 0), stop - first) for start, stop in spans[found.num_repeated :]]
-    return tuple(
-        Segment(row, span, mark)
-        for row, span, mark in zip([*repeated, *in_place], spans, found.is_question, strict=True)
-        if row[0] < row[1] and span[0] < span[1]
-    )
+    text: PromptText
+    found: Candidates | None = None
+
+    @classmethod
+    def of(cls, text: PromptText, config: PrefillConfig, first_query: int = 0) -> ScoringQueries:
+        """first_query: first token whose segment may hold the question."""
+        return cls(text, find_candidates(text).reaching(first_query) if config.queries_from_prompt else None)
+
+    @property
+    def start(self) -> int:
+        return len(self.text) - 1 if self.found is None else self.found.start
+
+    @property
+    def repeated(self) -> list[Sequence[int]]:
+        """The tokens of the spans that are read again."""
+        return [] if self.found is None else [self.text.all_ids[slice(*segment)] for segment in self.found.repeated]
+
+    def num_draft_tokens(self, tokenization: DraftTokenization | None = None) -> int:
+        """The prompt's length in the draft's own tokens."""
+        return len(self.text) if tokenization is None else len(tokenization.token_ids)
+
+    def first(self, tokenization: DraftTokenization | None = None) -> int:
+        """The first token in place, in the draft's own tokens."""
+        ranges = None if tokenization is None else tokenization.ranges
+        return min(_in_draft_tokens((self.start, len(self.text)), ranges)[0], self.num_draft_tokens(tokenization) - 1)
+
+    def attention(
+        self,
+        layers: Mapping[int, ScoredLayer],
+        tokenization: DraftTokenization | None = None,
+        sizes: Sequence[int] = (),
+        ranks: Ranks | None = None,
+    ) -> CapturedAttention:
+        """What was captured of these queries. sizes: queries of every repeated span, where a tokenization is given."""
+        ranges, ranks = None if tokenization is None else tokenization.ranges, ranks or Ranks()
+        if self.found is None:
+            return CapturedAttention(layers, ranges=ranges, ranks=ranks)
+        num_tokens, num_draft_tokens, first = (
+            len(self.text),
+            self.num_draft_tokens(tokenization),
+            self.first(tokenization),
+        )
+        num_in_place, found = num_draft_tokens - first, self.found
+        spans = [_in_draft_tokens(segment, ranges) for segment in found.segments]
+        sizes = [*map(len, self.repeated)] if tokenization is None else sizes
+        repeated = pairwise(accumulate(sizes, initial=num_in_place))
+        in_place = [(max(start - first, 0), stop - first) for start, stop in spans[found.num_repeated :]]
+        segments = [
+            Segment(row, span, mark)
+            for row, span, mark in zip([*repeated, *in_place], spans, found.is_question, strict=True)
+            if row[0] < row[1] and span[0] < span[1]
+        ]
+        opening = num_draft_tokens - _in_draft_tokens((num_tokens - found.opening, num_tokens), ranges)[0]
+        return CapturedAttention(
+            layers, num_in_place, ranges, tuple(segments), min(opening, num_in_place), found, ranks
+        )
 
 
 def _in_draft_tokens(span: Span, ranges: Sequence[Span] | None) -> Span:

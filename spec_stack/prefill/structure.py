@@ -32,13 +32,21 @@ _OPENERS = ("{", "[", "(")
 # The first line of a record, which the next one names.
 _UNNAMED = re.compile("(?:- )?[\\[({]+|<\\w[^<>]{0,80}>")
 _CLOSER = re.compile("[)\\]}]|</|(?:end|fi|done|esac)\\b")
-# Of diffs: the lines that name a file, and those of a place in it.
-_OF_FILE = re.compile(
-    "(?:diff |index |--- |\\+\\+\\+ |(?:new|deleted) file |(?:old|new) mode |similarity |rename |copy )"
-)
+# Of diffs: the lines behind the one that names a file, and that of a place in it.
+_OF_FILE = re.compile("index |--- |\\+\\+\\+ |(?:new|deleted) file |(?:old|new) mode |similarity |rename |copy ")
 _PLACE = re.compile("@@ -\\d")
 _KEY = re.compile("(?:- )?[\"']?\\w[\\w ./-]{0,40}[\"']?\\s?(?:[:=]\\s?[\\[{(]?|[\\[{])")
+# What opens a scope with a name in code, over the lines that are indented below it.
+_SCOPE = re.compile(
+    "(?:(?:export|default|public|private|protected|internal|static|final|abstract|async|virtual|override|inline|pub"
+    "(?:\\(\\w{1,20}\\))?|unsafe|data|sealed)\\s){0,6}+(?:(?:def|class|func|fn|fun|function|struct|enum|interface|"
+    "trait|impl|namespace|module|record|object|type)\\b|(?:const|let|var)\\s[\\w$]{1,40}+\\s?=.*\\{\\Z)|"
+    "(?!(?:if|for|foreach|while|switch|catch|else|elif|try|except|do|with|return|using|lock|unless|when)\\b)"
+    "[^\\W\\d][^={}();]{0,80}+\\([^;]*+(?<=\\{)\\Z"
+)
 _SECTION = re.compile('\\[{1,2}[A-Za-z][\\w.:/ "-]{0,60}\\]{1,2}')
+# In Markdown, with a blank line below it. One sign is a comment as well.
+_HEADING = re.compile("#{2,6} \\S")
 _RULE = re.compile("[-=+|:\u2500-\u257f\\s]*?(?:--|==|\u2500\u2500|\u2550\u2550)[-=+|:\u2500-\u257f\\s]*")
 _QUOTED = re.compile('"[^"]*+"')
 _NO_CELLS = re.compile("[(){}\\[\\]<>=]|, ")
@@ -46,6 +54,9 @@ _WIDE_BLANK = re.compile("\\S\\s{2,}+(?=\\S)")
 # Names of columns in a first row without a rule below it.
 _NAMES = re.compile("[^\\W\\d][^\\d(){}\\[\\]=<>]*+")
 _FEWEST_ROWS = 3
+# A pair of a record, such as a header of a letter, and the most of one.
+_PAIR = re.compile("\\*{0,2}([^\\W\\d][\\w ./()-]{0,40}+):\\*{0,2}\\s+\\S")
+_MOST_PAIRS = 16
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,7 @@ def cut_text(text: str, size: Size) -> list[Unit]:
     _find_fences(lines, size)
     _find_changes(lines)
     _find_tables(lines)
+    _find_records(lines)
     _find_keys(lines)
     _find_blocks(lines, size)
     units: list[Unit] = []
@@ -134,24 +146,25 @@ def _find_fences(lines: Sequence[_Line], size: Size) -> None:
 
 
 def _find_changes(lines: Sequence[_Line]) -> None:
-    """The lines of a change need its place, and that needs the names of its file."""
+    """The lines of a change need its place, and that needs the line that names its file."""
     file = place = -1
     for at, line in enumerate(lines):
-        is_file = line.indent == 0 and _OF_FILE.match(line.content) is not None
-        if is_file and not (place >= 0 and line.content.startswith("--- ") and not _is_named(lines, at)):
-            file, place = (file if file >= 0 and place < 0 else at), -1
-            lines[file].last = at
-        elif _PLACE.match(line.content):
-            place, line.head = at, file
-        elif place >= 0 and (line.indent or line.content[:1] in ("+", "-", "\\")):
+        is_outside, content = line.indent == 0, line.content
+        is_named = is_outside and content.startswith("--- ") and _is_named(lines, at)
+        if is_outside and (content.startswith("diff -") or (is_named and (file < 0 or place >= 0))):
+            file, place = at, -1
+            if is_named and not lines[at + 1].content.endswith("/dev/null"):
+                file = line.head = at + 1
+        elif is_outside and file >= 0 and place < 0 and _OF_FILE.match(content):
+            line.head = file if at != file else line.head
+        elif _PLACE.match(content):
+            place, line.head = at, file if file >= 0 else line.head
+        elif place >= 0 and (line.indent or content[:1] in ("+", "-", "\\")):
             # Signs in the first column are no indentation.
             line.head, line.indent = place, 0
         else:
-            if file >= 0 and place < 0:
-                lines[file].last = file
             file = place = -1
-        if file >= 0:
-            line.is_text = False
+        line.is_text = line.is_text and file == place == -1
 
 
 def _is_named(lines: Sequence[_Line], at: int) -> bool:
@@ -199,32 +212,67 @@ def _rows_of_head(rows: Sequence[_Line]) -> int:
     return int(has_numbers and _NAMES.fullmatch(rows[0].content) is not None)
 
 
+def _find_records(lines: Sequence[_Line]) -> None:
+    """The pairs of a record need its first one; a record ends at a blank line, or where its first key comes again."""
+    pairs = [
+        _PAIR.match(line.content) if line.is_text and line.head < 0 and not line.indent else None for line in lines
+    ]
+    names = [pair[1] if pair else "" for pair in pairs]
+    start = 0
+    while start < len(lines):
+        stop = start + 1
+        while names[start] and stop < len(lines) and names[stop] and not lines[stop - 1].is_before_blank:
+            stop += 1
+        firsts = [at for at in range(start, stop) if names[at] == names[start]]
+        records = list(pairwise([*firsts, stop]))
+        # Turns of a conversation are sentences.
+        is_said = 2 * sum(ends_sentence(line.content) for line in lines[start:stop]) > stop - start
+        if not is_said and all(1 < len({*names[first:last]}) == last - first <= _MOST_PAIRS for first, last in records):
+            for first, last in records:
+                for line in lines[first + 1 : last]:
+                    line.head = first
+        start = stop
+
+
 def _find_keys(lines: Sequence[_Line]) -> None:
     """Lines need the key that they are indented below, or stand beside up to a blank line, or their section's name."""
     keys: list[int] = []
     section = beside = -1
+    is_scope = False
     for at, line in enumerate(lines):
-        while keys and lines[keys[-1]].indent >= line.indent:
+        is_body, is_scope = is_scope and line.content == "{", _is_scope(lines, at)
+        while keys and lines[keys[-1]].indent >= line.indent and not is_body:
             keys.pop()
-        is_section = _SECTION.fullmatch(line.content) is not None
+        is_heading = line.is_before_blank and line.is_text and _HEADING.match(line.content) is not None
+        is_section = is_heading or _SECTION.fullmatch(line.content) is not None
         is_key = _KEY.fullmatch(line.content) is not None
+        following = lines[at + 1] if at + 1 < len(lines) else line
         if line.head < 0 and not is_section:
             line.head = keys[-1] if keys else beside if beside >= 0 and not is_key else section
-        following = lines[at + 1] if at + 1 < len(lines) else line
         if is_section:
             section, beside = at, -1
+        elif is_scope:
+            keys.append(at)
         elif is_key:
             keys.append(at)
             beside = at
         elif following.indent > line.indent and line.is_text and line.last == at:
             # A record's first line, or an item's, over the others.
-            if _UNNAMED.fullmatch(line.content) and not _opens(following.content):
+            if _UNNAMED.fullmatch(line.content) and not _opens(following.content) and not is_body:
                 line.last = at + 1
                 keys.append(at)
             elif line.content.startswith(("- ", "* ")) and not ends_sentence(line.content):
                 keys.append(at)
         if line.is_before_blank:
             beside = -1
+
+
+def _is_scope(lines: Sequence[_Line], at: int) -> bool:
+    """Whether a line names a scope of code and lines are indented below it, maybe behind a bracket on a line alone."""
+    line = lines[at]
+    below = next((each for each in lines[at + 1 : at + 3] if each.content != "{"), line)
+    is_braced = below is not line and lines[at + 1] is not below
+    return below.indent > line.indent and _SCOPE.match(line.content + " {" * is_braced) is not None
 
 
 def _opens(content: str) -> bool:
@@ -248,6 +296,9 @@ def _find_blocks(lines: Sequence[_Line], size: Size) -> None:
             # "} else {"
             if is_closed and beside.endswith(_OPENERS):
                 ends[at] = ends[following]
+        elif line.content.startswith("@") and outer and (beside.startswith("@") or _is_scope(lines, following)):
+            # Decorators stay with what they are of.
+            ends[at], line.last = ends[following], max(lines[following].last, following)
         elif following == at + 1 and beside in _OPENERS and not line.content.endswith((",", ";", "}")):
             ends[at] = ends[following]
         outer.append(at)

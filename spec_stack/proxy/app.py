@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpcore2
@@ -16,9 +17,11 @@ from fastapi.responses import Response
 from spec_stack.api.pruner import Pruner
 from spec_stack.api.request_body import BodyPrompt, find_prompt
 from spec_stack.config import KEEP_RATE_HEADER
+from spec_stack.proxy.audits import answer_again
 from spec_stack.proxy.config import LOOPBACK, PRUNED, ProxyConfig
-from spec_stack.proxy.pruning import PromptPruner, Pruning, body_options, header_options
+from spec_stack.proxy.pruning import PromptPruner, PruneOptions, Pruning, body_options, header_options
 from spec_stack.proxy.upstream import Upstream, UpstreamError, UpstreamResponse
+from spec_stack.serve.audits import Audit, Audits, Words, stop
 from spec_stack.serve.http import (
     client_of,
     decoded,
@@ -39,20 +42,25 @@ OPTIONS_FIELD = "spec_stack"
 _WHOLE_FIELDS = ("echo", "suffix", "prompt_logprobs", "previous_response_id", "conversation")
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _CHECK_S = 2.0
+# The client of prompts that are pruned for an audit alone.
+_AUDITOR = "audits"
 
 
 def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
     """Build the proxy, whose scoring thread runs from its startup to its shutdown."""
     prompts, upstream = PromptPruner(pruner, config), Upstream(config)
+    audits = Audits(config, prompts.metrics)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        auditing = asyncio.create_task(audits.run())
         yield
+        await stop(auditing)
         await prompts.stop()
         await upstream.close()
 
     app = new_app(prompts.metrics, lifespan)
-    app.add_route("/{path:path}", Endpoint(prompts, upstream, config).answer, methods=_METHODS)
+    app.add_route("/{path:path}", Endpoint(prompts, upstream, audits, config).answer, methods=_METHODS)
     return app
 
 
@@ -81,30 +89,38 @@ async def _check(config: ProxyConfig) -> None:
 class Endpoint:
     """Handles an HTTP request: prune its prompt, forward it, pass the response on."""
 
-    def __init__(self, prompts: PromptPruner, upstream: Upstream, config: ProxyConfig) -> None:
-        self._prompts, self._upstream, self._config = prompts, upstream, config
+    def __init__(self, prompts: PromptPruner, upstream: Upstream, audits: Audits, config: ProxyConfig) -> None:
+        self._prompts, self._upstream, self._audits, self._config = prompts, upstream, audits, config
         self._outcomes = prompts.metrics.requests
 
     async def answer(self, request: Request) -> Response:
         """Any request. It is cancelled when its client disconnects."""
-        body = await read_body(request, self._config.max_body_bytes)
-        return await unless_disconnected(request, asyncio.create_task(self._forward(request, body)))
+        leave = self._audits.enter()
+        try:
+            body = await read_body(request, self._config.max_body_bytes)
+            return await unless_disconnected(request, asyncio.create_task(self._forward(request, body, leave)))
+        except BaseException:
+            leave()
+            raise
 
-    async def _forward(self, request: Request, body: bytes) -> Response:
+    async def _forward(self, request: Request, body: bytes, leave: Callable[[], None]) -> Response:
+        """The response to a request; leave: called at its end."""
         forwarded, headers = await self._pruned(request, body)
         try:
             response = await self._upstream.send(request, forwarded, is_changed=forwarded is not body)
         except httpcore2.TimeoutException:
             self._outcomes.labels("failed").inc()
+            leave()
             error = BadRequestError("the upstream server did not answer in time", status=504)
             return error_response(request, error, headers)
         except UpstreamError as problem:
             logger.warning("upstream did not answer: %r", problem)
             self._outcomes.labels("failed").inc()
+            leave()
             error = BadRequestError("the upstream server did not answer; the proxy's log says why", status=502)
             return error_response(request, error, headers)
         self._outcomes.labels("ok").inc()
-        return UpstreamResponse(response, headers)
+        return UpstreamResponse(response, headers, leave)
 
     async def _pruned(self, request: Request, body: bytes) -> tuple[bytes, dict[str, str]]:
         """The body to forward, and headers that say what was done."""
@@ -124,10 +140,25 @@ class Endpoint:
             prompt = _prunable(parsed, field)
         except ValueError as error:
             return body, self._report(Pruning("unread", f"off: {error}"))
-        pruning = await self._prompts.prune(client_of(request, ()), prompt.chat, options)
+        route, client = self._audits.route_of(request), client_of(request, ())
+        why = "" if options.keep_rate is not None else self._audits.why_whole(route)
+        pruning = Pruning("audited", why) if why else await self._prompts.prune(client, prompt.chat, options)
         if pruning.prompt is not None:
             body = json.dumps(prompt.shortened(pruning.prompt)).encode()
+        if why or pruning.prompt is not None:
+            self._audits.offer(Audit(route, partial(self._answered_again, request, prompt, options, pruning)))
         return body, self._report(pruning)
+
+    async def _answered_again(
+        self, request: Request, prompt: BodyPrompt, options: PruneOptions, pruning: Pruning
+    ) -> tuple[Words, Words] | None:
+        """Answers to the whole and to the pruned prompt, for an audit; None where nothing is pruned."""
+        if pruning.prompt is None:
+            pruning = await self._prompts.prune(_AUDITOR, prompt.chat, options)
+        if pruning.prompt is None:
+            return None
+        whole = await answer_again(self._upstream, request, prompt.body)
+        return whole, await answer_again(self._upstream, request, prompt.shortened(pruning.prompt))
 
     def _report(self, pruning: Pruning) -> dict[str, str]:
         self._prompts.metrics.add(pruning)

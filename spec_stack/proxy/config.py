@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from spec_stack.serve.config import AuditConfig
 from spec_stack.settings.checks import check_fields, require, require_number
 from spec_stack.settings.options import documented, option
 
@@ -20,7 +21,7 @@ PRUNED = {"/chat/completions": "messages", "/completions": "prompt", "/messages"
 
 @documented
 @dataclass(frozen=True)
-class ProxyConfig:
+class ProxyConfig(AuditConfig):
     """An OpenAI-compatible proxy that prunes prompts before an upstream server."""
 
     upstream: str = option(
@@ -71,6 +72,7 @@ class ProxyConfig:
         for name in _SECONDS:
             require_number(name, getattr(self, name))
             require(0 < getattr(self, name) < math.inf, f"{name} must be over 0, got {getattr(self, name)!r}")
+        self.check_audits()
         parts = urlsplit(self.upstream)
         port = parts.port or _DEFAULT_PORTS[parts.scheme]
         is_itself = port == self.port and {parts.hostname, self.host} <= {*LOOPBACK, "0.0.0.0", "::"}

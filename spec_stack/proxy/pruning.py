@@ -63,7 +63,7 @@ class ProxyMetrics(AppMetrics):
 
     def __init__(self) -> None:
         super().__init__("ok: upstream answered, cancelled, refused, failed")
-        forwarded = "pruned; or the whole: dense, short, long, busy, late, failed, unread"
+        forwarded = "pruned; or the whole: dense, short, long, busy, late, failed, unread, audited"
         self._prompts = Counter("prompts", f"Prompts by what was forwarded ({forwarded})", ["outcome"], **self.of_app)
         parts = "Prompt tokens of the draft (all, kept, recalled)"
         self._tokens = Counter("prompt_tokens", parts, ["part"], **self.of_app)

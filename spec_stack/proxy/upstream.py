@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 from urllib.request import getproxies, proxy_bypass
@@ -29,7 +29,7 @@ _HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
     *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
 }
-_NOT_FORWARDED = {*_HOP_BY_HOP, b"host", b"content-length", b"expect", KEEP_RATE_HEADER.encode()}
+_NOT_FORWARDED = {*_HOP_BY_HOP, b"host", b"content-length", b"expect", KEEP_RATE_HEADER.encode(), b"x-spec-stack-route"}
 _CONNECT_S = 10.0
 # Shorter than servers keep idle connections, so that none is closed while a request is sent.
 _IDLE_S = 2.0
@@ -57,10 +57,13 @@ class Upstream:
             network_backend=_Backend(),
         )
 
-    async def send(self, request: Request, body: bytes, is_changed: bool) -> httpcore2.Response:
+    async def send(
+        self, request: Request, body: bytes, is_changed: bool, but: Collection[bytes] = ()
+    ) -> httpcore2.Response:
         """Forward a request, and return its response as soon as its headers are there. is_changed: the body is not the
-        client's. Raises BadRequestError for a path outside the upstream URL, and `UpstreamError`."""
-        dropped = _NOT_FORWARDED | {b"content-encoding"} if is_changed else _NOT_FORWARDED
+        client's. but: headers that are left out. Raises BadRequestError for a path outside the upstream URL, and
+        `UpstreamError`."""
+        dropped = {*_NOT_FORWARDED, *but, *([b"content-encoding"] if is_changed else [])}
         headers = _end_to_end(request.headers.raw, dropped)
         if body or "content-length" in request.headers or "transfer-encoding" in request.headers:
             headers.append((b"content-length", str(len(body)).encode()))
@@ -97,13 +100,15 @@ class Upstream:
 
 
 class UpstreamResponse(StreamingResponse):
-    """An upstream response with added headers. It is closed when the client disconnects."""
+    """An upstream response with added headers. It is closed when the client disconnects. ended: called at its end."""
 
-    def __init__(self, upstream: httpcore2.Response, added: Mapping[str, str]) -> None:
+    def __init__(
+        self, upstream: httpcore2.Response, added: Mapping[str, str], ended: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(upstream.aiter_stream(), upstream.status)
         self.raw_headers = _end_to_end(upstream.headers, _HOP_BY_HOP)
         self.headers.update(added)
-        self._upstream = upstream
+        self._upstream, self._ended = upstream, ended
 
     async def stream_response(self, send: Send) -> None:
         try:
@@ -116,6 +121,7 @@ class UpstreamResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
+            self._ended()
             await self._upstream.aclose()
 
 

@@ -20,6 +20,7 @@ from fastapi.sse import format_sse_event
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from spec_stack.serve.audits import Audit, Audits, stop
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.http import (
     IGNORED_HEADER,
@@ -61,19 +62,22 @@ def build_app(
     """
     config = config or ServeConfig()
     worker = Worker(generator, config)
+    audits = Audits(config, worker.metrics)
     requests = pool or RequestPool(generator)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(requests.start)
+        auditing = asyncio.create_task(audits.run())
         yield
+        await stop(auditing)
         await worker.stop()
         if pool is None:
             await run_in_threadpool(requests.stop)
 
     app = new_app(worker.metrics, lifespan, config.cors_origins)
     app.state.worker = worker
-    endpoint = Endpoint(generator, config, worker, requests)
+    endpoint = Endpoint(generator, config, worker, audits, requests)
     for path in REQUESTS:
         app.add_api_route(path, partial(endpoint.answer, path), methods=["POST"], name=path)
     app.add_api_route("/v1/models", endpoint.models, methods=["GET"])
@@ -95,8 +99,11 @@ def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> N
 class Endpoint:
     """Handles an HTTP request: process, enqueue, return or stream the response."""
 
-    def __init__(self, generator: SpecStackGenerator, config: ServeConfig, worker: Worker, pool: RequestPool) -> None:
+    def __init__(
+        self, generator: SpecStackGenerator, config: ServeConfig, worker: Worker, audits: Audits, pool: RequestPool
+    ) -> None:
         self._generator, self._config, self._worker, self._pool = generator, config, worker, pool
+        self._audits = audits
         self._max_body_bytes = config.body_limit(generator.pair.max_positions[0])
         # A client's requests are processed one after the other.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -122,12 +129,24 @@ class Endpoint:
 
     async def answer(self, path: str, request: Request) -> Response:
         """POST one of `REQUESTS`."""
+        leave = self._audits.enter()
+        try:
+            return await self._answer(path, request, leave)
+        except BaseException:
+            leave()
+            raise
+
+    async def _answer(self, path: str, request: Request, leave: Callable[[], None]) -> Response:
+        """The response to a request; leave: called when its answer is complete."""
         client = client_of(request, self._config.api_keys)
         limit = self._max_body_bytes
         body = decoded(request, await read_body(request, limit), limit)
         async with self._turns.setdefault(client, asyncio.Lock()):
             processed = await self._pool.process(path, body, self._config)
         options = await run_in_threadpool(self._checked_options, processed)
+        route = self._audits.route_of(request)
+        why = "" if {"keep_rate", "sparse_prefill"} & given_of(processed.options) else self._audits.why_whole(route)
+        asked = {**options, "sparse_prefill": "draft_only"} if why else options
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Json | None]()
 
         def deliver(chunk: Json) -> None:
@@ -138,7 +157,16 @@ class Endpoint:
         builder = BUILDERS[path](
             self._config.model_name, processed.parsers, self._generator.pair.token_bytes, processed.max_calls
         )
-        job = self._worker.submit(client, QueuedRequest(processed.encoded, options, builder, deliver))
+        job = self._worker.submit(client, QueuedRequest(processed.encoded, asked, builder, deliver))
+
+        def ended(job: asyncio.Task[Answer]) -> None:
+            answer = None if job.cancelled() else job.result()
+            if isinstance(answer, dict) and (why or is_pruned(answer)):
+                again = partial(self._worker.answer_again, processed.encoded, options)
+                self._audits.offer(Audit(route, again))
+            leave()
+
+        job.add_done_callback(ended)
         headers = _ignored_header(processed.ignored)
         if processed.streams:
             job.add_done_callback(lambda _: chunks.put_nowait(None))
@@ -149,7 +177,7 @@ class Endpoint:
             answer = BadRequestError(CANCELLED, status=499)
         if isinstance(answer, BadRequestError):
             return answer.response(headers)
-        report = answer["usage"][REPORT]
+        report = answer["usage"][REPORT] | ({"reason": why} if why else {})
         return JSONResponse(answer, headers=headers | report_headers(report["reason"], [*report.values()][1:]))
 
     def _checked_options(self, processed: ProcessedRequest) -> dict[str, Any]:
@@ -167,6 +195,17 @@ class Endpoint:
         except (ValueError, TypeError, OverflowError) as error:
             raise BadRequestError(str(error)) from error
         return options
+
+
+def given_of(options: Mapping[str, Any]) -> set[str]:
+    """The options that a request has set."""
+    return {name for name, value in options.items() if value is not None}
+
+
+def is_pruned(answer: Json) -> bool:
+    """Whether an answer is to a pruned prompt."""
+    report = answer["usage"][REPORT]
+    return bool(report["kept_tokens"] < report["prompt_tokens"])
 
 
 class EventStream(StreamingResponse):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spec_stack.settings.checks import check_fields, require_int
+from spec_stack.settings.checks import check_fields, require, require_int
 from spec_stack.settings.options import documented, option
 
 _MAX_PORT = 65535
@@ -19,9 +19,36 @@ def _is_origin(text: object) -> bool:
     return isinstance(text, str) and (text == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", text) is not None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """How many pruned requests are answered again."""
+
+    audit_rate: float = option(
+        0.0,
+        "share of pruned requests that are answered again from the whole and from the pruned prompt, while no client "
+        "waits; a proxy uses the client's credentials. 0 audits nothing",
+    )
+    audit_max_loss: float | None = option(
+        None,
+        "share of lost answers of a route over which its prompts are forwarded whole, by the lower 95 % bound of its "
+        "latest 20 audits, until they find less; a request's own keep rate holds. None reports alone",
+    )
+    audit_idle_s: float = option(0.5, "seconds without a request before an audit begins")
+    max_audits: int = option(16, "most requests that wait for an audit; the oldest gives way", least=1)
+
+    def check_audits(self) -> None:
+        """Raise ValueError for bad values."""
+        for name in ("audit_rate", "audit_max_loss"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value <= 1, f"{name} must be a share, 0 to 1, got {value!r}")
+        require(0 < self.audit_idle_s < math.inf, f"audit_idle_s must be over 0, got {self.audit_idle_s!r}")
+        has_audits = self.audit_max_loss is None or self.audit_rate > 0
+        require(has_audits, "audit_max_loss needs audits; give an audit_rate over 0")
+
+
 @documented
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(AuditConfig):
     """An OpenAI-compatible endpoint over one generator, which answers one request at a time."""
 
     host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
@@ -65,6 +92,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self.check_audits()
         if self.ngram_cache_tokens:
             require_int("ngram_cache_tokens", self.ngram_cache_tokens, 2)
         if isinstance(self.api_keys, str) or not all(isinstance(key, str) and key for key in self.api_keys):

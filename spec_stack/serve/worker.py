@@ -15,6 +15,7 @@ from prometheus_client import Counter, Histogram
 from spec_stack.api.answering import samples
 from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.hf.prompt import EncodedPrompt
+from spec_stack.serve.audits import MAX_TOKENS, Words, words_in
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor
 from spec_stack.serve.http import AppMetrics
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Answer = Json | BadRequestError
+# The client of audits.
+_AUDITOR = "audits"
 
 
 # Counter, meaning, and the field of an answer's metrics.
@@ -69,7 +72,7 @@ class SessionStore:
     and the number of clients with a memory."""
 
     def __init__(self, generator: SpecStackGenerator, max_sessions: int, ngram_cache_tokens: int = 0) -> None:
-        self._generator, self._max = generator, max_sessions
+        self.generator, self._max = generator, max_sessions
         # In order of last use.
         self._kept: list[tuple[str, Session]] = []
 
@@ -89,7 +92,7 @@ class SessionStore:
         sessions are never used: latency and recalled tokens would leak their texts."""
         lengths = [session.num_continued(encoded=prompt) if owner == client else 0 for owner, session in self._kept]
         longest, memory = max(lengths, default=0), self._memory_of(client)
-        session = self._kept.pop(lengths.index(longest))[1] if longest else self._generator.session(ngram_cache=memory)
+        session = self._kept.pop(lengths.index(longest))[1] if longest else self.generator.session(ngram_cache=memory)
         self._kept.append((client, session))
         try:
             yield session
@@ -135,6 +138,28 @@ class Worker:
         job = self.queue.submit(client, partial(self._run, client, request))
         job.add_done_callback(self._count)
         return job
+
+    async def answer_again(self, prompt: EncodedPrompt, options: Mapping[str, Any]) -> tuple[Words, Words] | None:
+        """The words of short greedy answers to the whole and to the pruned prompt, each in a new conversation, for an
+        audit; None where nothing is pruned."""
+        most = min(options["max_tokens"], MAX_TOKENS)
+        greedy = {**options, "max_tokens": most, "temperature": 0.0, "seed": None, "logprobs": None}
+        return await self.queue.submit(_AUDITOR, partial(self._answer_again, prompt, greedy))
+
+    def _answer_again(
+        self, prompt: EncodedPrompt, options: Mapping[str, Any], check_cancelled: CheckCancelled
+    ) -> tuple[Words, Words] | None:
+        answers = []
+        for name in (options.get("sparse_prefill"), "off"):
+            text, given = "", {**options, "sparse_prefill": name, "on_progress": lambda *_: check_cancelled()}
+            with closing(self.sessions.generator.stream_encoded(prompt, given)) as outputs:
+                for output in outputs:
+                    check_cancelled()
+                    text += output.text
+            if name != "off" and output.metrics is not None and not output.metrics.sparse_prefill:
+                return None
+            answers.append(words_in([text]))
+        return answers[1], answers[0]
 
     async def stop(self) -> None:
         """Cancel all requests; returns when the running one has ended, or after a second."""

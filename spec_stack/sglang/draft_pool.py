@@ -6,8 +6,9 @@ SGLang's STANDALONE draft uses the target's KV slots, so prefilling a prompt the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,3 +185,21 @@ class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
 
 class _LayersDoneError(Exception):
     """Ends a forward of SGLang's model after the wanted layers; on all ranks alike."""
+
+
+@dataclass(frozen=True)
+class PooledLayers(Mapping[int, ScoredLayer]):
+    """The captured layers over a text's slots; the keys of one are gathered when it is asked for."""
+
+    draft: DraftScoringRunner
+    captured: Queries
+    slots: Ints
+
+    def __getitem__(self, index: int) -> ScoredLayer:
+        return self.draft.scored_layer(index, self.captured, self.slots)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.captured)
+
+    def __len__(self) -> int:
+        return len(self.captured)

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.utils.common import get_available_gpu_memory
 
+from spec_stack.prefill.importance import Ranks
 from spec_stack.sglang.errors import log_and_continue
 
 
@@ -60,9 +61,20 @@ def least_free_bytes(device: str, gpu_id: int) -> int:
     return int(2**30 * get_available_gpu_memory(device, gpu_id, distributed=is_shared, cpu_group=group.cpu_group))
 
 
-def over_ranks(values: torch.Tensor, by: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
-    """Reduce element-wise over the ranks; mutates and returns values."""
-    group = get_tp_group()
-    if group.world_size > 1:
-        torch.distributed.all_reduce(values, op=by, group=group.device_group)
-    return values
+class TensorParallel(Ranks):
+    """The ranks of the group, for scoring; its sums and maxima are collectives."""
+
+    def __init__(self) -> None:
+        group = get_tp_group()
+        self.rank, self.num = int(group.rank_in_group), int(group.world_size)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return self._reduce(values, torch.distributed.ReduceOp.SUM)
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        return self._reduce(values, torch.distributed.ReduceOp.MAX)
+
+    def _reduce(self, values: torch.Tensor, by: torch.distributed.ReduceOp.RedOpType) -> torch.Tensor:
+        if self.num > 1:
+            torch.distributed.all_reduce(values, op=by, group=get_tp_group().device_group)
+        return values

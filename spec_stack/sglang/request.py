@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -79,7 +80,9 @@ class RequestOptions:
         if asked is None:
             return cls()
         if isinstance(asked, str):
-            asked = json.loads(asked)
+            # What a client wrote itself may be any text.
+            with suppress(json.JSONDecodeError):
+                asked = json.loads(asked)
         if not isinstance(asked, Mapping):
             raise ValueError(f"custom_params.{KEY} must be an object of options, got {asked!r}")
         unknown = [str(name) for name in asked if name not in OPTIONS]

@@ -7,7 +7,7 @@ scheduler's batches, in the small model's own KV, without SGLang's slots or rows
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -23,30 +23,15 @@ from sglang.srt.layers.moe.utils import draft_model_build_scope
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader import get_model
 from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
-from torch.distributed import ReduceOp
 
-from spec_stack.config import PrefillConfig
-from spec_stack.prefill.attention import question_layers, voting_heads
-from spec_stack.prefill.importance import (
-    ScoredLayer,
-    Segment,
-    choose_heads,
-    head_importance,
-    largest_attention,
-    merge_questions,
-    opening_attention,
-    over_queries,
-    segment_weights,
-    weights_by_question,
-)
+from spec_stack.prefill.attention import Parts
 from spec_stack.prefill.prompt_text import PromptText
-from spec_stack.prefill.queries import find_candidates
-from spec_stack.prefill.scoring import query_segments
+from spec_stack.prefill.scoring import ScoringQueries
 from spec_stack.sglang.decide import Prompt
-from spec_stack.sglang.draft_pool import DraftScoringRunner, Queries, bytes_per_token
+from spec_stack.sglang.draft_pool import DraftScoringRunner, PooledLayers, Queries, bytes_per_token
 from spec_stack.sglang.draft_prefixes import Lease
 from spec_stack.sglang.launch import Launch
-from spec_stack.sglang.ranks import least_free_bytes, num_ranks, over_ranks, own_rank
+from spec_stack.sglang.ranks import TensorParallel, least_free_bytes
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -63,8 +48,7 @@ class Score:
     num_draft_tokens: int
 
 
-Scoring = Generator[None, None, Score]
-"""Yields after every part, and returns the score."""
+Scoring = Parts[Score]
 PartSize = Callable[[int], int]
 """Most tokens of the next part, given the configured chunk; called before every part."""
 
@@ -111,50 +95,18 @@ class DraftScorer:
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
         """
-        config, num_tokens, num_in_place, opening = prompt.config, len(prompt.token_ids), 1, 0
-        segments: Sequence[Segment] = ()
-        weights: Sequence[float] = ()
-        repeated: Sequence[Sequence[int]] = ()
-        is_given = False
-        if config.queries_from_prompt:
-            found = find_candidates(text).reaching(first_query)
-            num_in_place, is_given = num_tokens - found.start, found.is_given
-            repeated = [text.all_ids[slice(*segment)] for segment in found.repeated]
-            sizes = [*map(len, repeated)]
-            segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
-            opening = min(found.opening, num_in_place)
+        queries, num_tokens = ScoringQueries.of(text, prompt.config, first_query), len(text)
         # The scoring queries run again whatever the pool has.
-        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_in_place)
+        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, queries.start)
         num_new = num_tokens - lease.num_shared
         try:
-            captured = yield from self._run(prompt, lease, num_in_place, repeated, most_of_a_part)
+            captured = yield from self._run(prompt, lease, queries, most_of_a_part)
             lease.num_agreed = num_tokens
-
-            def layer_of(index: int) -> ScoredLayer:
-                return self._draft.scored_layer(index, captured, lease.slots[:num_tokens])
-
-            if is_given:
-                weights = [float(segment.is_question) for segment in segments]
-            elif segments:
-                seen = opening_attention(map(layer_of, question_layers(captured, config)), num_in_place, opening)
-                yield
-                weights = segment_weights(over_ranks(seen, ReduceOp.SUM) / num_ranks(), segments, opening)
-            is_mean = config.head_reduction == "mean"
-            if is_mean:
-                num_rows = len(weights_by_question(segments, weights))
-            else:
-                num_rows = sum(part.shape[1] for part in next(iter(captured.values())))
-            # What a rank without voting heads adds is the least attention.
-            votes = torch.zeros(num_rows, num_tokens, device=self._draft.device)
-            votes = own_votes(
-                votes, own_layers(captured, layer_of, config, own_rank()), config, num_in_place, segments, weights
-            )
-            yield
-            if is_mean:
-                importance = over_ranks(votes, ReduceOp.SUM) / num_voters(captured, config, num_ranks())
-            else:
-                importance = over_queries(over_ranks(votes, ReduceOp.MAX), segments, weights)
-            return Score(merge_questions(importance).cpu(), num_new)
+            if unknown := {layer for layer, _ in prompt.config.scoring_heads or ()} - set(captured):
+                raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(captured)}")
+            layers = PooledLayers(self._draft, captured, lease.slots[:num_tokens])
+            attention = queries.attention(layers, ranks=TensorParallel())
+            return Score((yield from attention.importance_in_parts(prompt.config)), num_new)
         finally:
             lease.insert(lease.num_agreed)
 
@@ -162,13 +114,12 @@ class DraftScorer:
         self,
         prompt: Prompt,
         lease: Lease,
-        num_in_place: int,
-        repeated: Sequence[Sequence[int]],
+        queries: ScoringQueries,
         most_of_a_part: PartSize,
-    ) -> Generator[None, None, Queries]:
+    ) -> Parts[Queries]:
         """Run the prompt, and its repeated spans or a look-ahead; the scoring queries by layer."""
         config, token_ids, num_tokens = prompt.config, prompt.token_ids, len(prompt.token_ids)
-        again = [*chain.from_iterable(repeated)]
+        again, num_in_place = [*chain.from_iterable(queries.repeated)], num_tokens - queries.start
         room = self._context_len - num_tokens
         look_ahead = 0 if config.queries_from_prompt else max(0, min(config.look_ahead, room))
         lease.extend(num_tokens - lease.num_shared + look_ahead + len(again))
@@ -197,51 +148,6 @@ class DraftScorer:
                 break
         yield
         return captured
-
-
-def own_layers(
-    captured: Collection[int], layer_of: Callable[[int], ScoredLayer], config: PrefillConfig, rank: int
-) -> Iterator[ScoredLayer]:
-    """This rank's voting layers, each with its voting heads; one layer's keys are held at a time.
-
-    layer_of: a captured layer, with this rank's heads. config.scoring_heads count over all ranks.
-    """
-    unknown = {layer for layer, _ in config.scoring_heads or ()} - set(captured)
-    if unknown:
-        raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(captured)}")
-    for index, heads in voting_heads(captured, config).items():
-        layer = layer_of(index)
-        first, num_heads = rank * len(layer.queries), len(layer.queries)
-        if heads is None:
-            yield layer
-        elif own := [head - first for head in heads if first <= head < first + num_heads]:
-            yield choose_heads(layer, own)
-
-
-def own_votes(
-    votes: torch.Tensor,
-    layers: Iterable[ScoredLayer],
-    config: PrefillConfig,
-    num_in_place: int = 1,
-    segments: Sequence[Segment] = (),
-    weights: Sequence[float] = (),
-) -> torch.Tensor:
-    """This rank's voting heads over a prompt: with head_reduction "max" the largest pooled attention (n, num_tokens),
-    with "mean" the sum of their importance (num_questions, num_tokens). votes: zeros. segments, weights: of the n
-    queries.
-    """
-    for layer in layers:
-        if config.head_reduction == "mean":
-            votes = votes + head_importance(layer, num_in_place, segments, weights).sum(dim=0)
-        else:
-            votes = torch.maximum(votes, largest_attention([layer], config.pool_kernel, num_in_place))
-    return votes
-
-
-def num_voters(captured: Queries, config: PrefillConfig, num_ranks: int) -> int:
-    """Voting heads over all ranks."""
-    voters = voting_heads(captured, config).items()
-    return sum(num_ranks * len(captured[index][0]) if heads is None else len(heads) for index, heads in voters)
 
 
 @contextmanager

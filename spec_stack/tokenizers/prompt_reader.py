@@ -115,9 +115,12 @@ class PromptReader:
 
 def _with_answers(turns: Sequence[ChatTurn], written: Sequence[ChatTurn]) -> list[ChatTurn]:
     """The turns, of which the written ones tell which are answers: some templates open results like answers."""
+    starts = [turn.span[0] for turn in written]
 
     def role_of(turn: ChatTurn) -> str:
-        inside = (it.role for it in written if it.span[0] < turn.span[1] and turn.span[0] < it.span[1])
+        first = max(0, bisect_right(starts, turn.span[0]) - 1)
+        near = written[first : first + 2]
+        inside = (it.role for it in near if it.span[0] < turn.span[1] and turn.span[0] < it.span[1])
         role = next(inside, turn.role)
         return role if "assistant" in (role, turn.role) else turn.role
 

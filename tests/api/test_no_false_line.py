@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from spec_stack import PrefillConfig, Pruner
-from spec_stack.api.pruned_text import Text, cut_segments, write_spans
+from spec_stack.api.pruned_text import Text, cut_segments, whole_segments, write_spans
 from spec_stack.hf.loading import ASSETS, load_tokenizer
 from spec_stack.prefill.segments import Segments, find_lines
 from tests.support.known_documents import KINDS, false_lines
@@ -49,7 +49,7 @@ def kept_at(text: str, keep_rate: float, seed: int) -> tuple[str, str, list[tupl
         # The prompt's last token, which is kept for the answer.
         kept.discard(segments.num_tokens - 1)
     own = Text(0, None, text, False, cut_segments(text, 0, starts, ends, lines))
-    spans = own.kept_spans(kept)
+    spans = own.kept_spans(whole_segments(segments.num_tokens, [own], kept, may_be_empty=True))
     return write_spans(text, spans, None), "".join(pieces[at] for at in sorted(kept)), spans
 
 
@@ -63,6 +63,15 @@ def test_every_line_is_a_line_or_sentences_of_one_or_a_marker(kind: str, end: st
             assert false_lines(document, text, MARKERS) == []
             assert false_lines(document, tokens, ()) == []
             assert spans == sorted(spans)
+
+
+def test_a_kept_sentence_keeps_nothing_of_the_next_line() -> None:
+    text = "".join(f"First of {at}. Second of {at}.\n" for at in range(30))
+    for seed in range(6):
+        for keep_rate in RATES:
+            written, tokens, _ = kept_at(text, keep_rate, seed)
+            kept = [line.strip() for line in tokens.splitlines() if line.strip()]
+            assert [line for line in written.splitlines() if line != "…"] == kept
 
 
 def shape_of(records: Sequence[dict[str, int]], form: str) -> str:

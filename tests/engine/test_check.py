@@ -76,6 +76,24 @@ def test_the_drafts_answer_is_the_first_proposal() -> None:
     assert metrics.num_first_tokens == 6
 
 
+@pytest.mark.parametrize("positions", ["original", "contiguous"])
+def test_the_draft_decodes_over_what_the_check_has_read(positions: str) -> None:
+    model = make_model("qwen2")
+    config = SpecStackConfig(replace(PREFILL, positions=positions), DecodeConfig("fixed", 3))  # type: ignore[arg-type]
+    twins = SpecStackGenerator(model, model, config=config)
+    result = twins.generate(input_ids=PROMPT, max_tokens=24, return_records=True)
+    assert result.metrics.sparse_prefill
+    # A twin that has read the same tokens at the same positions is right every time.
+    later = (result.records or [])[1:-1]
+    assert later
+    assert all(step.gamma == step.num_accepted == 3 for step in later)
+    options: Any = {"input_ids": PROMPT, "max_tokens": 24}
+    assert twins.generate(**options, gamma=0).token_ids == result.token_ids
+    # With logits processors the draft's own answer is no proposal.
+    biased = twins.generate(**options, logit_bias={result.token_ids[0]: -50.0}, return_records=True)
+    assert all(step.gamma == step.num_accepted == 3 for step in (biased.records or [])[1:-1])
+
+
 def test_a_session_checks_new_text_and_what_was_dropped() -> None:
     checked = generator(check_rates=())
     plain = generator(max_divergence=None)

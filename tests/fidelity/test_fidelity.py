@@ -200,3 +200,16 @@ def test_the_fastest_setting_within_the_limit_is_found() -> None:
     with_less = replace(lossy.settings[0], lost=Interval(0.1, 0.0, 0.2))
     ratio = replace(lossy, settings=[with_less]).as_dict()["settings"][0]["perplexity_ratio"]
     assert ratio == pytest.approx({"value": math.exp(0.1), "low": 1.0, "high": math.exp(0.2)})
+
+
+def test_the_check_is_measured_from_the_lowest_rate_on(embedded: SpecStackGenerator, report: FidelityReport) -> None:
+    def checked(max_divergence: float) -> FidelityReport:
+        return measure_fidelity(embedded, PROMPTS[:2], [0.4, 1.0], max_tokens=6, max_divergence=max_divergence)
+
+    loose, strict = checked(math.inf), checked(0.0)
+    assert [each.setting for each in loose.settings][-1] == "checked"
+    for row in loose.prompts:
+        assert row.of("checked").num_kept_tokens == row.of("0.4").num_kept_tokens
+        assert row.of("checked").loss == pytest.approx(row.of("0.4").loss, abs=1e-4)
+    assert (strict.settings[-1].whole, strict.settings[-1].kept, strict.settings[0].whole) == (1, 1, 0)
+    assert strict.settings[-1].lost.value == pytest.approx(0, abs=1e-4)

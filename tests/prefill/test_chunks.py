@@ -5,12 +5,13 @@ import torch
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
-from spec_stack.prefill.importance import ScoredLayer, choose_heads, token_importance
+from spec_stack.prefill.importance import ScoredLayer, choose_heads
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.registry import SCORERS, make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import ChunkSegments
 from spec_stack.prefill.selection import select
+from tests.support.scoring import token_importance
 
 prompts = st.lists(st.integers(0, 12), min_size=1, max_size=120)
 

@@ -20,15 +20,13 @@ from spec_stack.prefill.importance import (
     choose_heads,
     head_importance,
     largest_attention,
-    mean_importance,
     pool,
     segment_weights,
-    token_importance,
 )
 from tests.support import reference
 from tests.support.cuda import Operators, blocking_copies, read_backs
 from tests.support.models import FAMILIES, make_model, random_prompt
-from tests.support.scoring import score_prompt
+from tests.support.scoring import score_prompt, token_importance
 
 
 def scored_importance(family: str, prompt: list[int], config: PrefillConfig) -> tuple[torch.Tensor, list[int]]:
@@ -106,14 +104,14 @@ def test_no_attention_layer_and_non_finite_attention_are_errors() -> None:
 
 @pytest.mark.parametrize("devices", [("meta", "cpu"), ("meta", "cpu", "cpu"), ("meta", "meta", "cpu")])
 @pytest.mark.parametrize("num_queries", [1, 3])
-def test_layers_on_several_devices_give_one_importance(
-    devices: tuple[str, ...], num_queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # There is nothing to read on meta, which stands for another card.
-    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(tensor.shape))
+def test_the_votes_of_layers_on_several_devices_are_put_together(devices: tuple[str, ...], num_queries: int) -> None:
+    # Meta stands for another card.
     queries, keys = torch.randn(4, num_queries, 8), torch.randn(2, 50, 8)
     layers = [ScoredLayer(queries.to(device), keys.to(device), 1.0) for device in devices]
-    assert token_importance(layers, 13).shape == mean_importance(layers).shape == (50,)
+    attention = CapturedAttention(dict(enumerate(layers)))
+    for reduction, num_rows in (("max", num_queries), ("mean", 1)):
+        config = PrefillConfig(head_reduction=reduction, first_scoring_layer=0)
+        assert attention.votes(config, ()).shape == (num_rows, 50)
 
 
 def test_scores_of_half_precision_keys_are_computed_in_fp32() -> None:

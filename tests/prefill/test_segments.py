@@ -84,6 +84,70 @@ def test_rows_of_a_table_are_units_of_their_own() -> None:
     assert find_lines(characters("".join(rows))).heads == [-1, 0, 0]
 
 
+def heads_of(text: str) -> dict[str, str]:
+    """The head of every unit by its text, without breaks."""
+    lines = find_lines(characters(text))
+    texts = ["".join(text[start:stop]).strip() for start, stop in itertools.pairwise(lines.borders)]
+    return {own: texts[head] for own, head in zip(texts, lines.heads, strict=True) if head >= 0}
+
+
+def test_a_pair_needs_its_records_first_one() -> None:
+    for joint in ("\n", ""):
+        text = joint.join(f"Name: R{at}\nAge: {at}1\nCode: {at}7\n" for at in range(3))
+        assert heads_of(text) == {
+            f"{key}: {at}{end}": f"Name: R{at}" for at in range(3) for key, end in (("Age", 1), ("Code", 7))
+        }
+    # Turns of a conversation are no records.
+    assert heads_of("Ann: It rained.\nBo: It did.\n\nAnn: Again.\nBo: Yes.\n") == {}
+
+
+def test_code_needs_the_scope_that_is_named_above_it() -> None:
+    body = "x" * 40
+    python = f"class Area:\n    size = 4\n\n    @cached\n    def area(self):\n        call({body})\n\n\ntop = 1\n"
+    assert heads_of(python) == {
+        "size = 4": "class Area:",
+        "@cached\n    def area(self):": "class Area:",
+        f"call({body})": "@cached\n    def area(self):",
+    }
+    for scope, opener in (
+        ("export const area = async (a) => {", ""),
+        ("pub(crate) fn area(a: u8) -> u8 {", ""),
+        ("func (s *Shape) area(a int) int {", ""),
+        ("static int area(int a)", "{"),
+    ):
+        text = f"{scope}\n{opener}{opener and chr(10)}  call({body});\n  go({body});\n}}\n"
+        assert heads_of(text)[f"go({body});"] == scope
+    assert heads_of(f"if (a) {{\n  call({body});\n  go({body});\n}}\n") == {}
+
+
+def test_a_change_needs_its_place_and_the_line_that_names_its_file() -> None:
+    change = "index 1..2\n--- a/f.c\n+++ b/f.c\n@@ -1,2 +1,2 @@\n x();\n-y();\n+z();\n"
+    assert heads_of(f"diff --git a/f.c b/f.c\n{change}") == {
+        **dict.fromkeys(("index 1..2", "--- a/f.c", "+++ b/f.c", "@@ -1,2 +1,2 @@"), "diff --git a/f.c b/f.c"),
+        **dict.fromkeys(("x();", "-y();", "+z();"), "@@ -1,2 +1,2 @@"),
+    }
+    assert heads_of(change.partition("\n")[2])["@@ -1,2 +1,2 @@"] == "+++ b/f.c"
+
+
+def test_what_stands_below_a_heading_needs_it() -> None:
+    assert heads_of("## Oslo\n\nIt rains\n\n## Rome\n\nIt is dry\n") == {
+        "It rains": "## Oslo",
+        "It is dry": "## Rome",
+    }
+    assert heads_of("# a comment\n\nx = 1\n") == {}
+
+
+def test_rows_of_markup_and_tuples_of_a_long_line_stay_whole() -> None:
+    rows = [f"<tr><td>{at}</td><td>{at}00</td></tr>" for at in range(60)]
+    tuples = [f"({at}, 'x', {at}00)" for at in range(60)]
+    for text, parts in (
+        (f"<table><tr><th>a</th></tr>{''.join(rows)}</table>", rows),
+        (f"INSERT INTO t VALUES {', '.join(tuples)};", tuples),
+    ):
+        found = texts_of(characters(text))
+        assert sum(each.count(part) for each in found for part in parts) == len(parts)
+
+
 def test_text_without_spaces_is_split_at_its_own_stops() -> None:
     assert texts_of(characters("昨日は雨だった。今日は晴れ。\n明日は?")) == [
         "昨日は雨だった。",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -72,6 +73,29 @@ class ServerDiedError(Exception):
     """The log's end says why."""
 
 
+class _Copied:
+    """A process as `subprocess.Popen` has one, of Python's fork server, which has SGLang imported (`forked`)."""
+
+    def __init__(self, log: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        from . import forked
+
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([forked.__name__])
+        self._process = context.Process(target=forked.serve, args=(log, arguments, environment))
+        os.environ.update(ENVIRONMENT)
+        self._process.start()
+        self.pid = int(self._process.pid or 0)
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int:
+        self._process.join(seconds)
+        if (code := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired("a server", seconds)
+        return code
+
+
 class Server:
     """An SGLang server in its own process group, which is stopped as one."""
 
@@ -85,11 +109,19 @@ class Server:
     ) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.log = log
-        command = [*command, "--model-path", str(target), *ARGUMENTS]
+        port = self.url.rsplit(":", 1)[1]
+        arguments = ["--model-path", str(target), *ARGUMENTS, "--port", port, *arguments]
+        environment = {**ENVIRONMENT, **(environment or {})}
+        self._process: subprocess.Popen[bytes] | _Copied
+        # SGLang reads some of its variables as it is imported.
+        changed = [name for name in environment if environment[name] != ENVIRONMENT.get(name)]
+        if command == LAUNCH_SERVER and all(name.startswith("SPEC_STACK_") for name in changed):
+            self._process = _Copied(log, arguments, environment)
+            return
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [*command, "--port", self.url.rsplit(":", 1)[1], *arguments],
-                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                [*command, *arguments],
+                env={**os.environ, **environment},
                 # Away from the repository: a folder named like a package would shadow it.
                 cwd=log.parent,
                 stdout=output,
@@ -110,12 +142,10 @@ class Server:
         raise ServerDiedError(f"not ready after {seconds} s\n{self.tail()}")
 
     def stop(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(20)
+        """At once: a server that ends in order takes five seconds."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(20)
 
     @property
     def is_alive(self) -> bool:
@@ -314,6 +344,16 @@ class Reference:
 
         text = hide_fact(self.tokenizer, num_tokens + 60, seed).document
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)[:num_tokens]
+
+    def user_turn(self, num_tokens: int, seed: int) -> list[int]:
+        """Exactly num_tokens tokens behind a reply: its end, real text from the middle of something, and the opening
+        of the next reply."""
+        before, behind = (
+            self.tokenizer(template, add_special_tokens=False).input_ids
+            for template in ("<|end|><|user|>", "<|end|><|assistant|>")
+        )
+        num_said = num_tokens - len(before) - len(behind)
+        return [*before, *self.text_ids(num_said + 200 + seed % 97, seed)[-num_said:], *behind]
 
     def prompt(self, num_tokens: int, seed: int) -> list[int]:
         """About num_tokens tokens of real text with a fact in it and a question after it."""

@@ -9,7 +9,7 @@ def test_a_follow_up_of_a_dense_turn_is_never_pruned(server: Server, reference: 
     history = reference.prompt(1000, seed=71)
     first = server.generate(history, sparse_prefill="off")
     for turn in range(3):
-        history = [*history, *first["output_ids"], *reference.text_ids(60, seed=72 + turn)]
+        history = [*history, *first["output_ids"], *reference.user_turn(60, seed=72 + turn)]
         reply = server.generate(history)
         report = reply["meta_info"]["spec_stack"]
         num_cached = reply["meta_info"]["cached_tokens"]
@@ -24,7 +24,7 @@ def test_a_follow_up_of_a_dense_turn_is_never_pruned(server: Server, reference: 
 def test_much_new_text_after_a_dense_turn_is_scored_over_what_is_cached(server: Server, reference: Reference) -> None:
     history = reference.prompt(700, seed=81)
     server.generate(history, sparse_prefill="off")
-    longer = [*history, *reference.text_ids(MIN_PROMPT_TOKENS + 200, seed=82)]
+    longer = [*history, *reference.user_turn(MIN_PROMPT_TOKENS + 200, seed=82)]
     reply = server.generate(longer, explain=True)
     report = reply["meta_info"]["spec_stack"]
     assert report["outcome"] == "pruned"

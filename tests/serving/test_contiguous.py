@@ -84,7 +84,7 @@ def test_a_later_turn_reuses_the_kept_prefix_and_recalls_in_order(server: Server
     history, before = [*prompt, *first["output_ids"]], _positions(first)
     num_recalled = 0
     for turn in range(3):
-        history = [*history, *reference.text_ids(30, seed=1910 + turn)]
+        history = [*history, *reference.user_turn(30, seed=1910 + turn)]
         reply = server.generate(history, 12, **asked)
         report, positions = _report(reply), _positions(reply)
         num_recalled += report["num_recalled_tokens"]
@@ -146,7 +146,7 @@ def test_a_target_of_another_architecture_is_pruned(
     asked = {"explain": True, "keep_rate": 0.3, "follow_up": "recall"}
     reply = server.generate(prompt, 12, sparse_prefill="on", **asked)
     assert reply["output_ids"] == _greedy(model, _kept(prompt, reply), 12)
-    history = [*prompt, *reply["output_ids"], *reference.text_ids(30, seed=1921)]
+    history = [*prompt, *reply["output_ids"], *reference.user_turn(30, seed=1921)]
     second = server.generate(history, 12, **asked)
     assert second["output_ids"] == _greedy(model, _kept(history, second), 12)
     assert not server.state()["num_failures"]

@@ -61,12 +61,14 @@ def _runner(device: str) -> Any:
 
 
 def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: Callable[[int], int]) -> Any:
+    from spec_stack.prefill.prompt_text import PromptText
     from spec_stack.sglang.decide import Prompt
     from spec_stack.sglang.draft_pool import DraftScoringRunner
     from spec_stack.sglang.scoring import DraftScorer
 
     scorer = DraftScorer(DraftScoringRunner(runner, num_tokens + 100), runner.model_config.context_len)
-    return scorer.score(Prompt((5,) * num_tokens, None, None, config, "recall"), most_of_a_part)
+    prompt = Prompt((5,) * num_tokens, None, None, config, "recall")
+    return scorer.score(prompt, PromptText(prompt.token_ids), most_of_a_part)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.importance import (
+    Ranks,
     ScoredLayer,
     Segment,
     attention_to_prompt,
@@ -17,7 +19,6 @@ from spec_stack.prefill.importance import (
     over_queries,
     pool,
 )
-from spec_stack.sglang.scoring import num_voters, own_layers, own_votes
 from tests.support.cuda import blocking_copies
 
 # Two questions that count in full, and text between them.
@@ -41,11 +42,14 @@ def _of_rank(layers: Layers, rank: int) -> Layers:
     }
 
 
-def _votes(layers: Layers, config: PrefillConfig, rank: int = 0, num_in_place: int = 1, *queries: Any) -> torch.Tensor:
-    # Questions, or queries.
-    num_rows = (2 if queries else 1) if config.head_reduction == "mean" else 3
-    votes = torch.zeros(num_rows, 50, device=layers[0].queries.device)
-    return own_votes(votes, own_layers(layers, layers.__getitem__, config, rank), config, num_in_place, *queries)
+class _Rank(Ranks):
+    def __init__(self, rank: int, num: int) -> None:
+        self.rank, self.num = rank, num
+
+
+def _attention(layers: Layers, rank: int = 0, num_ranks: int = 1, segments: Any = ()) -> CapturedAttention:
+    num_in_place = 3 if segments else 1
+    return CapturedAttention(layers, num_in_place, segments=segments, ranks=_Rank(rank, num_ranks))
 
 
 @pytest.mark.parametrize("heads", [None, ((1, 1), (1, 4)), ((0, 5), (1, 0), (1, 1))])
@@ -60,7 +64,7 @@ def test_the_votes_are_those_of_each_head_by_itself(heads: Any) -> None:
                 one = layer.queries[head : head + 1], layer.keys[head // 3 : head // 3 + 1], layer.scaling
                 best = torch.maximum(best, pool(attention_to_prompt(*one), 5)[0])
     config = PrefillConfig(scoring_heads=heads, head_reduction="max", pool_kernel=5)
-    torch.testing.assert_close(_votes(layers, config), best)
+    torch.testing.assert_close(_attention(layers).votes(config, ()), best)
 
 
 def test_the_sum_over_chosen_heads_is_that_of_each_head_by_itself() -> None:
@@ -71,10 +75,10 @@ def test_the_sum_over_chosen_heads_is_that_of_each_head_by_itself() -> None:
         own = layers[index].queries[head : head + 1], layers[index].keys[head // 3][None]
         expected += over_queries(attention_to_prompt(*own, 0.3, None, 3), SEGMENTS, WEIGHTS)[0]
     config = PrefillConfig(scoring_heads=heads, head_reduction="mean")
-    torch.testing.assert_close(_votes(layers, config, 0, 3, SEGMENTS, WEIGHTS), expected)
-    captured = {index: [layer.queries] for index, layer in layers.items()}
-    assert num_voters(captured, config, 2) == 3
-    assert num_voters(captured, PrefillConfig(), 2) == 12
+    torch.testing.assert_close(_attention(layers, 0, 1, SEGMENTS).votes(config, WEIGHTS), expected)
+    of_two = _attention(_of_rank(_layers(6), 0), 0, 2)
+    assert of_two.num_voters(config) == 3
+    assert of_two.num_voters(PrefillConfig()) == 6
 
 
 @pytest.mark.parametrize("vote", ["max", "mean"])
@@ -83,19 +87,14 @@ def test_ranks_that_share_the_heads_find_together_what_one_finds_alone(vote: Any
     torch.manual_seed(1)
     layers = _layers(4)
     config = PrefillConfig(scoring_heads=heads, head_reduction=vote)
-    alone = _votes(layers, config, 0, 3, SEGMENTS, WEIGHTS)
-    each = [_votes(_of_rank(layers, rank), config, rank, 3, SEGMENTS, WEIGHTS) for rank in range(2)]
+    alone = _attention(layers, 0, 1, SEGMENTS).votes(config, WEIGHTS)
+    ranks = [_attention(_of_rank(layers, rank), rank, 2, SEGMENTS) for rank in range(2)]
+    each = [rank.votes(config, WEIGHTS) for rank in ranks]
     torch.testing.assert_close(torch.maximum(*each) if vote == "max" else sum(each), alone)
     everyone = PrefillConfig()
-    of_ranks = [own_layers(layers, _of_rank(layers, rank).__getitem__, everyone, rank) for rank in range(2)]
-    opening = [opening_attention(own, 3, 1) for own in of_ranks]
-    whole = opening_attention(own_layers(layers, layers.__getitem__, everyone, 0), 3, 1)
+    opening = [opening_attention(rank.voting(everyone), 3, 1) for rank in ranks]
+    whole = opening_attention(_attention(layers).voting(everyone), 3, 1)
     torch.testing.assert_close((opening[0] + opening[1]) / 2, whole)
-
-
-def test_a_head_of_a_layer_that_the_draft_lacks_is_named() -> None:
-    with pytest.raises(ValueError, match=r"names layers \[7\]"):
-        _votes(_layers(2, 1), PrefillConfig(scoring_heads=((7, 0),)))
 
 
 @pytest.mark.parametrize("heads", [None, ((0, 5), (1, 0), (1, 1))])
@@ -103,5 +102,5 @@ def test_a_head_of_a_layer_that_the_draft_lacks_is_named() -> None:
 def test_the_host_waits_for_no_copy(heads: Any, vote: Any) -> None:
     layers = _layers(6, device="meta")
     with blocking_copies() as found:
-        _votes(layers, PrefillConfig(scoring_heads=heads, head_reduction=vote))
+        _attention(layers).votes(PrefillConfig(scoring_heads=heads, head_reduction=vote), ())
     assert found == []

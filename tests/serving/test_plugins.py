@@ -47,9 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def own(launch: Launcher, folder: Path) -> Iterator[Server]:
-    """Started by `sglang serve`. A flag overrides the settings file. Both models have padded embeddings."""
+@pytest.fixture(scope="module", params=["copied", pytest.param("spawned", marks=pytest.mark.nightly)])
+def own(launch: Launcher, folder: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Started by `sglang serve`, its processes by night as a user's. A flag overrides the settings file. Both models
+    have padded embeddings."""
     prefill = {"scorer": "rare_words", "on_scoring_failure": "raise"}
     settings = {"prefill": prefill, "keep_rate": 0.9, "min_prompt_tokens": 100, "policy": "twos", "calibration": "none"}
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -59,13 +60,12 @@ def own(launch: Launcher, folder: Path) -> Iterator[Server]:
         *("--spec-stack-keep-rate", "0.3"),
         environment={
             **{"PYTHONPATH": path, "SPEC_STACK_PLUGINS": "rare_words", "SPEC_STACK_SGLANG": "{}"},
-            # Its processes are spawned, as a user's are.
-            "SPEC_STACK_TEST_FORK": "",
+            "SPEC_STACK_TEST_FORK": "1" if request.param == "copied" else "",
         },
         command=SERVE,
-        target=padded(ASSETS / "target", folder / "target", 64, factor=0),
+        target=padded(ASSETS / "target", folder / f"target {request.param}", 64, factor=0),
         # Were they not cut, it would propose nothing else.
-        draft=padded(ASSETS / "draft", folder / "draft", 64, factor=9),
+        draft=padded(ASSETS / "draft", folder / f"draft {request.param}", 64, factor=9),
     )
     yield server
     server.stop()

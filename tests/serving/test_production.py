@@ -122,34 +122,48 @@ def test_a_routers_session_id_changes_nothing(busy: Server, reference: Reference
 
 
 def test_prompts_are_scored_when_they_can_start_and_the_urgent_one_first(busy: Server, reference: Reference) -> None:
-    before, ended = _num_pruned(busy), []
+    """What the server says decides, never how long anything takes: two requests run until they are aborted."""
+
+    def run(number: int) -> None:
+        prompt = reference.prompt(60, seed=720 + number)
+        # Without a priority it would be preempted.
+        busy.post("/generate", {**generate_body(prompt, 3500, gamma=0), "rid": f"runs {number}", "priority": 0})
 
     def ask(number: int) -> None:
-        prompt = reference.prompt(900, seed=730 + number)
-        body = {**generate_body(prompt, 2, **_LONG), "priority": 10 if number == 5 else 0}
+        body = generate_body(reference.prompt(900, seed=730 + number), 2, **_LONG)
+        # So little more that it preempts nobody.
+        body |= {"rid": f"waits {number}", "priority": 5 if number == 5 else 0}
         status, reply = busy.post("/generate", body)
         assert (status, _report(reply)["outcome"]) == (200, "pruned")
-        ended.append(number)
+
+    def to_score(metrics: dict[str, float]) -> float:
+        return metrics["spec_stack:prompts_to_score"]
 
     with ThreadPoolExecutor(8) as pool:
-        running = [
-            pool.submit(busy.generate, reference.prompt(60, seed=720 + number), 700, gamma=0) for number in range(2)
-        ]
-        _wait_until(lambda: busy.metrics()["sglang:num_running_reqs"] == 2)
-        waiting = [pool.submit(ask, number) for number in range(5)]
-        _wait_until(lambda: busy.metrics()["spec_stack:prompts_to_score"] == 4)
-        waiting.append(pool.submit(ask, 5))
-        _wait_until(lambda: busy.metrics()["spec_stack:prompts_to_score"] == 5)
-        oldest = busy.metrics()["spec_stack:oldest_prompt_to_score_seconds"]
-        time.sleep(1)
-        assert not any(each.done() for each in running), "they ended too soon for this test"
-        assert _num_pruned(busy) == before + 1
-        assert busy.metrics()["spec_stack:oldest_prompt_to_score_seconds"] > oldest
-        for each in waiting:
+        running = [pool.submit(run, number) for number in range(2)]
+        try:
+            _wait_until(lambda: busy.metrics()["sglang:num_running_reqs"] == 2)
+            before = _num_pruned(busy)
+            waiting = [pool.submit(ask, number) for number in range(5)]
+            # Of those that wait for the two one is scored ahead.
+            _wait_until(lambda: _num_pruned(busy) == before + 1 and to_score(busy.metrics()) == 4)
+            waiting.append(pool.submit(ask, 5))
+            # None that is scored is before the urgent one.
+            _wait_until(lambda: _num_pruned(busy) == before + 2)
+            oldest, num_steps = busy.metrics()["spec_stack:oldest_prompt_to_score_seconds"], busy.state()["num_steps"]
+            _wait_until(lambda: busy.state()["num_steps"] > num_steps + 40)
+            assert not any(each.done() for each in running), "they ended too soon for this test"
+            assert (_num_pruned(busy), to_score(busy.metrics())) == (before + 2, 4)
+            assert busy.metrics()["spec_stack:oldest_prompt_to_score_seconds"] > oldest
+        finally:
+            for number in range(2):
+                busy.post("/abort_request", {"rid": f"runs {number}"})
+        for each in (*running, *waiting):
             each.result()
-    # Two run at once, and one had its score.
-    assert 5 in ended[:3], ended
-    _wait_until(lambda: busy.metrics()["spec_stack:prompts_to_score"] == 0)
+    # In the log's order they were scored.
+    scored = [line.split(": ")[1] for line in busy.log.read_text().splitlines() if ": waits " in line]
+    assert scored.index("waits 5") == 1, scored
+    _wait_until(lambda: to_score(busy.metrics()) == 0)
 
 
 def test_an_update_of_the_targets_weights_leaves_the_draft_and_what_is_known_goes(

@@ -203,7 +203,7 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
     assert [tuple(head) for head in chosen] == list(prefill.scoring_heads)
     assert reply["output_ids"] == reference.tokens_over(prompt, spans, 16)
     assert server.state()["draft_pool"]["num_held"] == len(prompt)
-    longer = [*prompt, *reference.text_ids(40, seed=72)]
+    longer = [*prompt, *reference.user_turn(40, seed=72)]
     spans = server.generate(longer, 4, explain=True, follow_up="afresh")["meta_info"]["spec_stack"]["kept_spans"]
     kept = [longer[position] for start, stop in spans for position in range(start, stop)]
     assert kept == kept_ids(reference, longer, prefill)

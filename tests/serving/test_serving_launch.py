@@ -22,6 +22,7 @@ _ACCEPTED: dict[str, Any] = {
     "enable_dp_attention": False,
     "pp_size": 1,
     "speculative_use_rejection_sampling": False,
+    "enable_memory_saver": False,
 }
 
 

@@ -69,3 +69,13 @@ def test_a_calibration_of_other_models_is_refused_where_named_and_left_aside_whe
     assert "left aside" in caplog.text
     with pytest.raises(ValueError, match="another target"):
         with_calibration(ServerConfig(calibration=str(folder)), "", draft, draft)
+
+
+def test_a_calibrated_check_is_left_out_and_the_log_says_so(
+    calibrated_draft: tuple[Path, Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, *models = calibrated_draft
+    made = Calibration.load(folder)
+    Calibration({**made.settings, "max_divergence": 0.1}, made.target, made.draft, margin=0.1).save(folder)
+    assert with_calibration(ServerConfig(), str(folder), *models).prefill.max_divergence is None
+    assert "max_divergence is not checked on this server" in caplog.text

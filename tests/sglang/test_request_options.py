@@ -57,9 +57,10 @@ def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> No
         _parse(custom, CONFIG)
 
 
-def test_options_are_an_object() -> None:
+@pytest.mark.parametrize("asked", ["on", "[1]", "3", 3, ["on"]])
+def test_options_are_an_object(asked: object) -> None:
     with pytest.raises(ValueError, match="must be an object of options"):
-        RequestOptions.parse({"spec_stack": 3}, CONFIG)
+        RequestOptions.parse({"spec_stack": asked}, CONFIG)
 
 
 @pytest.mark.parametrize("name", ["sparse_prefill", "keep_rate", "follow_up"])

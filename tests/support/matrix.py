@@ -19,8 +19,8 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.attention import scored_layers
-from spec_stack.prefill.importance import token_importance
 from tests.support import reference, reference_architectures
+from tests.support.scoring import token_importance
 from tests.support.tiny_architectures import CONFIGS, VOCAB, make_model, random_prompt
 
 # Longer than the sliding windows.

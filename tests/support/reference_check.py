@@ -21,6 +21,11 @@ def _logprobs(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[in
     return [value - total for value in row]
 
 
+def logprobs_divergence(whole: Sequence[float], part: Sequence[float]) -> float:
+    """The Kullback-Leibler divergence of two lists of log-probabilities, in nats."""
+    return sum(math.exp(one) * (one - other) for one, other in zip(whole, part, strict=True))
+
+
 def divergence(
     model: PreTrainedModel,
     prompt: Sequence[int],
@@ -62,6 +67,6 @@ def _mean(
         at = [*positions, *range(end, end + len(answer))]
         seen = _logprobs(model, [*whole, *answer], range(len(whole) + len(answer)))
         left = _logprobs(model, [*part, *answer], at)
-        total += sum(math.exp(one) * (one - other) for one, other in zip(seen, left, strict=True))
+        total += logprobs_divergence(seen, left)
         answer.append(max(range(len(seen)), key=seen.__getitem__))
     return total / len(answer)

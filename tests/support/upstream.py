@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -37,9 +38,11 @@ class Seen:
 
 @dataclass
 class FakeUpstream:
-    """Runs until `stop`. left: set when a client has left a stream or a response that does not come."""
+    """Runs until `stop`. says: the answer to a body. left: set when a client has left a stream or a response that does
+    not come."""
 
     seen: list[Seen] = field(default_factory=list)
+    says: Callable[[Any], str] = field(default=lambda body: "Vienna")
     left: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
 
@@ -92,7 +95,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif body.get("stream"):
             self.stream(EVENTS)
         else:
-            self.send(200, json.dumps(_answer(self.path, body)).encode())
+            try:
+                self.send(200, json.dumps(_answer(self.path, body, self.fake.says)).encode())
+            except BrokenPipeError:
+                self.fake.left.set()
 
     def behave_too_many(self) -> None:
         self.send(429, TOO_MANY, {"Retry-After": "7", "x-ratelimit-remaining": "0"})
@@ -177,17 +183,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
 
 
-def _answer(path: str, body: dict[str, Any]) -> dict[str, Any]:
+def _answer(path: str, body: dict[str, Any], says: Callable[[Any], str]) -> dict[str, Any]:
     """The shortest answer that OpenAI's client takes for one."""
     if path.startswith("/v1/models"):
         return {"object": "list", "data": [{"id": "m", "object": "model", "created": 1, "owned_by": "x"}]}
     if path.startswith("/v1/embeddings"):
         return {"object": "list", "model": "m", "data": [{"object": "embedding", "index": 0, "embedding": [0.5]}]}
     usage = {"prompt_tokens": len(json.dumps(body)) // 4, "completion_tokens": 1, "total_tokens": 1}
-    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "text": "Vienna"}
+    said = says(body)
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "text": said}
     messages = body.get("messages")
     if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
-        message: dict[str, Any] = {"role": "assistant", "content": "Vienna"}
+        message: dict[str, Any] = {"role": "assistant", "content": said}
         if body.get("tools") and messages[-1].get("role") == "user":
             message = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
         elif messages[-1].get("role") == "tool":

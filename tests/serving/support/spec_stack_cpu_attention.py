@@ -22,7 +22,7 @@ FAULTS = {
     "setting aside": ("manager", "SparsePrefillManager._set_unscored_aside"),
     "round": ("manager", "SparsePrefillManager._step"),
     "scoring": ("scoring", "DraftScorer.score"),
-    "placing": ("manager", "plan_scored"),
+    "placing": ("manager", "plan_prompt"),
     "forgetting": ("manager", "SparsePrefillManager.forget"),
     "state": ("manager", "SparsePrefillManager.state"),
     "report": ("request", "ReportAssembler.add"),
@@ -120,16 +120,17 @@ def _fail_on(rank):
     """One rank alone cannot score long prompts, as if it had run out of memory."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from spec_stack.sglang import scoring
+    from spec_stack.prefill.attention import CapturedAttention
 
-    own_votes = scoring.own_votes
+    votes = CapturedAttention.votes
 
-    def fail_on_long_prompts(votes, *args):
-        if get_tp_group().rank_in_group == rank and votes.shape[-1] > 600:
+    def fail_on_long_prompts(attention, *args):
+        found = votes(attention, *args)
+        if get_tp_group().rank_in_group == rank and found.shape[-1] > 600:
             raise MemoryError("put out of action by a test")
-        return own_votes(votes, *args)
+        return found
 
-    scoring.own_votes = fail_on_long_prompts
+    CapturedAttention.votes = fail_on_long_prompts
 
 
 def _break(name):

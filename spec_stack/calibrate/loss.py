@@ -1,0 +1,156 @@
+"""The largest `max_divergence` of a pair under which no more answers are lost than a bound allows. The target runs.
+
+Lost is an answer that is right when dense and wrong when pruned; where no answer is known, or the dense one is wrong, a
+loss of more than `LOST_NATS` a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+from spec_stack.binomial import num_needed, upper_bound
+from spec_stack.calibrate.config import CalibrateConfig
+from spec_stack.calibrate.prompts import PromptMaker, fitting, plan
+from spec_stack.config import SpecStackConfig
+from spec_stack.engine.engine import Engine, PrefilledPrompt, token_logprobs
+from spec_stack.engine.pair import ModelPair
+from spec_stack.engine.request import Call
+from spec_stack.prefill.calibration import Calibration
+from spec_stack.prefill.check import rates_to_try
+from spec_stack.settings.checks import require
+
+LOST_NATS = 0.3
+THRESHOLDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+"""From strict to loose; the first whose bound fails ends the search, so that the bound holds after it."""
+_ANSWER_TOKENS = 20
+Asked = tuple[Call, Sequence[str]]
+"""A prompt, and what a right answer holds; empty where that is not known."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A keep rate of a prompt: the divergence of the draft's answer, and whether the target's was lost."""
+
+    divergence: float
+    is_lost: bool
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What was found. max_divergence: None where no threshold keeps the bound. num_lost, num_pruned: of num_prompts,
+    under it, or under the strictest one."""
+
+    max_divergence: float | None
+    max_loss: float
+    num_prompts: int
+    num_lost: int
+    num_pruned: int
+
+    def told(self) -> str:
+        """The result in a sentence or two."""
+        most, n = f"{self.max_loss:.3g}", self.num_prompts
+        high = f"{upper_bound(self.num_lost, n):.3f}"
+        found = f"{self.num_lost} of {n} prompts were lost, at most {high} (95 %), and {self.num_pruned} were pruned"
+        if self.max_divergence is not None:
+            return f"max_divergence {self.max_divergence} keeps lost answers under {most}: {found}."
+        needed = f"{num_needed(self.max_loss)} prompts without a loss would be needed"
+        return f"No max_divergence keeps lost answers under {most}: at {THRESHOLDS[0]}, {found}; {needed}."
+
+
+def check_share(max_loss: float) -> None:
+    """Raise ValueError for a bound that is no share."""
+    require(0 < max_loss < 1, f"max_loss must be a share, over 0 and under 1, got {max_loss}")
+
+
+def asked_of(prompts: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[Asked]:
+    """Prompts of a file as calls; a text is a user's message where there is a chat template."""
+    found: list[Asked] = []
+    for given in prompts:
+        content = given.get("messages", given.get("prompt", given.get("text")))
+        if isinstance(content, str) and getattr(tokenizer, "chat_template", None):
+            content = [{"role": "user", "content": content}]
+        call = Call(prompt=content) if isinstance(content, str) else Call(messages=content, tools=given.get("tools"))
+        found.append((call, list(map(str, given.get("answers", ())))))
+    return found
+
+
+def built_in(pair: ModelPair, config: CalibrateConfig, documents: Sequence[str]) -> Iterable[Asked]:
+    """The calibration's prompts of the shortest length, which hide facts, in other documents than it has chosen by."""
+    maker = PromptMaker(pair, documents, config.seed + 1)
+    for task in plan(fitting(pair, config.lengths)[:1], config.prompts):
+        yield Call(input_ids=maker.make(task).token_ids), ()
+
+
+def rungs_of(engine: Engine, asked: Asked) -> list[Rung]:
+    """What a prompt loses at every keep rate that the check may try."""
+    call, answers = asked
+    dense = PrefilledPrompt(engine, Call(**{**call, "sparse_prefill": "off"}))
+    answer = dense.greedy(_ANSWER_TOKENS)
+    own = token_logprobs(dense.logits(answer), answer).mean()
+    is_right = _is_right(engine, answer, answers)
+    rungs: list[Rung] = []
+    for rate in rates_to_try(engine.config.prefill, len(dense.request.prompt_ids)):
+        options: Any = {"sparse_prefill": "on", "keep_rate": rate, "max_divergence": math.inf}
+        pruned = PrefilledPrompt(engine, Call(**{**call, **options}))
+        if not pruned.selection.tried:
+            return [*rungs, Rung(0.0, False)]
+        if is_right:
+            is_lost = not _is_right(engine, pruned.greedy(_ANSWER_TOKENS), answers)
+        else:
+            is_lost = float(own - token_logprobs(pruned.logits(answer), answer).mean()) > LOST_NATS
+        rungs.append(Rung(pruned.selection.tried[0].divergence, is_lost))
+    return rungs
+
+
+def _is_right(engine: Engine, answer: Sequence[int], answers: Sequence[str]) -> bool:
+    if not answers:
+        return False
+    text = engine.pair.tokenizer.decode(answer, skip_special_tokens=True).lower()
+    return all(each.lower() in text for each in answers)
+
+
+def find_bound(prompts: Sequence[Sequence[Rung]], max_loss: float) -> Bound:
+    """The loosest threshold before the first whose upper bound of lost prompts is over max_loss."""
+    found: Bound | None = None
+    for threshold in THRESHOLDS:
+        kept = [next((rung for rung in rungs if rung.divergence <= threshold), None) for rungs in prompts]
+        num_lost = sum(rung is not None and rung.is_lost for rung in kept)
+        num_pruned = sum(rung is not None for rung in kept)
+        if upper_bound(num_lost, len(prompts)) > max_loss:
+            return found or Bound(None, max_loss, len(prompts), num_lost, num_pruned)
+        found = Bound(threshold, max_loss, len(prompts), num_lost, num_pruned)
+    if found is None:
+        raise ValueError("there is no prompt to find a bound by")
+    return found
+
+
+def with_bound(
+    calibration: Calibration,
+    pair: ModelPair,
+    asked: Iterable[Asked],
+    max_loss: float,
+    budget_s: float,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
+) -> Calibration:
+    """A calibration with the pair's max_divergence, where one keeps the bound, and a note that says what was found.
+
+    Raises ValueError for a draft with another tokenizer, and where the budget leaves no time for a prompt.
+    """
+    prefill = replace(calibration.apply(), max_divergence=math.inf)
+    engine, until = Engine(pair, SpecStackConfig(prefill)), monotonic() + budget_s
+    prompts: list[list[Rung]] = []
+    listed = list(asked)
+    for each in listed:
+        if monotonic() > until:
+            break
+        prompts.append(rungs_of(engine, each))
+        progress(len(prompts), len(listed), f"lost at each rate: {[rung.is_lost for rung in prompts[-1]]}")
+    bound = find_bound(prompts, max_loss)
+    settings = dict(calibration.settings)
+    if bound.max_divergence is not None:
+        settings["max_divergence"] = bound.max_divergence
+    return replace(calibration, settings=settings, notes=[*calibration.notes, bound.told()])
