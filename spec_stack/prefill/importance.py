@@ -92,11 +92,15 @@ def choose_heads(layer: ScoredLayer, heads: Sequence[int]) -> ScoredLayer:
 
 @dataclass(frozen=True)
 class Segment:
-    """Half-open rows of the captured queries, and the span of the prompt's tokens that they are the queries of."""
+    """Half-open rows of the captured queries, and the span of the prompt's tokens that they are the queries of.
+
+    asks: whether it asks by its role, whatever the opening attends to.
+    """
 
     rows: Span
     span: Span
     is_question: bool = False
+    asks: bool = False
 
 
 def opening_attention(layers: Iterable[ScoredLayer], num_in_place: int, opening: int) -> torch.Tensor:
@@ -116,7 +120,9 @@ def opening_attention(layers: Iterable[ScoredLayer], num_in_place: int, opening:
 def segment_weights(attention: torch.Tensor, segments: Sequence[Segment], opening: int) -> list[float]:
     """The weight, up to 1, of each segment's queries, by `opening_attention` (num_prompt_tokens,) to the segment.
 
-    Segments with a question mark near the heaviest one have its weight: two questions in one turn count alike.
+    Segments with a question mark near the heaviest one have its weight: two questions in one turn count alike. Of those
+    that ask by their role the heaviest has weight 1: behind a tool's results the opening attends to the system message
+    and to what is near, 2 to 50 times as much as to the user's question.
     """
     others = attention.cpu()[: len(attention) - opening]
     seen = torch.stack([others[slice(*segment.span)].mean() for segment in segments])
@@ -126,8 +132,10 @@ def segment_weights(attention: torch.Tensor, segments: Sequence[Segment], openin
     heaviest = int(torch.where(is_question, known, -1.0).argmax())
     together = [_gap(segment.span, segments[heaviest].span) <= _BETWEEN_QUESTIONS for segment in segments]
     seen = torch.where(is_question & torch.tensor(together) & ~seen.isnan(), known[heaviest], seen)
-    largest = known.max().clamp(min=torch.finfo(seen.dtype).tiny)
-    weights: list[float] = (seen / largest).nan_to_num(nan=1.0).tolist()
+    asks = torch.tensor([segment.asks for segment in segments])
+    least = torch.finfo(seen.dtype).tiny
+    largest = torch.where(asks, known.where(asks, -1.0).max(), known.max()).clamp(min=least)
+    weights: list[float] = (seen / largest).nan_to_num(nan=1.0).clamp(max=1).tolist()
     return weights
 
 

@@ -79,6 +79,11 @@ class Candidates:
             start=max(self.start, min(borders)),
         )
 
+    @property
+    def asks(self) -> list[bool]:
+        """Whether each segment is of a request that has other turns behind it: it asks, however far back it is."""
+        return [self.is_of_earlier_request(segment) for segment in self.segments]
+
     def is_of_request(self, segment: Span) -> bool:
         return self.request[0] <= segment[0] < self.request[1]
 

@@ -180,8 +180,8 @@ class ScoringQueries:
         repeated = pairwise(accumulate(sizes, initial=num_in_place))
         in_place = [(max(start - first, 0), stop - first) for start, stop in spans[found.num_repeated :]]
         segments = [
-            Segment(row, span, mark)
-            for row, span, mark in zip([*repeated, *in_place], spans, found.is_question, strict=True)
+            Segment(row, span, mark, asks)
+            for row, span, mark, asks in zip([*repeated, *in_place], spans, found.is_question, found.asks, strict=True)
             if row[0] < row[1] and span[0] < span[1]
         ]
         opening = num_draft_tokens - _in_draft_tokens((num_tokens - found.opening, num_tokens), ranges)[0]

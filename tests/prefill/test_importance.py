@@ -132,6 +132,16 @@ def test_questions_side_by_side_count_alike() -> None:
     assert segment_weights(attention, segments, 4) == pytest.approx([0.25, 1, 1, 0.15])
 
 
+def test_who_asks_by_role_counts_in_full_whatever_the_opening_attends_to() -> None:
+    attention = torch.zeros(400)
+    for (start, stop), worth in (((0, 10), 0.8), ((20, 30), 0.02), ((30, 40), 0.01), ((300, 310), 0.4)):
+        attention[start:stop] = worth
+    system, first, second, plan = (Segment(span, span) for span in ((0, 10), (20, 30), (30, 40), (300, 310)))
+    asking = [replace(first, asks=True), replace(second, asks=True)]
+    assert segment_weights(attention, [system, *asking, plan], 4) == pytest.approx([1, 1, 0.5, 0.5])
+    assert segment_weights(attention, [system, first, second, plan], 4) == pytest.approx([1, 0.025, 0.0125, 0.5])
+
+
 def captured(num_layers: int, num_segments: int, device: str = "cpu") -> CapturedAttention:
     """Attention of random queries, two for each segment, to 200 tokens."""
     segments = tuple(Segment((2 * at, 2 * at + 2), (100 + at, 101 + at), at == 1) for at in range(num_segments))
