@@ -46,7 +46,7 @@ def test_a_policy_put_into_the_package_has_a_name_and_passes_the_tests_of_all(tm
     registry.write_text(f"{before}{opening}{entry.code}{after}", encoding="utf-8")
     made = "from spec_stack.controller.registry import make_policy; print(make_policy('patience', threshold=0.3))"
     assert _python(tmp_path, tmp_path, "-c", made) == "Patience(threshold=0.3, weight=0.3)\n"
-    assert "patience" in _python(tmp_path, tmp_path, "-m", "spec_stack", "generate", "--help")
+    assert "patience" in _python(tmp_path, tmp_path, "-m", "spec_stack", "generate", "--help-all")
     chosen = (
         "tests/controller/test_policies.py",
         "tests/test_import_rules.py",
