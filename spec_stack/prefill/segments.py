@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -180,6 +181,12 @@ class Lines:
 
 def find_lines(pieces: Sequence[str]) -> Lines:
     """The lines, sentences and blocks of a text by the text of every token, each of at most LONGEST_UNIT tokens."""
+    return _find_lines(tuple(pieces))
+
+
+# The question, the selection and the written text need the same lines; a second text is a conversation's new part.
+@lru_cache(maxsize=2)
+def _find_lines(pieces: tuple[str, ...]) -> Lines:
     starts = [0, *accumulate(map(len, pieces))][:-1]
 
     def size(start: int, stop: int) -> int:
