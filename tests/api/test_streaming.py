@@ -137,7 +137,7 @@ def test_padding_at_either_end_is_left_out(
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 1]}, "of shape"),
         ({"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 1]]}, "once for each"),
         ({"input_ids": [[1, 2], [3, 4]]}, "once for each"),
-        ({"prompt": ["a", "b"]}, "once for each"),
+        ({"prompt": ["a", "b"], "attention_mask": [1]}, "goes with input_ids"),
         ({"prompt": "a", "attention_mask": [1]}, "goes with input_ids"),
     ],
 )
