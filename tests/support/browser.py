@@ -46,7 +46,8 @@ class Page:
         browser = find_browser()
         if browser is None:
             raise RuntimeError("no browser is installed")
-        self._folder = tempfile.TemporaryDirectory(prefix="browser")
+        # A process of the browser may still write into its profile when it is removed.
+        self._folder = tempfile.TemporaryDirectory(prefix="browser", ignore_cleanup_errors=True)
         # The browser reads commands from descriptor 3, and answers on 4.
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
