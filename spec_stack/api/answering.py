@@ -193,11 +193,12 @@ class GenerationMixin(ABC):
                 tell(len(results), len(prompts), "prompts")
         return results
 
+    @shows_options(GenerateOptions, **_DEFAULTS)
     async def agenerate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> GenerationResult:
         """`generate` for code that awaits, with the options of `stream`. Steps are made in a thread; a cancelled call
         ends after its current step."""
         for unknown in options.keys() - GenerateOptions.__annotations__.keys():
-            raise unknown_option(GenerationMixin.stream, unknown)
+            raise unknown_option(GenerationMixin.agenerate, unknown)
         request, steps = self._begin(cast(Call, {**options, "prompt": prompt}))
         outputs = [output async for output in _in_thread(Stream(steps, request.progress))]
         return replace(_whole(request, outputs), records=None)

@@ -475,7 +475,7 @@ class PrunerConversation:
         for message, char in begins:
             role = chat[message]["role"]
             for part, text in contents[message]:
-                # An answer is told by its role: the cache does not decide what is new.
+                # An assistant's message is an answer, cached or not.
                 segments = cut_segments(text, char, starts, ends, lines)
                 texts.append(Text(message, part, text, role in (*KEPT_ROLES, "assistant"), segments))
                 start, stop = bisect_left(starts, char), bisect_right(ends, char + len(text))

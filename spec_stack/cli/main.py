@@ -186,8 +186,10 @@ def _pruning_of(config: PrefillConfig) -> str:
     """What is dropped of prompts, in words."""
     if config.sparse_prefill in ("off", "draft_only"):
         return "prompts are read whole"
-    least = config.min_prompt_tokens if config.sparse_prefill == "auto" else 0
-    return f"of prompts of {least} tokens and more a share of {config.keep_rate} is kept, which is lossy"
+    which = (
+        f"prompts of {config.min_prompt_tokens} tokens and more" if config.sparse_prefill == "auto" else "every prompt"
+    )
+    return f"of {which} a share of {config.keep_rate} is kept, which is lossy"
 
 
 def _proxy(arguments: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ async def answer_again(upstream: Upstream, request: Request, body: Body) -> Word
 
 
 def greedy(body: Body) -> dict[str, Any]:
-    """A body that asks for one short greedy answer in one piece."""
+    """The body of a request for one short greedy answer, not streamed."""
     changed = {name: value for name, value in body.items() if name not in ("stream", "stream_options", "n", "store")}
     names = ("max_output_tokens", "max_completion_tokens", "max_tokens")
     name = next((name for name in names if name in body), names[0] if "input" in body else names[-1])
