@@ -10,7 +10,7 @@ import pytest
 
 STYLE = (files("spec_stack.explain") / "page.css").read_text(encoding="utf-8")
 WRITERS = ("draft", "ngram", "bonus", "correction", "plain", "other")
-REASONS = ("attention", "word", "heading", "ends", "protected", "recalled", "cached")
+REASONS = ("attention", "word", "ends", "protected", "recalled", "cached")
 Colour = tuple[float, float, float]
 # Linear RGB as it is seen without one kind of cone: Machado, Oliveira and Fernandes (2009), severity 1.
 SIGHTS: dict[str, tuple[Colour, Colour, Colour]] = {
