@@ -27,7 +27,8 @@ def words_of_segments(inputs: ScoringInputs, question: Question, segments: Segme
 
 
 def raise_named(scores: torch.Tensor, inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
-    """Scores (..., num_segments), up to three times as high where a segment shares rare words with the question.
+    """Scores (..., num_segments), up to three times as high where a segment shares rare words with the question, and at
+    least those of a head that does, in proportion to its share of them.
 
     It finds identifiers: a draft attends to all records of a kind alike, and the question names one of them, or the
     heading, key or scope that it stands under. Without text, the scores themselves.
@@ -35,9 +36,13 @@ def raise_named(scores: torch.Tensor, inputs: ScoringInputs, segments: Segments)
     if inputs.pieces is None:
         return scores
     shared = shared_rare_words(inputs, segments)
-    shares = shared / shared.max().clamp(min=torch.finfo(shared.dtype).tiny)
-    raised = scores * (1 + _RARE_WORDS * shares).to(scores)
+    shares = (shared / shared.max().clamp(min=torch.finfo(shared.dtype).tiny)).to(scores)
+    raised = scores * (1 + _RARE_WORDS * shares)
     inputs.note_part("rare word", raised)
+    heads = torch.tensor([segments.head(at) for at in range(len(segments))], device=scores.device)
+    of_heads = torch.where(heads < 0, 0.0, (shares * raised)[..., heads.clamp(min=0)])
+    raised = raised.maximum(of_heads)
+    inputs.note_part("head", raised)
     return raised
 
 

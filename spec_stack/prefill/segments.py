@@ -105,8 +105,12 @@ class Segments:
         chain: list[int] = []
         while segment >= 0 and segment not in chain:
             chain.append(segment)
-            segment = self._heads[segment] if self._heads else -1
+            segment = self.head(segment)
         return chain
+
+    def head(self, segment: int) -> int:
+        """The segment that is kept with this one, or -1."""
+        return self._heads[segment] if self._heads else -1
 
 
 class ChunkSegments(Segments):

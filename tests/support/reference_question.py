@@ -132,7 +132,9 @@ def raised(
     the question's tokens."""
     sums = shared(pieces, spans, heads, asked)
     largest = max(sums)
-    return [each * (1 + most * (share / largest if largest else 0)) for each, share in zip(scores, sums, strict=True)]
+    shares = [share / largest if largest else 0.0 for share in sums]
+    own = [each * (1 + most * share) for each, share in zip(scores, shares, strict=True)]
+    return [max(own[at], shares[head] * own[head]) if head >= 0 else own[at] for at, head in enumerate(heads)]
 
 
 def shared(
