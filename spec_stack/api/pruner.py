@@ -341,7 +341,7 @@ class PrunerConversation:
         # The same prompt again keeps what it kept.
         recall = None if list(prompt.token_ids) == list(self._token_ids) else self._session
         obstacle = scoring_obstacle(config, num_tokens, self._pair.max_positions[1], self._pair.scoring_limit)
-        turn = plan_turn(prompt.read, held, config, recall, obstacle)
+        turn = plan_turn(prompt.token_ids, lambda: prompt.read, held, config, recall, obstacle)
         reason = turn.reason
         if max_tokens is not None and len(kept) <= max_tokens and not obstacle:
             reason = f"off: {len(kept)} tokens are no more than max_tokens={max_tokens}"
@@ -402,15 +402,15 @@ class PrunerConversation:
         num_new = len(prompt.token_ids) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.read.kept, num_old))
         if max_tokens is None or not turn.prunes:
-            selection = plan_scored(turn, inputs, config, self._session, check=check)
+            selection = plan_scored(turn, inputs, config, self._session, check=check).selection
             return {*held, *selection.positions}, selection.num_recalled, selection.tried
         best: tuple[int, Selection] | None = None
         for attempt in range(_MOST_TRIES):
-            selection = plan_scored(turn, inputs, config, self._session)
+            selection = plan_scored(turn, inputs, config, self._session).selection
             if not attempt:
                 room = max(1, max_tokens - len(held) - selection.num_recalled - num_protected)
                 config = replace(config, keep_rate=min(1.0, room / num_new))
-                selection = plan_scored(turn, inputs, config, self._session)
+                selection = plan_scored(turn, inputs, config, self._session).selection
             whole = _whole(prompt, {*held, *selection.positions}, marker)
             num_left = max_tokens - len(self._written(prompt, whole, _kept_texts(prompt, whole, marker)))
             if num_left >= 0 and (best is None or num_left < best[0]):

@@ -160,10 +160,7 @@ class Session(GenerationMixin):
 
     def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
         held = self.conversation
-        asked = call.get("sparse_prefill") or self.engine.config.prefill.sparse_prefill
-        # A dense target keeps only densely read tokens, and reads the rest again.
-        held_ids = held.token_ids if asked in ("auto", "on") else held.token_ids[: held.num_dense]
-        request = self.engine.plan(call, held_ids, held.encoded)
+        request = self.engine.plan(call, held.encoded)
         self._say_that_it_begins_anew(call, request)
         return request, self._run(request)
 
