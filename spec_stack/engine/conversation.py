@@ -176,7 +176,7 @@ class Turn:
         request = self._request
         positions = sorted([*self.held.positions[: selection.num_held], *selection.positions])
         token_ids = [request.prompt_ids[position] for position in positions]
-        self._reader = self._pair.new_checked_draft(request.prefill.prefill_chunk)
+        self._reader = self._pair.new_draft_cache(request.prefill.prefill_chunk, self._pair.positions)
         return answer.divergence(self._reader, token_ids, positions, len(request.prompt_ids))
 
     def draft_beside_dense(self) -> DraftModel | SlottedDraft:

@@ -155,7 +155,8 @@ def _score(request: Request, caches: Turn, needs: NeedsScore) -> tuple[Plan, Pro
     """Score the prompt: the plan, and the look-ahead as the first proposal. The look-ahead is greedy."""
     greedy = Sampler(shaper=request.sampler.shaper)
     look_ahead = partial(propose, caches.draft, sampler=greedy, end_ids=request.end_ids)
-    num_tokens = max(0, request.num_draft_tokens - caches.draft.num_cached)
+    own = request.prompt_ids if request.tokenization is None else request.tokenization.token_ids
+    num_tokens = max(0, len(own) - caches.draft.num_cached)
     with request.clock.measure("scoring"), request.progress.watch(caches.draft, "scoring", num_tokens):
         return caches.score(needs, look_ahead)
 

@@ -44,13 +44,13 @@ from spec_stack.hf.prompt import (
     EncodedPrompt,
     Message,
     PromptSource,
-    Span,
     encode_prompt,
     open_text_stream,
     special_tokens,
     unpadded,
 )
 from spec_stack.hf.structured import Grammar
+from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.turn import scoring_obstacle
 from spec_stack.settings.checks import plain, require
@@ -138,11 +138,6 @@ class Request(DecodeRequest):
     progress: Progress
     # The texts of the prompt's tokens, where the call is to be explained.
     explained: Sequence[str] | None = None
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """The prompt's length in the draft's own tokens."""
-        return len(self.prompt_ids if self.tokenization is None else self.tokenization.token_ids)
 
 
 def plan_request(

@@ -12,16 +12,14 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.draft_kv_budget import Ints
-from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.prefill.prompt_text import PromptText, union
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.turn import (
@@ -67,11 +65,6 @@ class Prompt:
     @property
     def tenant(self) -> tuple[str | None, str | None]:
         return self.extra_key, self.cache_salt
-
-    @property
-    def kept(self) -> list[Span]:
-        """The spans that are always kept, as far as the prompt is read."""
-        return [] if self.text is None else self.text.kept
 
 
 @dataclass(frozen=True)
@@ -320,7 +313,7 @@ def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[
         "num_kept_tokens": num_kept,
         "num_scored_tokens": decision.num_scored_tokens,
         "num_draft_tokens": decision.num_draft_tokens,
-        "num_protected_tokens": sum(stop - start for start, stop in prompt.kept),
+        "num_protected_tokens": 0 if prompt.text is None else prompt.text.num_kept,
         "num_cached_tokens": decision.num_cached,
         "num_recalled_tokens": decision.num_recalled,
         "follow_up": prompt.follow_up,
@@ -333,7 +326,7 @@ def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[
     if config.scoring_model is None:
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
     if options.explain:
-        report["kept_spans"] = _spans_of(_shown_positions(decision))
+        report["kept_spans"] = tuple(union((at, at + 1) for at in _shown_positions(decision)))
     return report
 
 
@@ -343,10 +336,3 @@ def _shown_positions(decision: Decision) -> Sequence[int]:
     if num_inherited == decision.num_cached or any(decision.prompt.tenant):
         return decision.positions
     return decision.positions[num_inherited:]
-
-
-def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
-    if not positions:
-        return ()
-    edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
-    return tuple((positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *edges, len(positions)]))

@@ -384,7 +384,7 @@ class SparsePrefillManager:
             logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
             self._fail(pending, failure)
         elif score is not None:
-            self._settle(pending, decide_scored(needs, score.importance, score.num_draft_tokens, self._known))
+            self._settle(pending, decide_scored(needs, score[0], score[1], self._known))
 
     def _fail(self, pending: PendingScore, failure: Exception | None) -> None:
         """Keep all of the new text. failure: None for another rank's."""
@@ -463,7 +463,7 @@ class SparsePrefillManager:
                         try:
                             next(work)
                         except StopIteration as end:
-                            importance = end.value.importance
+                            importance, _ = end.value
             needs = UnscoredPrompt(self._known.text_of(prompt), Held(), True, False, "", prompt)
             decide_scored(needs, importance, len(prompt.token_ids), self._known)
         except Exception as error:

@@ -40,15 +40,8 @@ _PLACE = "spec_stack_scoring_model"
 _LOOK_AHEAD_PER_PART = 4
 
 
-@dataclass(frozen=True)
-class Score:
-    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: those that the draft had to prefill."""
-
-    importance: torch.Tensor
-    num_draft_tokens: int
-
-
-Scoring = Parts[Score]
+Scoring = Parts[tuple[torch.Tensor, int]]
+"""Gives the importance (num_prompt_tokens,), on the host, and how many tokens the draft had to prefill."""
 
 
 class LeasedDraft:
@@ -168,7 +161,7 @@ class DraftScorer:
                 raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(captured)}")
             layers = PooledLayers(self._draft, captured, lease.slots[:num_tokens])
             attention = queries.attention(layers, ranks=TensorParallel())
-            return Score((yield from attention.importance_in_parts(config)), num_new)
+            return (yield from attention.importance_in_parts(config)), num_new
         finally:
             lease.insert(lease.num_agreed)
 
