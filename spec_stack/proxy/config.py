@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from spec_stack.serve.config import ServerConfig
+from spec_stack.serve.config import HttpConfig
 from spec_stack.settings.checks import require
 from spec_stack.settings.options import documented, option
 
@@ -21,7 +21,7 @@ PRUNED = {"/chat/completions": "messages", "/completions": "prompt", "/messages"
 
 @documented
 @dataclass(frozen=True)
-class ProxyConfig(ServerConfig):
+class ProxyConfig(HttpConfig):
     """An OpenAI-compatible proxy that prunes prompts before an upstream server."""
 
     upstream: str = option(

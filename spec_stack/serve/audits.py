@@ -20,7 +20,7 @@ from fastapi import Request
 from prometheus_client import Counter, Gauge
 
 from spec_stack.binomial import lower_bound, upper_bound
-from spec_stack.serve.config import ServerConfig
+from spec_stack.serve.config import HttpConfig
 from spec_stack.serve.http import AppMetrics
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class _Route:
 class Audits:
     """Audits one request at a time while nobody waits."""
 
-    def __init__(self, config: ServerConfig, metrics: AppMetrics) -> None:
+    def __init__(self, config: HttpConfig, metrics: AppMetrics) -> None:
         self._config = config
         self._routes: dict[str, _Route] = {}
         self._waiting: deque[Audit] = deque()

@@ -21,7 +21,7 @@ def _is_origin(text: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
+class HttpConfig:
     """What serve and the proxy share: address, queue, log lines, and audits of pruned requests."""
 
     host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
@@ -61,7 +61,7 @@ class ServerConfig:
 
 @documented
 @dataclass(frozen=True)
-class ServeConfig(ServerConfig):
+class ServeConfig(HttpConfig):
     """An OpenAI-compatible endpoint over one generator, which answers one request at a time."""
 
     port: int = option(8000, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=_MAX_PORT)

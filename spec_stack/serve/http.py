@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
-from spec_stack.serve.config import ServerConfig
+from spec_stack.serve.config import HttpConfig
 from spec_stack.serve.logs import ID_HEADER, REASON_HEADER, RequestLog, configure_logging, request_id
 from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
 
@@ -193,7 +193,7 @@ def check_address(host: str, port: int) -> None:
         raise ValueError(f"cannot listen: {error.strerror}; name another host or port") from error
 
 
-def run_app(app: FastAPI, config: ServerConfig, port: int, **settings: Any) -> None:
+def run_app(app: FastAPI, config: HttpConfig, port: int, **settings: Any) -> None:
     """Serve an application until Ctrl-C or SIGTERM; running requests then have `shutdown_s` seconds left."""
     configure_logging(config.log_level, config.log_json)
     shutdown_s = max(1, round(config.shutdown_s))
