@@ -16,10 +16,3 @@ def test_a_short_prompt_reaches_its_first_token_through_few_functions(embedded: 
     path = call_path(first_step)
     assert len(path.files) <= MOST_FILES
     assert len(path.functions) <= MOST_FUNCTIONS
-
-
-def test_functions_are_counted_once_and_calls_each_time() -> None:
-    from spec_stack.settings.checks import require
-
-    path = call_path(lambda: [require(True, ""), require(True, "")])
-    assert (path.files, len(path.functions), path.num_calls) == ({"settings/checks.py"}, 1, 2)
