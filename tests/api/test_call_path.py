@@ -16,3 +16,15 @@ def test_a_short_prompt_reaches_its_first_token_through_few_functions(embedded: 
     path = call_path(first_step)
     assert len(path.files) <= MOST_FILES
     assert len(path.functions) <= MOST_FUNCTIONS
+
+
+def test_each_prompt_of_a_list_is_planned_once(embedded: SpecStackGenerator) -> None:
+    prompts = ["def main():", "class A:", "import os"]
+    path = call_path(lambda: embedded.generate(prompts, max_tokens=2))
+    assert path.count("plan_request") == 3
+
+
+def test_a_prompt_is_read_and_decided_once(embedded: SpecStackGenerator) -> None:
+    text = "\n".join(f"x{at} = {at}" for at in range(400))
+    path = call_path(lambda: embedded.generate(text, max_tokens=2, sparse_prefill="on"))
+    assert [path.count(name) for name in ("plan_turn", "PromptReader.read", "plan_scored")] == [1, 1, 1]

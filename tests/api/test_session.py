@@ -375,14 +375,17 @@ def test_a_stream_closed_early_keeps_what_it_handed_out() -> None:
     assert reference_session.answers_by_slots(make_model(seed=1), ids, positions, 6) == result.token_ids
 
 
-def test_a_call_planned_before_the_session_went_elsewhere_is_refused() -> None:
-    session = make_generator().session()
+def test_a_call_made_before_the_session_went_elsewhere_goes_on_from_where_it_is() -> None:
+    session, other = make_generator().session(), make_generator().session()
     session.generate(input_ids=random_prompt(50), max_tokens=2)
-    early = session.stream(input_ids=[*random_prompt(50), 5], max_tokens=2)
-    session.generate(input_ids=random_prompt(50, seed=1), max_tokens=2)
-    with pytest.raises(RuntimeError, match="went on"):
-        next(early)
-    assert session.generate(input_ids=[*random_prompt(50), 5], max_tokens=2).token_ids
+    early = session.stream(input_ids=[*random_prompt(50), 5], max_tokens=4)
+    for each in (session, other):
+        each.generate(input_ids=[*random_prompt(30), *random_prompt(20, seed=1)], max_tokens=2)
+    outputs, result = list(early), other.generate(input_ids=[*random_prompt(50), 5], max_tokens=4)
+    assert [token_id for output in outputs for token_id in output.token_ids] == result.token_ids
+    assert slots(session) == slots(other)
+    assert outputs[-1].metrics is not None
+    assert outputs[-1].metrics.num_cached_tokens == result.metrics.num_cached_tokens == 30
 
 
 def test_forks_share_their_past_and_nothing_else() -> None:
