@@ -37,7 +37,7 @@ def test_errors_say_what_to_change(arguments: list[str], message: str, capsys: p
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main(["proxy", "--help"])
+        main(["proxy", "--help-all"])
     shown = capsys.readouterr().out
     for flag in ("--upstream", "--draft", "--tokenizer", "--keep-rate", "--min-prompt-tokens", "--deadline-s"):
         assert flag in shown
