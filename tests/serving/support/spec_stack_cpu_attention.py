@@ -19,7 +19,7 @@ import torch
 FAULTS = {
     "options": ("request", "RequestOptions.parse"),
     "deciding": ("manager", "decide"),
-    "setting aside": ("manager", "SparsePrefillManager._set_unscored_aside"),
+    "setting aside": ("manager", "SparsePrefillManager._unscored"),
     "round": ("manager", "SparsePrefillManager._step"),
     "scoring": ("scoring", "DraftScorer.score"),
     "placing": ("manager", "plan_prompt"),
@@ -41,7 +41,7 @@ FAULTS = {
     "penalties": ("penalties", "_OutputCounts.correct"),
     "slots": ("slotted_draft", "DraftKVRow.begin"),
     "reading": ("slotted_draft", "SlottedDraft._forward"),
-    "places": ("slotted_draft", "SlottedDraft.place"),
+    "places": ("slotted_draft", "SlottedDraft._place"),
     "lengths": ("slotted_draft", "SlottedDraft._lengths"),
 }
 
