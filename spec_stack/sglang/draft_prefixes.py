@@ -63,7 +63,8 @@ class DraftPrefixes:
         return int((self._num_leases == 0).sum())
 
     def _is_free(self) -> NDArray[np.bool_]:
-        return (self._num_texts == 0) & (self._num_leases == 0)
+        is_free: NDArray[np.bool_] = (self._num_texts == 0) & (self._num_leases == 0)
+        return is_free
 
     def state(self) -> dict[str, int]:
         held = {"num_held": self.num_held, "num_free": self.num_free, "num_pinned": self.num_pinned}
