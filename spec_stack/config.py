@@ -389,6 +389,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = option(
         (), "further token ids that end the text, also under ignore_eos; they are not part of it"
     )
+    max_time: float | None = option(
+        None, "seconds of work, prefill included, after which the text ends with its current step; None is no limit"
+    )
 
     def __post_init__(self) -> None:
         # What other engines' clients send for "off" and "random".
@@ -400,6 +403,8 @@ class SamplingParams:
         if 0 < self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}; 1.0 is off")
+        is_time = self.max_time is None or 0 < self.max_time < math.inf
+        require(is_time, f"max_time must be seconds over 0, got {self.max_time}; None is no limit")
         require(isinstance(self.stop, str | Sequence), f"stop must be a string or a list of strings, got {self.stop!r}")
         require(
             all(isinstance(text, str) and text for text in self.stop_strings),

@@ -12,7 +12,7 @@ import torch
 from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.prefill.explanation import Explanation
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "time"]
 
 
 class SteppableModel(Protocol):
@@ -339,7 +339,7 @@ class StepOutput:
         Their text; held back while it may become a stop string or ends in a partial character or a run of bytes.
     record : StepRecord
         The step's record.
-    finish_reason : "eos", "stop", "length" or None
+    finish_reason : "eos", "stop", "length", "time" or None
         Why the request ended; None before its end.
     metrics : Metrics or None
         With the last step only.
@@ -368,7 +368,7 @@ class GenerationResult:
         Generated tokens, with the end-of-sequence token or the tokens of the stop string that ended them.
     text : str
         Their text, without either.
-    finish_reason : "eos", "stop" or "length"
+    finish_reason : "eos", "stop", "length" or "time"
         Why the request ended.
     metrics : Metrics
         Its cost.

@@ -50,6 +50,22 @@ RUNS = [
         '<tool_call>"',
         "</tool_call>",
     ),
+    *(
+        "---\n",
+        "- a:\n",
+        "{\n",
+        "name: a\n",
+        ',"',
+        ',"\n',
+        "== ",
+        "=>",
+        "Q: a?\n",
+        "<dt>",
+        "a/",
+        "a.",
+        "&\\\\\n",
+        "am 3. ",
+    ),
 ]
 # The processor time of 1 MB at most, and what anything may take: what goes back over a run takes minutes at 64 KB.
 SECONDS, ANYWAY = 60.0, 1.0

@@ -14,7 +14,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from spec_stack.api.unknown_options import shows_options, unknown_option
 from spec_stack.config import SamplingParams, check_samples
-from spec_stack.engine.engine import Engine
 from spec_stack.engine.progress import Stream
 from spec_stack.engine.request import Call, GenerateOptions, Request
 from spec_stack.hf.answer_parser import parse_answer
@@ -39,14 +38,11 @@ class AnswerOptions(GenerateOptions, total=False):
 
 
 class GenerationMixin(ABC):
-    """`generate` and `stream` over an engine."""
+    """`generate` and `stream` of planned requests."""
 
-    engine: Engine
-
+    @abstractmethod
     def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
         """Check a call and plan its request; the generator runs it step by step."""
-        request = self.engine.plan(call)
-        return request, self.engine.run(request)
 
     @abstractmethod
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
@@ -91,17 +87,18 @@ class GenerationMixin(ABC):
         tools, documents : sequence, optional
             Passed to the chat template, which writes them into the prompt; never pruned.
         tool_choice : str or mapping, optional
-            OpenAI's: "auto" (as None), "none", "required" or `{"type": "function", "function": {"name": ...}}`. The
-            last two make the answer one call of a tool, by the extra `structured`; `result.tool_calls` has the calls.
+            "auto" (as None), "none", "required", a tool's name, or OpenAI's `{"type": "function", "function": {"name":
+            ...}}`. The last three make the answer one call of a tool, by the extra `structured`; `result.tool_calls`
+            has the calls.
         chat_template_kwargs : mapping, optional
             Further template variables, e.g. `{"enable_thinking": False}`.
         continue_final_message : bool
             Continue the text of the last message instead of answering it.
         params : SamplingParams, optional
             The following options as one object, instead of them.
-        max_tokens, min_tokens, ignore_eos, stop, stop_token_ids, temperature, top_k, top_p, min_p, seed : optional
+        max_tokens, min_tokens, max_time, ignore_eos, stop, stop_token_ids, temperature, top_k, top_p, min_p : optional
             As in `SamplingParams`.
-        repetition_penalty, bad_words_ids, logit_bias : optional
+        seed, repetition_penalty, bad_words_ids, logit_bias : optional
             As in `SamplingParams`.
         sampling : "model", optional
             Use the checkpoint's generation config for options at their defaults.
@@ -144,8 +141,8 @@ class GenerationMixin(ABC):
         Returns
         -------
         GenerationResult
-            token_ids, text, finish_reason ("eos", "stop" or "length"), metrics, records, logprobs, choices; of a chat,
-            parts of the text: content, reasoning, tool_calls.
+            token_ids, text, finish_reason ("eos", "stop", "length" or "time"), metrics, records, logprobs, choices; of
+            a chat, parts of the text: content, reasoning, tool_calls.
 
         Raises
         ------

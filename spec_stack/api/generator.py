@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,12 @@ from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.engine.conversation_file import load_conversation
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.request import Call
+from spec_stack.engine.request import Call, Request
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.loading import ASSETS, DeviceMap, find_tokenizers, name_of_model
 from spec_stack.prefill.shipped import choose_calibration, sketch
 from spec_stack.settings.warning import warn_caller
-from spec_stack.types import GenerationResult
+from spec_stack.types import GenerationResult, StepOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,17 +90,13 @@ class SpecStackGenerator(GenerationMixin):
         tokenizer, draft_tokenizer = find_tokenizers(target, draft, tokenizer, draft_tokenizer)
         pair = ModelPair.assemble(target, draft, tokenizer, draft_tokenizer, config.prefill.positions, draft_step)
         prefill = calibrated(config.prefill, name_of_model(draft), calibration, target, draft)
-        self._set_up(Engine(pair, replace(config, prefill=prefill), policy))
-
-    def _set_up(self, engine: Engine) -> None:
-        self.engine, self.pair = engine, engine.pair
-        self.target, self.draft, self.tokenizer = engine.pair.target, engine.pair.draft, engine.pair.tokenizer
+        self._open: Engine | None = Engine(pair, replace(config, prefill=prefill), policy)
 
     @classmethod
     def over(cls, engine: Engine) -> SpecStackGenerator:
         """A generator that uses this engine."""
         generator = cls.__new__(cls)
-        generator._set_up(engine)
+        generator._open = engine
         return generator
 
     @classmethod
@@ -190,11 +186,48 @@ class SpecStackGenerator(GenerationMixin):
         return cls.over(Engine(pair, replace(config, prefill=prefill), policy))
 
     @property
+    def engine(self) -> Engine:
+        """The engine. Raises ValueError for a closed generator."""
+        if self._open is None:
+            raise ValueError("this generator is closed; make another one")
+        return self._open
+
+    @property
+    def pair(self) -> ModelPair:
+        """The models and their tokenizers."""
+        return self.engine.pair
+
+    @property
+    def target(self) -> PreTrainedModel:
+        return self.pair.target
+
+    @property
+    def draft(self) -> PreTrainedModel:
+        return self.pair.draft
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's; None for token ids alone."""
+        return self.pair.tokenizer
+
+    @property
     def config(self) -> SpecStackConfig:
         """The default configuration of calls, fixed at construction."""
         return self.engine.config
 
+    def close(self) -> None:
+        """Let go of the models, whose memory is free once no session or stream uses them."""
+        self._open = None
+
+    def __enter__(self) -> SpecStackGenerator:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def __repr__(self) -> str:
+        if self._open is None:
+            return f"{type(self).__name__}(closed)"
         names = f"{name_of_model(self.target) or 'target'}, {name_of_model(self.draft) or 'draft'}"
         precisions = f"{self.pair.precision} with {self.pair.draft_precision}"
         return f"{type(self).__name__}({names}; {precisions} on {self.target.device})"
@@ -237,6 +270,10 @@ class SpecStackGenerator(GenerationMixin):
         saved = load_conversation(session.conversation, path, self.pair, self.config.prefill)
         session.config = config or saved
         return session
+
+    def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
+        request = self.engine.plan(call)
+        return request, self.engine.run(request)
 
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
         with self.session(SessionConfig(recall=False)) as session:

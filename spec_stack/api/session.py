@@ -211,5 +211,5 @@ class Session(GenerationMixin):
                 held.recover(turn)
                 raise
             # The text of other tokens lags behind, or lacks a stop string.
-            is_whole = output.finish_reason in ("eos", "length")
+            is_whole = output.finish_reason in ("eos", "length", "time")
             held.commit(request, turn, answer_ids, text if is_whole else None)

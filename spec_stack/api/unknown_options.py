@@ -49,8 +49,7 @@ ALIASES = {name: option for option, names in _NAMES_ELSEWHERE.items() for name i
 _ELSEWHERE = {
     "assistant_model": "the draft is given once, to SpecStackGenerator(target, draft)",
     "draft_model": "the draft is given once, to SpecStackGenerator(target, draft)",
-    "stopping_criteria": "stop=, stop_token_ids= and max_tokens= end an answer, and closing a stream at any time",
-    "max_time": "close a stream after so many seconds",
+    "stopping_criteria": "stop=, max_tokens= and max_time= end an answer, and closing a stream at any time",
     "num_beams": "answers are greedy or sampled; n= samples several",
     "penalty_alpha": "answers are greedy or sampled",
     "past_key_values": "generator.session() keeps the caches between calls",

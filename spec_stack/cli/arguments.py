@@ -256,6 +256,7 @@ def _add_serve(commands: Any) -> None:
     )
     _add_pair_arguments(parser)
     server = parser.add_argument_group("server")
+    _add_config(server)
     _add(server, ServeConfig, but=("api_keys", "cors_origins"))
     key = "API key that requests must have (or SPEC_STACK_API_KEY)"
     _add_list(server, "--api-key", key, dest="api_keys", metavar="KEY")
@@ -273,6 +274,7 @@ def _add_proxy(commands: Any) -> None:
         "-prompt-tokens, -kept-tokens and -recalled-tokens report it.",
     )
     _add(parser, ProxyConfig, "upstream", required=True)
+    _add_config(parser)
     _add_draft_arguments(parser)
     _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer", *_CHECK)
     _add(parser, ProxyConfig, but=("upstream",))
@@ -348,6 +350,11 @@ def _add_question(parser: Any) -> None:
 
 def _add_quiet(parser: Any) -> None:
     parser.add_argument("--quiet", action="store_true", help="no line on standard error where text was dropped")
+
+
+def _add_config(parser: Any) -> None:
+    what = "TOML file of these flags (keep-rate = 0.1, recall = false); given flags override it"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=what)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

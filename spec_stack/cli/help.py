@@ -6,7 +6,10 @@ import argparse
 from collections.abc import Iterable
 from copy import copy
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
+
+from spec_stack.cli.config_file import flags_in
 
 # What `--help` shows of commands with a `ShortHelp`, in few words. `--help-all` has the rest, in full.
 _USUAL = {
@@ -42,6 +45,7 @@ _USUAL = {
     "--quiet": "no line where text was dropped",
     "--compare": "the answer to the whole prompt too",
     "--out": "file of the page",
+    "--config": "TOML file of flags: keep-rate = 0.1",
     "--host": "address to listen on (127.0.0.1)",
     "--port": "its port (8000)",
     "--api-key": "key that requests must have; repeatable",
@@ -94,7 +98,13 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--help-all", action=HelpAll, nargs=0, help="every flag, with its whole meaning")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse what is no flag of the command, naming the nearest."""
+        """Read the command's file, if it has one, and refuse what is no flag of the command, naming the nearest."""
+        if "--config" in self._option_string_actions:
+            files = argparse.ArgumentParser(prog=self.prog, add_help=False, allow_abbrev=False)
+            files.add_argument("--config", type=Path)
+            named, args = files.parse_known_args(args)
+            if named.config is not None:
+                args = [*flags_in(named.config, self._actions, [each.partition("=")[0] for each in args]), *args]
         known, left = super().parse_known_args(args, namespace)
         if left:
             near = get_close_matches(left[0].partition("=")[0], self._option_string_actions, 1)

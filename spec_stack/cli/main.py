@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from spec_stack.api.pruner import Pruner
     from spec_stack.bench.leaderboard import Leaderboard
     from spec_stack.types import StepOutput
+
+logger = logging.getLogger("spec_stack.cli")
 
 
 def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) -> SpecStackGenerator:
@@ -171,13 +174,16 @@ def _serve(arguments: argparse.Namespace) -> int:
     config = config_of(ServeConfig, arguments)
     from spec_stack.serve.app import serve
     from spec_stack.serve.http import check_address
+    from spec_stack.serve.logs import configure_logging
 
+    configure_logging(config.log_level, config.log_json)
     check_address(config.host, config.port)
     generator = _load(arguments, SpecStackConfig(prefill_of(arguments), config_of(DecodeConfig, arguments)))
     pair = generator.pair
     target = f"{arguments.target or 'the embedded target'} ({pair.precision})"
     draft = f"{arguments.draft or 'the embedded draft'} ({pair.draft_precision})"
-    _tell(f"spec-stack: {target} with {draft} on {pair.target.device}; {_pruning_of(generator.config.prefill)}")
+    what = _pruning_of(generator.config.prefill)
+    logger.info("spec-stack: %s with %s on %s; %s", target, draft, pair.target.device, what)
     serve(generator, config)
     return 0
 
@@ -189,18 +195,23 @@ def _pruning_of(config: PrefillConfig) -> str:
     which = (
         f"prompts of {config.min_prompt_tokens} tokens and more" if config.sparse_prefill == "auto" else "every prompt"
     )
-    return f"of {which} a share of {config.keep_rate} is kept, which is lossy"
+    rate = str(config.keep_rate)
+    if isinstance(config.keep_rate, tuple):
+        rate = ", ".join(f"{share} at {length} tokens" for length, share in config.keep_rate)
+    return f"of {which} a share of {rate} is kept, which is lossy"
 
 
 def _proxy(arguments: argparse.Namespace) -> int:
     config, prefill = config_of(ProxyConfig, arguments), prefill_of(arguments)
     from spec_stack.proxy.app import serve_proxy
     from spec_stack.serve.http import check_address
+    from spec_stack.serve.logs import configure_logging
 
+    configure_logging(config.log_level, config.log_json)
     check_address(config.host, config.port)
     pruner = _load_pruner(arguments, prefill)
     draft = f"{arguments.draft or 'the embedded draft'} ({pruner.precision}) on {pruner.device}"
-    _tell(f"spec-stack: {draft} in front of {config.upstream}; {_pruning_of(pruner.config)}")
+    logger.info("spec-stack: %s in front of %s; %s", draft, config.upstream, _pruning_of(pruner.config))
     serve_proxy(pruner, config)
     return 0
 

@@ -65,13 +65,15 @@ class TextStream:
 
 
 class StopChecker:
-    """Cuts every step's tokens at max_tokens, an end-of-sequence token or a stop string, and gives their text.
+    """Cuts every step's tokens at max_tokens, an end-of-sequence token or a stop string, and gives their text. A step
+    that ends late is the last.
 
     Text that could still become a stop string is held back. Stateful: one per request. Raises ValueError for stop
     strings without a text.
 
     end_ids: tokens that end the request; they count, and have no text. stop: strings that end it; their tokens count,
-    and their text is not given. stop_ids: further end tokens, reported like a stop string.
+    and their text is not given. stop_ids: further end tokens, reported like a stop string. is_late: whether the time
+    is over.
     """
 
     def __init__(
@@ -81,12 +83,14 @@ class StopChecker:
         stop: Sequence[str] = (),
         text: TextStream | None = None,
         stop_ids: Collection[int] = (),
+        is_late: Callable[[], bool] = lambda: False,
     ) -> None:
         if stop and text is None:
             raise ValueError("stop strings need a tokenizer")
         self.num_left = max_tokens
         self._end_ids = end_ids
         self._stop_ids = stop_ids
+        self._is_late = is_late
         self._stop = tuple(stop)
         self._text = text
         self._held = ""
@@ -115,7 +119,9 @@ class StopChecker:
                 return kept[:num], "eos"
             if token_id in self._stop_ids:
                 return kept[:num], "stop"
-        return kept, "length" if len(kept) == self.num_left else None
+        if len(kept) == self.num_left:
+            return kept, "length"
+        return kept, "time" if self._is_late() else None
 
     def _cut_text(self, token_ids: list[int]) -> tuple[int | None, str]:
         """How many tokens complete a stop string (None: no match), and the text released."""

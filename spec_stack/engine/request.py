@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, TypedDict, cast
 
 import torch
@@ -92,6 +93,7 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     min_tokens: int
     stop_token_ids: Sequence[int]
+    max_time: float | None
     sampling: str | None
     logits_processor: Processor | Sequence[Processor] | None
     response_format: Mapping[str, Any] | type | None
@@ -210,7 +212,9 @@ def plan_request(
         tokenization=drafting.tokenization,
         params=params,
         sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
-        stopper=StopChecker(cast(int, params.max_tokens), end_ids, stop_strings, answer, stop_ids),
+        stopper=StopChecker(
+            cast(int, params.max_tokens), end_ids, stop_strings, answer, stop_ids, partial(_is_late, clock, params)
+        ),
         end_ids=end_ids | stop_ids,
         policy=policy,
         proposer=proposer,
@@ -226,6 +230,10 @@ def plan_request(
     )
     clock.pause()
     return request
+
+
+def _is_late(clock: Clock, params: SamplingParams) -> bool:
+    return params.max_time is not None and clock.elapsed_s >= params.max_time
 
 
 @dataclass(frozen=True)

@@ -218,11 +218,13 @@ def forced_names(tool_choice: object, tools: Sequence[Any] | None) -> list[str] 
             raise ValueError('tool_choice="required" needs tools, each {"type": "function", "function": {"name": …}}')
         return names
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+    name = (
+        tool_choice if isinstance(tool_choice, str) else function.get("name") if isinstance(function, Mapping) else None
+    )
     if not isinstance(name, str):
         raise ValueError(
-            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": {"name": …}}, got '
-            f"{tool_choice!r}"
+            'tool_choice must be "auto", "none", "required", a tool\'s name or {"type": "function", "function": '
+            f'{{"name": …}}}}, got {tool_choice!r}'
         )
     if name not in names:
         raise ValueError(f"tool_choice names {name!r}; the tools are {', '.join(names) or 'none'}")

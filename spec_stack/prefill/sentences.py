@@ -41,7 +41,9 @@ _ABBREVIATION = re.compile(
     "approx|jan|feb|mar|apr|jun|jul|aug|sep|sept|oct|nov|dec|mon|tues?|wed|thu|thurs?|fri|ave|blvd|rd|mt|ft"
 )
 # Only where a number follows.
-_BEFORE_NUMBER = re.compile("nos?|nr|figs?|eqs?|sec|art|vol|ch|pp?|pt|para|tab|abs|bd|num")
+_BEFORE_NUMBER = re.compile("\\w*str|tel|nos?|nr|figs?|eqs?|sec|art|vol|ch|pp?|pt|para|tab|abs|bd|num")
+# "am 3. Oktober": numbers in order, behind German articles and prepositions.
+_ORDINAL = re.compile("\\b(?:am|vom|zum|der|die|das|dem|den|des|im)\\s+\\d{1,3}\\Z", re.IGNORECASE)
 _TEMPLATE = re.compile("<\\|[^\\s<>]{1,40}+>|</?s>|</?\\w{1,20}_of_\\w{1,20}>")
 # What tells that a line is code, a row, a log's or a listing's line, once its quotes and brackets are left out.
 _NO_PROSE = re.compile(
@@ -101,9 +103,10 @@ def _is_end(text: str, start: int, match: re.Match[str]) -> bool:
     stop = _ENDS_WITH_STOP.search(match[0], max(0, len(match[0]) - 20))
     if stop is None:
         return False
-    if any(sign in _WIDE_STOPS for sign in stop[0]):
-        return True
     following = text[match.end() : match.end() + 40]
+    if any(sign in _WIDE_STOPS for sign in stop[0]):
+        # What was said, and that it was
+        return not (stop[0][-1] in "\u300d\u300f\u201d" and following[:1] in ("\u3068", "\u3063"))
     if not following[:1].isspace():
         return _WITHOUT_SPACES.match(following) is not None
     first = following.lstrip()[:1]
@@ -119,5 +122,6 @@ def _is_end(text: str, start: int, match: re.Match[str]) -> bool:
         _ABBREVIATION.fullmatch(before.lower().replace(".", ""))
         or (first.isdigit() and _BEFORE_NUMBER.fullmatch(before.lower()))
         or _INITIALS.fullmatch(before)
+        or (before.isdigit() and _ORDINAL.search(text, max(start, at - 12), at))
         or (is_first and _NUMBER.fullmatch(before))
     )

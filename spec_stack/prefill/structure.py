@@ -44,16 +44,43 @@ _SCOPE = re.compile(
     "(?!(?:if|for|foreach|while|switch|catch|else|elif|try|except|do|with|return|using|lock|unless|when)\\b)"
     "[^\\W\\d][^={}();]{0,80}+\\([^;]*+(?<=\\{)\\Z"
 )
-_SECTION = re.compile('\\[{1,2}[A-Za-z][\\w.:/ "-]{0,60}\\]{1,2}')
+# What names all lines up to the next such line: "[server]", "==> a.txt <==", "== Use ==", a letter's sender, a commit,
+# a document's tag or its source.
+_SECTION = re.compile(
+    '\\[{1,2}[A-Za-z][\\w.:/ "-]{0,60}\\]{1,2}|[=_*#~-]{2,40}+>? \\S.{0,80}? <?[=_*#~-]{2,40}|'
+    "\\*\\*[^*]{1,60}\\*\\*:?|From: \\S.{0,80}|commit [0-9a-f]{7,40}|"
+    "<(?:document|doc|file|source|page|article|title|path)\\b[^<>]{0,80}>(?:[^<>]{1,80}</\\w{1,10}>)?"
+)
+_END_OF_SECTION = re.compile("</(?:document|doc|file|page|article)>")
+# What names the lines that stand directly below it: a question of a list, a speaker with the time or in capitals, a
+# term, a file over its numbered lines.
+_LONGEST_CAPTION = 160
+_CAPTION = re.compile(
+    "(?:Q|Question|Frage) ?\\d{0,3}[:.)] .+|<dt\\b.*|[A-Z][A-Z .'-]{2,40}[.:]?|"
+    "[^\\W\\d][\\w.' -]{1,40}[,(\\[]? ?\\(?\\d{1,2}[:.]\\d\\d(?:[:.]\\d\\d)?(?: ?[AaPp][Mm])?[)\\]]?:?|"
+    "[\\[(]?\\d[\\d/:., T-]{3,24}(?: ?[AaPp][Mm])?[\\])]? ?-? ?[^\\W\\d][\\w.' -]{1,40}:"
+)
+_FILE = re.compile("(?:[\\w.-]+[/\\\\])*+[\\w.-]+\\.\\w{1,8}")
+_NUMBERED = re.compile("\\d+[:-]")
+# The key that names a record, wherever in it it stands.
+_NAME = re.compile("(?:- )?[\"']?(?:name|id|title|key|path|file|host)[\"']?\\s?[:=]\\s?[^\\s{\\[]")
+_DEEPEST = 32
+_TOP_KEY = re.compile("[\\w.-]{1,40}:(?:\\s|\\Z)")
 # In Markdown, with a blank line below it. One sign is a comment as well.
 _HEADING = re.compile("#{2,6} \\S")
-_RULE = re.compile("[-=+|:\u2500-\u257f\\s]*?(?:--|==|\u2500\u2500|\u2550\u2550)[-=+|:\u2500-\u257f\\s]*")
+_RULE = re.compile(
+    "[-=+|:\u2500-\u257f\\s]*?(?:--|==|\u2500\u2500|\u2550\u2550)[-=+|:\u2500-\u257f\\s]*|"
+    "\\\\(?:hline|toprule|midrule|bottomrule)"
+)
 _QUOTED = re.compile('"[^"]*+"')
 _NO_CELLS = re.compile("[(){}\\[\\]<>=]|, ")
 _WIDE_BLANK = re.compile("\\S\\s{2,}+(?=\\S)")
 # Names of columns in a first row without a rule below it.
 _NAMES = re.compile("[^\\W\\d][^\\d(){}\\[\\]=<>]*+")
 _FEWEST_ROWS = 3
+# A cell in quotes may hold line breaks.
+_OPEN_CELL = re.compile('[,;\\t]"')
+_MOST_LINES_OF_ROW = 8
 # A pair of a record, such as a header of a letter, and the most of one.
 _PAIR = re.compile("\\*{0,2}([^\\W\\d][\\w ./()-]{0,40}+):\\*{0,2}\\s+\\S")
 _MOST_PAIRS = 16
@@ -99,6 +126,7 @@ def cut_text(text: str, size: Size) -> list[Unit]:
     _find_records(lines)
     _find_keys(lines)
     _find_blocks(lines, size)
+    _find_names(lines)
     units: list[Unit] = []
     unit_of = [0] * len(lines)
     at = 0
@@ -113,13 +141,20 @@ def cut_text(text: str, size: Size) -> list[Unit]:
 
 def _lines(text: str) -> list[_Line]:
     lines: list[_Line] = []
-    start = 0
+    start, opened = 0, -1
     for match in _LINE.finditer(text):
         content = match[0].strip()
         # Blank lines at the beginning belong to the first line.
         if match.end() == start or (not content and match.end() < len(text)):
             continue
         indent = len(match[0]) - len(match[0].lstrip())
+        if content.count('"') % 2 and 0 <= opened >= len(lines) - _MOST_LINES_OF_ROW:
+            start, indent = lines[opened].start, lines[opened].indent
+            content = text[start : match.end()].strip()
+            del lines[opened:]
+            opened = -1
+        elif content.count('"') % 2:
+            opened = len(lines) if _OPEN_CELL.search(content) else -1
         num_breaks = len(_ANY_BREAK.findall(match[0], len(match[0].rstrip())))
         lines.append(_Line(start, match.end(), indent, content, num_breaks > 1, len(lines)))
         start = match.end()
@@ -194,6 +229,9 @@ def _grid(line: _Line) -> str:
     content = line.content
     if not line.is_text or content[:1] in ("{", "<"):
         return ""
+    # Rows of LaTeX
+    if (content[:1] == "\\" and _RULE.fullmatch(content)) or (content.endswith("\\\\") and "&" in content):
+        return "&"
     if "|" in content or "\u2502" in content or _RULE.fullmatch(content):
         return "|"
     bare = _QUOTED.sub("", content)
@@ -241,20 +279,25 @@ def _find_keys(lines: Sequence[_Line]) -> None:
     is_scope = False
     for at, line in enumerate(lines):
         is_body, is_scope = is_scope and line.content == "{", _is_scope(lines, at)
-        while keys and lines[keys[-1]].indent >= line.indent and not is_body:
+        while keys and not is_body and not _is_below(lines[keys[-1]], line):
             keys.pop()
+        if beside >= 0 and line.indent < lines[beside].indent:
+            beside = -1
         is_heading = line.is_before_blank and line.is_text and _HEADING.match(line.content) is not None
         is_section = is_heading or _SECTION.fullmatch(line.content) is not None
         is_key = _KEY.fullmatch(line.content) is not None
         following = lines[at + 1] if at + 1 < len(lines) else line
+        is_caption = _is_caption(line, following)
         if line.head < 0 and not is_section:
-            line.head = keys[-1] if keys else beside if beside >= 0 and not is_key else section
+            line.head = keys[-1] if keys else beside if beside >= 0 and not (is_key or is_caption) else section
         if is_section:
             section, beside = at, -1
         elif is_scope:
             keys.append(at)
         elif is_key:
             keys.append(at)
+            beside = at
+        elif is_caption:
             beside = at
         elif following.indent > line.indent and line.is_text and line.last == at:
             # A record's first line, or an item's, over the others.
@@ -265,6 +308,21 @@ def _find_keys(lines: Sequence[_Line]) -> None:
                 keys.append(at)
         if line.is_before_blank:
             beside = -1
+        if _END_OF_SECTION.fullmatch(line.content):
+            section = -1
+
+
+def _is_below(key: _Line, line: _Line) -> bool:
+    """Whether a line belongs to a key by its indentation; items of YAML need none."""
+    is_item = line.content.startswith("- ") and key.content.endswith(":") and not key.content.startswith("- ")
+    return line.indent > key.indent or (is_item and line.indent == key.indent)
+
+
+def _is_caption(line: _Line, following: _Line) -> bool:
+    if not line.is_text or line.is_before_blank or len(line.content) > _LONGEST_CAPTION:
+        return False
+    is_file = _FILE.fullmatch(line.content) and _NUMBERED.match(following.content)
+    return bool(is_file or _CAPTION.fullmatch(line.content))
 
 
 def _is_scope(lines: Sequence[_Line], at: int) -> bool:
@@ -310,6 +368,46 @@ def _find_blocks(lines: Sequence[_Line], size: Size) -> None:
         if ends[at] > line.last and size(line.start, lines[ends[at]].stop) <= most:
             line.last = ends[at]
         at = line.last + 1
+
+
+def _find_names(lines: Sequence[_Line]) -> None:
+    """What is told by a line that names it: a record of several units, a document in a stream of YAML."""
+    # Records that are not over, each with the line that names it or -1.
+    records: list[list[int]] = []
+    for at, line in enumerate(lines):
+        while records and lines[records[-1][0]].indent >= line.indent:
+            _tell(lines, *records.pop())
+        is_name = _NAME.match(line.content) is not None
+        for record in records if is_name else ():
+            if record[1] < 0 or lines[record[1]].indent > line.indent:
+                record[1] = at
+        if line.content.startswith("- ") or _UNNAMED.fullmatch(line.content):
+            records.append([at, at if is_name else -1])
+    for record in reversed(records):
+        _tell(lines, *record)
+    documents = [0, *(at + 1 for at, line in enumerate(lines) if line.content == "---"), len(lines)]
+    for start, stop in pairwise(documents) if len(documents) > 2 else ():
+        names = [at for at in range(start, stop) if _NAME.match(lines[at].content)]
+        name = min(names, key=lambda at: lines[at].indent, default=-1)
+        for at in range(start, stop):
+            if name >= 0 and lines[at].head < 0 and _TOP_KEY.match(lines[at].content) and at != _top(lines, name):
+                lines[at].head = name
+
+
+def _tell(lines: Sequence[_Line], record: int, name: int) -> None:
+    """Let a record's first line need the line that names it, and that what the first line needed."""
+    top = _top(lines, name, record)
+    if name > lines[record].last and lines[top].head == record:
+        lines[top].head, lines[record].head = lines[record].head, name
+
+
+def _top(lines: Sequence[_Line], at: int, below: int = -1) -> int:
+    """The last of the heads that a line needs, up to one that needs a certain line."""
+    for _ in range(_DEEPEST):
+        if lines[at].head in (-1, below):
+            break
+        at = lines[at].head
+    return at
 
 
 def _last_line(lines: Sequence[_Line], at: int) -> int:

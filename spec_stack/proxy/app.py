@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from spec_stack.proxy.audits import answer_again
 from spec_stack.proxy.config import LOOPBACK, PRUNED, ProxyConfig
 from spec_stack.proxy.pruning import PromptPruner, PruneOptions, Pruning, body_options, header_options
 from spec_stack.proxy.upstream import Upstream, UpstreamError, UpstreamResponse
-from spec_stack.serve.audits import Audit, Audits, Words, stop
+from spec_stack.serve.audits import Audit, Audits, Words
 from spec_stack.serve.http import (
     client_of,
     decoded,
@@ -53,13 +53,15 @@ def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        auditing = asyncio.create_task(audits.run())
-        yield
-        await stop(auditing)
+        async with audits.running():
+            yield
         await prompts.stop()
         await upstream.close()
 
-    app = new_app(prompts.metrics, lifespan)
+    async def obstacle() -> str:
+        return await upstream.obstacle(_CHECK_S)
+
+    app = new_app(prompts.metrics, lifespan, obstacle, audits.client_waits)
     app.add_route("/{path:path}", Endpoint(prompts, upstream, audits, config).answer, methods=_METHODS)
     return app
 
@@ -72,18 +74,15 @@ def serve_proxy(pruner: Pruner, config: ProxyConfig) -> None:
     asyncio.run(_check(config))
     # Upstream's own Server and Date headers are passed on.
     settings = {"limit_concurrency": config.max_connections, "server_header": False, "date_header": False}
-    run_app(app, config.host, config.port, config.shutdown_s, **settings)
+    run_app(app, config, config.port, **settings)
 
 
 async def _check(config: ProxyConfig) -> None:
     """Warn if the upstream server does not answer yet."""
     upstream = Upstream(config)
-    try:
-        await upstream.check(_CHECK_S)
-    except UpstreamError as error:
-        logger.warning("%s does not answer yet: %r", config.upstream, error)
-    finally:
-        await upstream.close()
+    if why := await upstream.obstacle(_CHECK_S):
+        logger.warning("%s: %s", config.upstream, why)
+    await upstream.close()
 
 
 class Endpoint:
@@ -95,32 +94,22 @@ class Endpoint:
 
     async def answer(self, request: Request) -> Response:
         """Any request. It is cancelled when its client disconnects."""
-        leave = self._audits.enter()
-        try:
-            body = await read_body(request, self._config.max_body_bytes)
-            return await unless_disconnected(request, asyncio.create_task(self._forward(request, body, leave)))
-        except BaseException:
-            leave()
-            raise
+        body = await read_body(request, self._config.max_body_bytes)
+        return await unless_disconnected(request, asyncio.create_task(self._forward(request, body)))
 
-    async def _forward(self, request: Request, body: bytes, leave: Callable[[], None]) -> Response:
-        """The response to a request; leave: called at its end."""
+    async def _forward(self, request: Request, body: bytes) -> Response:
         forwarded, headers = await self._pruned(request, body)
         try:
             response = await self._upstream.send(request, forwarded, is_changed=forwarded is not body)
-        except httpcore2.TimeoutException:
-            self._outcomes.labels("failed").inc()
-            leave()
-            error = BadRequestError("the upstream server did not answer in time", status=504)
-            return error_response(request, error, headers)
         except UpstreamError as problem:
             logger.warning("upstream did not answer: %r", problem)
             self._outcomes.labels("failed").inc()
-            leave()
-            error = BadRequestError("the upstream server did not answer; the proxy's log says why", status=502)
+            is_late = isinstance(problem, httpcore2.TimeoutException)
+            why = " in time" if is_late else "; the proxy's log says why"
+            error = BadRequestError(f"the upstream server did not answer{why}", status=504 if is_late else 502)
             return error_response(request, error, headers)
         self._outcomes.labels("ok").inc()
-        return UpstreamResponse(response, headers, leave)
+        return UpstreamResponse(response, headers)
 
     async def _pruned(self, request: Request, body: bytes) -> tuple[bytes, dict[str, str]]:
         """The body to forward, and headers that say what was done."""

@@ -7,27 +7,26 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from spec_stack.serve.config import AuditConfig
-from spec_stack.settings.checks import check_fields, require, require_number
+from spec_stack.serve.config import HttpConfig
+from spec_stack.settings.checks import require
 from spec_stack.settings.options import documented, option
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_PORT = 65535
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_SECONDS = ("deadline_s", "timeout_s", "shutdown_s")
+_SECONDS = ("deadline_s", "timeout_s")
 PRUNED = {"/chat/completions": "messages", "/completions": "prompt", "/messages": "messages", "/responses": "input"}
 """The field that holds the prompt, by the end of the path: base URLs differ."""
 
 
 @documented
 @dataclass(frozen=True)
-class ProxyConfig(AuditConfig):
+class ProxyConfig(HttpConfig):
     """An OpenAI-compatible proxy that prunes prompts before an upstream server."""
 
     upstream: str = option(
         "", "base URL of the upstream server, as for OpenAI's clients; /v1 may be left out: http://127.0.0.1:8000"
     )
-    host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
     port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=_MAX_PORT)
     marker: str | None = option(None, "text in place of every gap of a prompt; by default an ellipsis for lines")
     recall: bool = option(
@@ -50,8 +49,6 @@ class ProxyConfig(AuditConfig):
     max_parsed_bytes: int = option(
         4 << 20, "longest body that is parsed for pruning; longer ones are forwarded whole", least=1
     )
-    max_queued: int = option(64, "most prompts that wait for scoring; more are forwarded whole", least=1)
-    max_queued_per_client: int = option(16, "of those, how many of one client", least=1)
     max_conversations: int = option(
         8,
         "conversations whose draft cache is kept, least recently used evicted first; others are scored again",
@@ -59,7 +56,6 @@ class ProxyConfig(AuditConfig):
     )
     max_cached_tokens: int = option(65_536, "tokens in the draft's caches of all conversations; likewise", least=1)
     max_connections: int = option(1024, "most open connections; more are rejected (503)", least=1)
-    shutdown_s: float = option(10.0, "seconds that running requests have after SIGTERM")
 
     def __post_init__(self) -> None:
         _check_url(self.upstream)
@@ -68,11 +64,9 @@ class ProxyConfig(AuditConfig):
             require(
                 isinstance(value, str) or (name, value) == ("marker", None), f"{name} must be a string, got {value!r}"
             )
-        check_fields(self)
+        self.check_server()
         for name in _SECONDS:
-            require_number(name, getattr(self, name))
             require(0 < getattr(self, name) < math.inf, f"{name} must be over 0, got {getattr(self, name)!r}")
-        self.check_audits()
         parts = urlsplit(self.upstream)
         port = parts.port or _DEFAULT_PORTS[parts.scheme]
         is_itself = port == self.port and {parts.hostname, self.host} <= {*LOOPBACK, "0.0.0.0", "::"}

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import ssl
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 from urllib.request import getproxies, proxy_bypass
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.proxy.config import LOOPBACK, ProxyConfig
+from spec_stack.serve.logs import ID_HEADER, request_id
 from spec_stack.serve.protocol import BadRequestError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,10 @@ _HOP_BY_HOP = {
     *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection"),
     *(b"te", b"trailer", b"transfer-encoding", b"upgrade"),
 }
-_NOT_FORWARDED = {*_HOP_BY_HOP, b"host", b"content-length", b"expect", KEEP_RATE_HEADER.encode(), b"x-spec-stack-route"}
+_NOT_FORWARDED = {
+    *(*_HOP_BY_HOP, b"host", b"content-length", b"expect"),
+    *(KEEP_RATE_HEADER.encode(), b"x-spec-stack-route", ID_HEADER.encode()),
+}
 _CONNECT_S = 10.0
 # Shorter than servers keep idle connections, so that none is closed while a request is sent.
 _IDLE_S = 2.0
@@ -67,12 +71,18 @@ class Upstream:
         headers = _end_to_end(request.headers.raw, dropped)
         if body or "content-length" in request.headers or "transfer-encoding" in request.headers:
             headers.append((b"content-length", str(len(body)).encode()))
+        if request_id.get():
+            headers.append((ID_HEADER.encode(), request_id.get().encode()))
         return await self._send(request.method, self._target(request.scope), headers, body, self._timeout_s)
 
-    async def check(self, timeout_s: float) -> None:
-        """Raise `UpstreamError` unless the server answers."""
-        response = await self._send("GET", self._base.raw_path.rstrip(b"/") + b"/v1/models", [], b"", timeout_s)
+    async def obstacle(self, timeout_s: float) -> str:
+        """Why the server cannot be asked now; empty where it answers, even with 401 or 404."""
+        try:
+            response = await self._send("GET", self._base.raw_path.rstrip(b"/") + b"/v1/models", [], b"", timeout_s)
+        except UpstreamError as error:
+            return f"upstream does not answer: {type(error).__name__} {error}".rstrip()
         await response.aclose()
+        return f"upstream answers {response.status}" if response.status >= 500 else ""
 
     async def close(self) -> None:
         await self._pool.aclose()
@@ -100,15 +110,13 @@ class Upstream:
 
 
 class UpstreamResponse(StreamingResponse):
-    """An upstream response with added headers. It is closed when the client disconnects. ended: called at its end."""
+    """An upstream response with added headers. It is closed when the client disconnects."""
 
-    def __init__(
-        self, upstream: httpcore2.Response, added: Mapping[str, str], ended: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, upstream: httpcore2.Response, added: Mapping[str, str]) -> None:
         super().__init__(upstream.aiter_stream(), upstream.status)
         self.raw_headers = _end_to_end(upstream.headers, _HOP_BY_HOP)
         self.headers.update(added)
-        self._upstream, self._ended = upstream, ended
+        self._upstream = upstream
 
     async def stream_response(self, send: Send) -> None:
         try:
@@ -121,7 +129,6 @@ class UpstreamResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._ended()
             await self._upstream.aclose()
 
 

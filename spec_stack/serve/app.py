@@ -20,7 +20,7 @@ from fastapi.sse import format_sse_event
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from spec_stack.serve.audits import Audit, Audits, stop
+from spec_stack.serve.audits import Audit, Audits
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.http import (
     IGNORED_HEADER,
@@ -68,18 +68,21 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(requests.start)
-        auditing = asyncio.create_task(audits.run())
-        yield
-        await stop(auditing)
+        async with audits.running():
+            yield
         await worker.stop()
         if pool is None:
             await run_in_threadpool(requests.stop)
 
-    app = new_app(worker.metrics, lifespan, config.cors_origins)
+    async def obstacle() -> str:
+        return worker.queue.obstacle
+
+    app = new_app(worker.metrics, lifespan, obstacle, audits.client_waits, config.cors_origins)
     app.state.worker = worker
     endpoint = Endpoint(generator, config, worker, audits, requests)
     for path in REQUESTS:
         app.add_api_route(path, partial(endpoint.answer, path), methods=["POST"], name=path)
+    app.add_api_route("/v1/responses", endpoint.responses, methods=["POST"])
     app.add_api_route("/v1/models", endpoint.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", endpoint.model, methods=["GET"])
     return app
@@ -93,7 +96,7 @@ def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> N
     config = config or ServeConfig()
     if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_keys:
         logger.warning("listening on %s without an API key: whoever reaches this machine may ask", config.host)
-    run_app(build_app(generator, config), config.host, config.port, config.shutdown_s)
+    run_app(build_app(generator, config), config, config.port)
 
 
 class Endpoint:
@@ -127,17 +130,15 @@ class Endpoint:
             raise HTTPException(404, f"there is no model {name!r} here, only {self._config.model_name!r}")
         return self._model
 
+    async def responses(self) -> None:
+        """POST /v1/responses."""
+        raise HTTPException(
+            404,
+            "this server has no /v1/responses; use /v1/chat/completions, or spec-stack proxy before a server that has",
+        )
+
     async def answer(self, path: str, request: Request) -> Response:
         """POST one of `REQUESTS`."""
-        leave = self._audits.enter()
-        try:
-            return await self._answer(path, request, leave)
-        except BaseException:
-            leave()
-            raise
-
-    async def _answer(self, path: str, request: Request, leave: Callable[[], None]) -> Response:
-        """The response to a request; leave: called when its answer is complete."""
         client = client_of(request, self._config.api_keys)
         limit = self._max_body_bytes
         body = decoded(request, await read_body(request, limit), limit)
@@ -164,7 +165,6 @@ class Endpoint:
             if isinstance(answer, dict) and (why or is_pruned(answer)):
                 again = partial(self._worker.answer_again, processed.encoded, options)
                 self._audits.offer(Audit(route, again))
-            leave()
 
         job.add_done_callback(ended)
         headers = _ignored_header(processed.ignored)

@@ -12,15 +12,15 @@ import random
 import re
 from collections import Counter as Counts
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from fastapi import Request
 from prometheus_client import Counter, Gauge
 
 from spec_stack.binomial import lower_bound, upper_bound
-from spec_stack.serve.config import AuditConfig
+from spec_stack.serve.config import HttpConfig
 from spec_stack.serve.http import AppMetrics
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class _Route:
 class Audits:
     """Audits one request at a time while nobody waits."""
 
-    def __init__(self, config: AuditConfig, metrics: AppMetrics) -> None:
+    def __init__(self, config: HttpConfig, metrics: AppMetrics) -> None:
         self._config = config
         self._routes: dict[str, _Route] = {}
         self._waiting: deque[Audit] = deque()
@@ -101,21 +101,18 @@ class Audits:
             self._audits.labels(self._waiting.popleft().route, "dropped").inc()
         self._look()
 
-    def enter(self) -> Callable[[], None]:
-        """Note that a client waits, until what this returns is called; a running audit ends."""
+    @contextmanager
+    def client_waits(self) -> Iterator[None]:
+        """In this block a client waits: a running audit ends, and none begins."""
         self._num_live += 1
         self._look()
         if self._running is not None:
             self._running.cancel()
-        has_left = False
-
-        def leave() -> None:
-            nonlocal has_left
-            self._num_live -= not has_left
-            has_left = True
+        try:
+            yield
+        finally:
+            self._num_live -= 1
             self._look()
-
-        return leave
 
     def _look(self) -> None:
         if self._waiting and not self._num_live:
@@ -123,8 +120,18 @@ class Audits:
         else:
             self._may_run.clear()
 
-    async def run(self) -> None:
-        """Audit what waits, until cancelled."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Audit what waits, in this block."""
+        auditing = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            auditing.cancel()
+            with suppress(asyncio.CancelledError):
+                await auditing
+
+    async def _run(self) -> None:
         while True:
             await self._may_run.wait()
             await asyncio.sleep(self._config.audit_idle_s)
@@ -209,10 +216,3 @@ def is_lost(whole: Words, part: Words) -> bool:
     if any(word not in part for word in whole if any(map(str.isdigit, word))):
         return True
     return both > 0 and 2 * (whole & part).total() / both < _AGREEMENT
-
-
-async def stop(task: asyncio.Task[None]) -> None:
-    """End a running `Audits.run`."""
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from spec_stack.settings.checks import check_fields, require, require_int
 from spec_stack.settings.options import documented, option
@@ -20,9 +21,19 @@ def _is_origin(text: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditConfig:
-    """How many pruned requests are answered again."""
+class HttpConfig:
+    """What serve and the proxy share: address, queue, log lines, and audits of pruned requests."""
 
+    host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "least level of the lines on standard error; a request is a line of info"
+    )
+    log_json: bool = option(False, "log a JSON object a line, with the request's id")
+    max_queued: int = option(
+        64, "most waiting requests; serve rejects more (429), the proxy forwards them whole", least=1
+    )
+    max_queued_per_client: int = option(16, "of those, how many of one client", least=1)
+    shutdown_s: float = option(10.0, "seconds that running requests have after SIGTERM")
     audit_rate: float = option(
         0.0,
         "share of pruned requests that are answered again from the whole and from the pruned prompt, while no client "
@@ -36,8 +47,10 @@ class AuditConfig:
     audit_idle_s: float = option(0.5, "seconds without a request before an audit begins")
     max_audits: int = option(16, "most requests that wait for an audit; the oldest gives way", least=1)
 
-    def check_audits(self) -> None:
+    def check_server(self) -> None:
         """Raise ValueError for bad values."""
+        check_fields(self)
+        require(0 <= self.shutdown_s < math.inf, f"shutdown_s must be 0 or more, got {self.shutdown_s!r}")
         for name in ("audit_rate", "audit_max_loss"):
             value = getattr(self, name)
             require(value is None or 0 <= value <= 1, f"{name} must be a share, 0 to 1, got {value!r}")
@@ -48,10 +61,9 @@ class AuditConfig:
 
 @documented
 @dataclass(frozen=True)
-class ServeConfig(AuditConfig):
+class ServeConfig(HttpConfig):
     """An OpenAI-compatible endpoint over one generator, which answers one request at a time."""
 
-    host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
     port: int = option(8000, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=_MAX_PORT)
     model_name: str = option("spec-stack", "what clients call the model")
     api_keys: Sequence[str] = field(
@@ -63,6 +75,9 @@ class ServeConfig(AuditConfig):
     temperature: float = option(1.0, "temperature of requests that set none, as OpenAI's own; 0 is greedy")
     default_max_tokens: int = option(
         512, "max_tokens of requests that set none, as far as the models have positions", least=1
+    )
+    max_time: float | None = option(
+        None, "most seconds of work on an answer, which then ends with finish_reason length; a request may set fewer"
     )
     max_body_bytes: int | None = option(
         None, "longest body of a request (413); None is 32 for each position that the models have", least=1
@@ -77,8 +92,6 @@ class ServeConfig(AuditConfig):
     strip_special_tokens: bool = option(
         False, "remove special tokens from chat messages, so that no message can imitate another"
     )
-    max_queued: int = option(64, "most waiting requests; more are rejected (429)", least=1)
-    max_queued_per_client: int = option(16, "of those, how many of one client", least=1)
     max_choices: int = option(8, "largest n of a request", least=1)
     max_sessions: int = option(
         8, "conversations whose caches are kept, least recently used evicted first; 0 keeps none", least=0
@@ -88,11 +101,9 @@ class ServeConfig(AuditConfig):
         "tokens of a client's earlier answers that n-gram lookup searches, about 200 bytes each, for max_sessions "
         "clients; 0 keeps none",
     )
-    shutdown_s: float = option(10.0, "seconds that running requests have after SIGTERM")
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        self.check_audits()
+        self.check_server()
         if self.ngram_cache_tokens:
             require_int("ngram_cache_tokens", self.ngram_cache_tokens, 2)
         if isinstance(self.api_keys, str) or not all(isinstance(key, str) and key for key in self.api_keys):
@@ -102,10 +113,10 @@ class ServeConfig(AuditConfig):
                 "cors_origins must be a list of * or of origins without a path, such as https://chat.example.org, "
                 f"got {self.cors_origins!r}"
             )
-        if not (0 <= self.temperature < math.inf and 0 <= self.shutdown_s < math.inf):
-            raise ValueError("temperature and shutdown_s must be 0 or more")
-        if not 0 < self.prepare_s < math.inf:
-            raise ValueError(f"prepare_s must be over 0, got {self.prepare_s!r}")
+        require(0 <= self.temperature < math.inf, f"temperature must be 0 or more, got {self.temperature!r}")
+        for name in ("prepare_s", "max_time"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < math.inf, f"{name} must be over 0, got {value!r}")
 
     def body_limit(self, num_positions: int) -> int:
         """max_body_bytes, by default derived from the models' number of positions."""

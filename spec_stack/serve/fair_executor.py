@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from time import monotonic
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -47,6 +48,13 @@ class FairExecutor:
         """Jobs that wait."""
         return len(self._waiting)
 
+    @property
+    def obstacle(self) -> str:
+        """Why it takes no job; empty where it does."""
+        if self._is_closed:
+            return "the server is shutting down"
+        return f"{len(self)} requests are waiting already; try again later" if len(self) >= self._max_queued else ""
+
     def is_waiting(self, job: asyncio.Task[Any]) -> bool:
         """Whether a job has not begun."""
         return job in self._waiting
@@ -62,12 +70,10 @@ class FairExecutor:
         raises RequestCancelled.
         """
         num_own = [*self._waiting.values()].count(client)
-        if self._is_closed:
-            raise QueueFullError("the server is shutting down")
+        if self.obstacle:
+            raise QueueFullError(self.obstacle)
         if num_own >= self._max_per_client:
             raise QueueFullError(f"{num_own} requests of this client are waiting already; try again later")
-        if len(self) >= self._max_queued:
-            raise QueueFullError(f"{self._max_queued} requests are waiting already; try again later")
         job = asyncio.create_task(self._run(client, work))
         self._waiting[job] = client
         job.add_done_callback(lambda job: self._waiting.pop(job, None))
@@ -106,7 +112,8 @@ class FairExecutor:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._thread_lock.release)
 
-        running = self._thread.submit(work, check_cancelled)
+        # The context has the request's id, for log lines.
+        running = self._thread.submit(copy_context().run, work, check_cancelled)
         # Cancelled work keeps the thread until it ends.
         running.add_done_callback(release)
         try:

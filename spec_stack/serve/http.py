@@ -1,4 +1,4 @@
-"""Parts shared by the server and the proxy: errors, CORS, metrics, API keys, body limit."""
+"""Parts shared by the server and the proxy: errors, probes, CORS, metrics, API keys, body limit."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import hashlib
 import secrets
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
+from spec_stack.serve.config import HttpConfig
+from spec_stack.serve.logs import ID_HEADER, REASON_HEADER, RequestLog, configure_logging, request_id
 from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
 
 Result = TypeVar("Result")
 
 # Lists the request fields that the server ignored.
 IGNORED_HEADER = "x-spec-stack-ignored"
-REASON_HEADER = "x-spec-stack-reason"
 _COUNTED = [f"x-spec-stack-{part}-tokens" for part in ("prompt", "kept", "recalled")]
 _MAX_HEADER = 300
 _MAX_DISCARDED_BYTES = 256 << 20
@@ -52,9 +53,12 @@ class AppMetrics:
 def new_app(
     metrics: AppMetrics,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
+    obstacle: Callable[[], Awaitable[str]],
+    waits: Callable[[], AbstractContextManager[None]],
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """An application with /health, /metrics, CORS and OpenAI errors."""
+    """An application with /health, /ready, /metrics, request ids, CORS and OpenAI errors. obstacle: why requests cannot
+    be answered now; empty where they can. waits: entered while a client waits."""
     app = FastAPI(title="spec_stack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     if cors_origins:
         app.add_middleware(
@@ -62,12 +66,18 @@ def new_app(
             allow_origins=list(cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[IGNORED_HEADER, REASON_HEADER, *_COUNTED],
+            expose_headers=[IGNORED_HEADER, REASON_HEADER, ID_HEADER, *_COUNTED],
         )
+    app.add_middleware(RequestLog, waits=waits)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        why = await obstacle()
+        return JSONResponse({"status": why or "ready"}, 503 if why else 200)
 
     @app.get("/metrics")
     async def scrape() -> Response:
@@ -89,7 +99,7 @@ def new_app(
 
     @app.exception_handler(Exception)
     async def handle_failure(request: Request, error: Exception) -> Response:
-        return error_response(request, BadRequestError(FAILED, status=500))
+        return error_response(request, BadRequestError(FAILED, status=500), {ID_HEADER: request_id.get()})
 
     return app
 
@@ -183,6 +193,9 @@ def check_address(host: str, port: int) -> None:
         raise ValueError(f"cannot listen: {error.strerror}; name another host or port") from error
 
 
-def run_app(app: FastAPI, host: str, port: int, shutdown_s: float, **settings: Any) -> None:
+def run_app(app: FastAPI, config: HttpConfig, port: int, **settings: Any) -> None:
     """Serve an application until Ctrl-C or SIGTERM; running requests then have `shutdown_s` seconds left."""
-    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=max(1, round(shutdown_s)), **settings)
+    configure_logging(config.log_level, config.log_json)
+    shutdown_s = max(1, round(config.shutdown_s))
+    settings |= {"log_config": None, "access_log": False, "timeout_graceful_shutdown": shutdown_s}
+    uvicorn.run(app, host=config.host, port=port, **settings)

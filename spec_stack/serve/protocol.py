@@ -125,6 +125,7 @@ class _Options(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
+    max_time: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS)
     ignore_eos: bool | None = None
@@ -183,6 +184,8 @@ class GenerationRequest(_Options, ABC):
                 raise ValueError(f"{name} is not supported; see repetition_penalty")
         options = self.model_dump(include=set(_Options.model_fields), exclude_none=True)
         temperature = config.temperature if self.temperature is None else self.temperature
+        if config.max_time is not None:
+            options["max_time"] = min(config.max_time, options.get("max_time", config.max_time))
         return options | {
             "max_tokens": self.max_tokens,
             "temperature": temperature,
@@ -250,7 +253,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
-_OWN = ("keep_rate", "sparse_prefill", "max_divergence", "question", "policy", "gamma")
+_OWN = ("keep_rate", "sparse_prefill", "max_divergence", "max_time", "question", "policy", "gamma")
 # Least likeness of a name to an option of ours that it is a misspelling of: foreign fields pass.
 _LIKENESS = 0.8
 

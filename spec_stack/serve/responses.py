@@ -14,7 +14,7 @@ from spec_stack.types import AnswerPart, Metrics, StepOutput, TokenLogprobs
 
 REPORT = "spec_stack"
 """The field of `usage`, and of a stream's last chunk of each choice, that says what was pruned."""
-_FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+_FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "time": "length"}
 # OpenAI's value for impossible tokens; JSON has no infinity.
 _MIN_LOGPROB = -9999.0
 Json = dict[str, Any]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -93,6 +93,60 @@ def test_records_keep_their_values(form: str) -> None:
                 assert len(found) == kept.count('"price"')
                 # A token may hold the bracket that opens the next record.
                 assert abs(len(found) - kept.count('"id"')) <= kept.count("{")
+
+
+# Blocks of a subject and what is said of it: the line of the subject, the others, and what parts the blocks.
+ATTRIBUTED: dict[str, Callable[[str, int], tuple[list[str], list[str]]]] = {
+    "questions and answers": lambda name, at: ([f"Q: What is the port of {name}?"], [f"A: It is {at}."]),
+    "a transcript": lambda name, at: ([f"{name.title()} Smith  10:{at % 60:02d} AM"], [f"It is {at}.", f"Or {at}9."]),
+    "a play": lambda name, at: ([f"{name.upper()}."], [f"The code is {at}.", f"Not {at}7."]),
+    "headings in signs": lambda name, at: ([f"==> {name}.txt <=="], [f"port {at}", f"host {at}.org"]),
+    "found in files": lambda name, at: ([f"src/{name}.py"], [f"{at}:PORT = {at}", f"{at}9:HOST = {at}"]),
+    "documents": lambda name, at: (
+        [f"<source>{name}.txt</source>"],
+        ["<document_content>", f"The port is {at}.", "</document_content>", "</document>"],
+    ),
+    "letters": lambda name, at: ([f"From: {name}@x.org"], [f"Subject: Port {at}", "", f"The port is {at}.", "Yours"]),
+    "terms": lambda name, at: ([f"<dt>{name}</dt>"], [f"<dd>Port {at}</dd>"]),
+    "YAML documents": lambda name, at: (
+        [f"  name: {name}"],
+        ["spec:", f"  port: {at}", f"  hosts: [{at}.a.org, {at}.b.org, {at}.c.org]", f"  image: registry/{at}/{at}"],
+    ),
+    "a list of YAML": lambda name, at: (
+        [f"- name: {name}"],
+        [f"  port: {at}", f"  hosts: [{at}.a.org, {at}.b.org, {at}.c.org]", f"  image: {'/'.join([str(at)] * 12)}"],
+    ),
+    "records named at their end": lambda name, at: (
+        [f'    "name": "{name}"'],
+        [f'    "port": {at},', f'    "hosts": "{" ".join([str(at)] * 16)}",', f'    "owner": "team {at}",'],
+    ),
+}
+FRAMES = {"documents": ("<document>", ""), "YAML documents": ("---\nmetadata:", "")}
+
+
+@pytest.mark.parametrize("form", ATTRIBUTED)
+def test_what_is_said_of_one_subject_is_not_kept_below_another(form: str) -> None:
+    names = [f"{first}{second}" for first in ("alpha", "beta", "gamma", "delta") for second in ("", "ville", "burg")]
+    is_last = form == "records named at their end"
+    blocks = [ATTRIBUTED[form](name, 4100 + 17 * at) for at, name in enumerate(names)]
+    opens, ends = ("  {\n", "  },\n") if is_last else (FRAMES.get(form, ("", ""))[0] + "\n" * (form in FRAMES), "")
+    parted = "" if form in FRAMES or is_last or form == "a list of YAML" else "\n"
+    of_block = ["\n".join([*said, *subject] if is_last else [*subject, *said]) + "\n" for subject, said in blocks]
+    text = "".join(f"{opens}{lines}{ends}{parted}" for lines in of_block)
+    owner = {line: at for at, (subject, said) in enumerate(blocks) for line in (*subject, *said) if line}
+    shared = {line for _, said in blocks for line in said if sum(line in other for _, other in blocks) > 1}
+    num_kept = 0
+    for seed in range(4):
+        for keep_rate in RATES:
+            kept = [line for line in kept_at(text, keep_rate, seed)[0].splitlines() if line in owner]
+            subject = -1
+            for line in reversed(kept) if is_last else kept:
+                if line in blocks[owner[line]][0]:
+                    subject = owner[line]
+                elif line not in shared:
+                    assert subject == owner[line], (keep_rate, kept)
+                    num_kept += 1
+    assert num_kept > 20
 
 
 def test_numbers_and_words_of_one_line_stay_whole() -> None:

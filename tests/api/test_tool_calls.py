@@ -25,6 +25,7 @@ def test_a_forced_tool_is_called_with_arguments_that_fit(caller: SpecStackGenera
     for choice, names in (
         ("required", {"look_up", "add"}),
         ({"type": "function", "function": {"name": "add"}}, {"add"}),
+        ("add", {"add"}),
     ):
         result = caller.generate(messages=CHAT, tools=TOOLS, tool_choice=choice, max_tokens=64)
         (call,) = result.tool_calls

@@ -27,7 +27,6 @@ def test_an_option_of_another_name_is_refused_by_naming_the_option(embedded: Spe
     [
         ("assistant_model", "the draft is given once, to SpecStackGenerator"),
         ("stopping_criteria", "closing a stream"),
-        ("max_time", "close a stream"),
         ("num_beams", "n= samples several"),
         ("past_key_values", "session"),
     ],

@@ -20,7 +20,9 @@ def first_line(command: str, *options: str) -> str:
     process = subprocess.Popen(called, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
-        return next(line for line in process.stderr if line.startswith("spec-stack: ")).strip()
+        return next(
+            line[line.index("spec-stack: ") :] for line in process.stderr if " INFO spec-stack: " in line
+        ).strip()
     finally:
         process.kill()
         process.communicate()

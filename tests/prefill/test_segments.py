@@ -137,6 +137,29 @@ def test_what_stands_below_a_heading_needs_it() -> None:
     assert heads_of("# a comment\n\nx = 1\n") == {}
 
 
+def test_rows_of_latex_and_of_several_lines_need_their_head() -> None:
+    latex = "\\hline\nName & Age \\\\\n\\hline\nAda & 36 \\\\\nBob & 41 \\\\\n"
+    head = "\\hline\nName & Age \\\\\n\\hline"
+    assert heads_of(latex) == {"Ada & 36 \\\\": head, "Bob & 41 \\\\": head}
+    rows = ['1,"It rains.\nIt pours."', '2,"It is dry.\n\nIt stays so."', "3,none"]
+    assert heads_of("id,note\n" + "\n".join(rows) + "\n") == dict.fromkeys(rows, "id,note")
+
+
+def test_items_of_yaml_need_the_key_that_they_stand_below_without_indentation() -> None:
+    items = [f"- port: {at}\n  tags:\n  - a\n  - b" for at in range(3)]
+    assert heads_of("servers:\n" + "\n".join(items) + "\n") == dict.fromkeys(items, "servers:")
+
+
+def test_ordinals_and_streets_end_no_sentence() -> None:
+    text = "Sie kam am 3. Oktober. Er wohnt in der Hauptstr. 7. Es waren 5. Danach ging er.\n"
+    assert [each.strip() for each in texts_of(characters(text)) if each.strip()] == [
+        "Sie kam am 3. Oktober.",
+        "Er wohnt in der Hauptstr. 7.",
+        "Es waren 5.",
+        "Danach ging er.",
+    ]
+
+
 def test_rows_of_markup_and_tuples_of_a_long_line_stay_whole() -> None:
     rows = [f"<tr><td>{at}</td><td>{at}00</td></tr>" for at in range(60)]
     tuples = [f"({at}, 'x', {at}00)" for at in range(60)]

@@ -14,6 +14,7 @@ from http.client import HTTPConnection
 from time import monotonic
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -194,7 +195,8 @@ def test_tools_are_written_into_the_prompt(embedded: SpecStackGenerator, start: 
         ({"tool_choice": "required"}, "needs tools"),
         ({"tool_choice": "required", "tools": TOOLS}, "does not show how this model calls tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS}, "the tools are look_up"),
-        ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice must be"),
+        ({"tool_choice": "sometimes", "tools": TOOLS}, "names 'sometimes'; the tools are look_up"),
+        ({"tool_choice": {"type": "sometimes"}, "tools": TOOLS}, "tool_choice must be"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "is not taken from requests"),
         ({"extra_body": {"policy": "nope"}}, "nope"),
@@ -503,6 +505,8 @@ def test_a_full_line_is_refused_while_others_wait_their_turn(start: Start) -> No
     with pytest.raises(openai.RateLimitError, match="waiting already") as caught:
         server.client("three").completions.create(prompt="a", max_tokens=1, **GREEDY)
     assert caught.value.response.headers["retry-after"] == "1"
+    ready = httpx2.get(f"{server.url}/ready", timeout=60)
+    assert (ready.status_code, ready.json()["status"]) == (503, "2 requests are waiting already; try again later")
     stream.close()
     for thread in threads:
         thread.join(60)

@@ -40,7 +40,7 @@ def server() -> Iterator[Server]:
 
 def test_a_forced_call_is_the_same_whole_and_streamed(server: Server) -> None:
     create = server.client().chat.completions.create
-    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+    for choice in ("required", "add", {"type": "function", "function": {"name": "add"}}):
         whole = create(messages=CHAT, tool_choice=choice, **ASKED).choices[0]
         assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
         (call,) = whole.message.tool_calls

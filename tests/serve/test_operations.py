@@ -1,0 +1,182 @@
+"""What operators see of both servers: readiness, request ids, log lines, and the time limit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from io import StringIO
+from threading import Event
+from time import monotonic
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from spec_stack import Pruner
+from spec_stack.proxy.app import build_app
+from spec_stack.proxy.config import ProxyConfig
+from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.logs import JsonFormatter, TextFormatter, configure_logging
+from tests.serve.conftest import Server
+from tests.support.ports import free_port
+from tests.support.running_app import RunningApp
+from tests.support.upstream import FakeUpstream
+
+Start = Callable[..., Server]
+Lines = Callable[[int], list[dict[str, Any]]]
+CHAT = "/v1/chat/completions"
+HTTP = httpx2.Client(timeout=120)
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "temperature": 0}
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    """The JSON lines, as soon as there are so many of requests; a line is written behind its response."""
+    written, logger = StringIO(), logging.getLogger("spec_stack")
+    handler, level = logging.StreamHandler(written), logger.level
+    handler.setFormatter(JsonFormatter())
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+
+    def read(num_requests: int) -> list[dict[str, Any]]:
+        end = monotonic() + 60
+        while written.getvalue().count('"path": ') < num_requests and monotonic() < end:
+            Event().wait(0.01)
+        return [json.loads(line) for line in written.getvalue().splitlines()]
+
+    yield read
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def proxy() -> Iterator[Callable[[str], str]]:
+    running: list[RunningApp] = []
+    pruner = Pruner.from_pretrained(device="cpu")
+
+    def begin(upstream: str) -> str:
+        running.append(RunningApp(build_app(pruner, ProxyConfig(upstream, port=0)), 1))
+        return running[-1].url
+
+    yield begin
+    for each in running:
+        each.stop()
+
+
+def test_a_server_with_room_in_its_queue_is_ready(start: Start) -> None:
+    server = start()
+    ready = HTTP.get(f"{server.url}/ready")
+    assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_the_proxy_is_alive_before_it_is_ready(proxy: Callable[[str], str], path: str) -> None:
+    upstream = FakeUpstream()
+    try:
+        assert HTTP.get(proxy(upstream.url) + path).status_code == 200
+    finally:
+        upstream.stop()
+    answer = HTTP.get(proxy(f"http://127.0.0.1:{free_port()}") + path)
+    assert answer.status_code == (200 if path == "/health" else 503)
+    assert path == "/health" or answer.json()["status"].startswith("upstream does not answer: ConnectError")
+
+
+@pytest.mark.parametrize("given", ["mine-1.2:3_4", "x" * 128])
+def test_a_well_formed_id_is_echoed_and_logged(start: Start, lines: Lines, given: str) -> None:
+    response = HTTP.post(start().url + CHAT, json=BODY, headers={"x-request-id": given})
+    assert response.headers["x-request-id"] == given
+    (line,) = [line for line in lines(1) if line.get("path") == CHAT]
+    assert (line["request_id"], line["method"], line["status"]) == (given, "POST", 200)
+    assert line["reason"] == response.headers["x-spec-stack-reason"]
+    assert line["seconds"] > 0
+    assert line["message"].startswith(f"POST {CHAT} 200 in ")
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "é", 'a"b'])
+def test_another_id_is_replaced_by_one_of_the_servers(start: Start, given: str) -> None:
+    url = start().url
+    ids = [
+        HTTP.get(f"{url}/v1/models", headers=[(b"x-request-id", given.encode())]).headers["x-request-id"]
+        for _ in range(2)
+    ]
+    assert ids[0] != ids[1]
+    assert all(len(each) == 16 and int(each, 16) >= 0 for each in ids)
+
+
+def test_responses_are_refused_by_naming_what_there_is(start: Start) -> None:
+    with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions, or spec-stack proxy"):
+        start().client().responses.create(model="spec-stack", input="Hello")
+
+
+def test_errors_have_ids_and_probes_are_no_lines_of_info(start: Start, lines: Lines) -> None:
+    url = start().url
+    refused = HTTP.post(url + CHAT, json={"messages": 1})
+    assert refused.status_code == 400
+    HTTP.get(f"{url}/health")
+    HTTP.get(f"{url}/absent%0A?key=secret")
+    levels = {line["path"]: (line["level"], line["status"]) for line in lines(3) if "path" in line}
+    assert levels == {CHAT: ("info", 400), "/health": ("debug", 200), "/absent%0A": ("info", 404)}
+    assert refused.headers["x-request-id"] in {line.get("request_id") for line in lines(3)}
+
+
+def test_the_proxy_passes_its_id_on_and_upstreams_back(proxy: Callable[[str], str], lines: Lines) -> None:
+    upstream = FakeUpstream()
+    try:
+        url = proxy(upstream.url)
+        response = HTTP.post(url + CHAT, json=BODY, headers={"x-request-id": "mine"})
+        assert upstream.seen[-1].headers["x-request-id"] == response.headers["x-request-id"] == "mine"
+        response = HTTP.post(url + CHAT, json=BODY, headers={"x-request-id": "not well formed"})
+        assert upstream.seen[-1].headers["x-request-id"] == response.headers["x-request-id"] != "not well formed"
+    finally:
+        upstream.stop()
+    assert lines(2)[-1]["path"] == CHAT
+
+
+def test_a_request_that_fails_in_the_generating_thread_is_logged_with_its_id(
+    start: Start, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(server.worker.sessions, "lend", fail)
+    response = HTTP.post(server.url + CHAT, json=BODY, headers={"x-request-id": "failing"})
+    assert response.status_code == 500
+    (line,) = [line for line in lines(1) if line["level"] == "error"]
+    assert (line["request_id"], line["message"]) == ("failing", "a request failed")
+    assert "planted" in line["exception"]
+
+
+def test_an_answer_ends_when_its_time_is_over(start: Start) -> None:
+    long = {**BODY, "max_tokens": 64, "ignore_eos": True, "gamma": 0}
+    for limit, wanted in ((1e-6, {}), (None, {"max_time": 1e-6}), (1e-6, {"max_time": 100})):
+        answer = HTTP.post(start(max_time=limit).url + CHAT, json={**long, **wanted}).json()
+        assert answer["usage"]["completion_tokens"] == 1
+        assert answer["choices"][0]["finish_reason"] == "length"
+    with pytest.raises(ValueError, match="max_time must be over 0"):
+        ServeConfig(max_time=0)
+
+
+def test_lines_are_text_or_json_from_a_level_on(capsys: pytest.CaptureFixture[str]) -> None:
+    loggers = [logging.getLogger(name) for name in ("spec_stack", "uvicorn", "py.warnings")]
+    before = [(each, each.handlers, each.level, each.propagate) for each in loggers]
+    try:
+        for as_json in (False, True):
+            configure_logging("warning", as_json)
+            logging.getLogger("spec_stack.serve").info("quiet")
+            logging.getLogger("uvicorn.error").warning("loud\n%s", "second line")
+            said = capsys.readouterr().err
+            assert "quiet" not in said
+            if as_json:
+                assert json.loads(said)["message"] == "loud\nsecond line"
+            else:
+                assert said.rstrip().endswith("WARNING loud\nsecond line")
+    finally:
+        logging.captureWarnings(False)
+        for each, handlers, level, propagate in before:
+            each.handlers, each.propagate = handlers, propagate
+            each.setLevel(level)
+    assert "[" not in TextFormatter().format(logging.LogRecord("x", 20, "", 0, "m", None, None))
