@@ -220,7 +220,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 HOOKS_OF_DRAFTING: dict[str, Callable[..., Any]] = {
     f"{_SRT}.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": _correct_acceptance,
 }
-HOOKS_OF_OWN_SLOTS: dict[str, Callable[..., Any]] = {
+HOOKS_OF_KV_SLOTS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _place_draft,
 }
 # Applied wherever there are settings, which may name a scoring model beside another algorithm.
@@ -238,7 +238,7 @@ def register() -> None:
     def make_worker(server_args: Any) -> type:
         check()
         if ServerConfig.from_environment().prefill.sparse_prefill == "draft_only":
-            _apply(HOOKS_OF_OWN_SLOTS)
+            _apply(HOOKS_OF_KV_SLOTS)
         from spec_stack.sglang.worker import SpecStackWorker
 
         return SpecStackWorker

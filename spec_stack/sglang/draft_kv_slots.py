@@ -40,7 +40,7 @@ class _Part:
     at: int = 0
 
 
-class SlottedDraft:
+class DraftKVSlots:
     """The rows of one draft runner, whose pools are not yet made.
 
     Memory is reserved here, before SGLang divides the rest, and passed to the draft's pool by `pools`. The prompt's
