@@ -26,7 +26,7 @@ OF_TRANSFORMERS := -e '/^tokenizers==/d' -e '/^huggingface_hub==/d'
 TORCH_CPU_INDEX ?=
 TORCH_FIRST = $(if $(TORCH_CPU_INDEX),$(1)/bin/python $(PIP_INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) $(shell grep -w '^torch' $(2)))
 
-.PHONY: demo check quick-test test core-test lint docs docs-serve serving-test clean
+.PHONY: demo check quick-test test core-test lint docs docs-serve serving-test figures figures-small clean
 
 demo: $(VENV)/.ready
 	$(BIN)/spec-stack demo
@@ -102,6 +102,17 @@ $(DOCS)/.ready: pyproject.toml constraints.txt
 	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS)/requirements.txt
 	$(DOCS)/bin/python $(PIP_INSTALL) --constraint constraints.txt -r $(DOCS)/requirements.txt
 	touch $@
+
+# The README's rows, each by its command: of the embedded pair in minutes, offline; of a real pair, fetched by name, in
+# hours (`make figures MINUTES=30` begins nothing after so many minutes a row, and the next call goes on).
+TARGET ?= Qwen/Qwen2.5-Coder-1.5B-Instruct
+DRAFT ?= Qwen/Qwen2.5-Coder-0.5B-Instruct
+figures-small: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.figures --out figures/small
+
+figures: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.figures --out figures/real --target $(TARGET) --draft $(DRAFT) \
+	  $(if $(MINUTES),--minutes $(MINUTES))
 
 clean:
 	rm -rf .venv .venv-* site

@@ -36,9 +36,9 @@ class Row:
     n: Callable[..., str]
 
 
-def load(name: str) -> Any:
-    """A committed result."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def load(name: str, folder: Path = RESULTS) -> Any:
+    """A result, by default a committed one."""
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def around(values: list[float], form: str = ".2f") -> str:
@@ -47,9 +47,9 @@ def around(values: list[float], form: str = ".2f") -> str:
     return middle if low == high else f"{middle} [{low}, {high}]"
 
 
-def shipped(content: Content) -> dict[str, Content]:
-    """The calibration's rows by length, with the window that ships for that length."""
-    prefill = Calibration.load(CALIBRATION).apply()
+def shipped(content: Content, calibration: Path = CALIBRATION) -> dict[str, Content]:
+    """The calibration's rows by length, with its window for that length."""
+    prefill = Calibration.load(calibration).apply()
     found = {}
     for length, own in content["lengths"].items():
         window = prefill.window_for(int(length))
@@ -175,12 +175,12 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def with_table(page: str, rows: str) -> str:
+def with_table(page: str, rows: str, begin: str = BEGIN, end: str = END) -> str:
     """A page with a table between its marks. Raises ValueError where it has none."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"the page must hold {BEGIN} and {END} once each")
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{rows}\n{END}{rest.split(END)[1]}"
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page must hold {begin} and {end} once each")
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n{rows}\n{end}{rest.split(end)[1]}"
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from spec_stack.hf.prompt import encode_messages, encode_text
 
-_OWN = [Path(__file__).parents[1] / "prompts" / name for name in ("decode.jsonl", "profile.jsonl")]
+_OWN = [Path(__file__).parents[1] / "prompts" / name for name in ("copying.jsonl", "profile.jsonl")]
 
 
 @dataclass(frozen=True)

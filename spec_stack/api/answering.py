@@ -163,9 +163,14 @@ class GenerationMixin(ABC):
             raise unknown_option(GenerationMixin.generate, unknown)
         if isinstance(prompt, list | tuple):
             return self._generate_each(prompt, options)
-        keeps_records, path, streamer = _whole_answer(options)
         call = cast(Call, {**options, "prompt": prompt})
-        planned, n = self._begin(call), options.get("n", 1)
+        return self._answer(call, options, self._begin(call))
+
+    def _answer(
+        self, call: Call, options: AnswerOptions, planned: tuple[Request, Generator[StepOutput, None, None]]
+    ) -> GenerationResult:
+        keeps_records, path, streamer = _whole_answer(options)
+        n = options.get("n", 1)
         check_samples(n, planned[0].params.temperature)
         if n > 1 and streamer is not None:
             raise ValueError("a streamer takes one answer; leave out n, or the streamer")
@@ -181,11 +186,11 @@ class GenerationMixin(ABC):
     def _generate_each(self, prompts: Sequence[str], options: AnswerOptions) -> list[GenerationResult]:
         if not prompts:
             raise ValueError("the list of prompts is empty; give at least one")
-        for prompt in prompts:
-            self._begin(cast(Call, {**options, "prompt": prompt}))
-        results = []
-        for prompt in prompts:
-            results.append(self.generate(prompt, **options))
+        calls = [cast(Call, {**options, "prompt": prompt}) for prompt in prompts]
+        # All of them are checked before the first is answered.
+        planned, results = [self._begin(call) for call in calls], []
+        for call, each in zip(calls, planned, strict=True):
+            results.append(self._answer(call, options, each))
             if (tell := options.get("on_progress")) is not None:
                 tell(len(results), len(prompts), "prompts")
         return results

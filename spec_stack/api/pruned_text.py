@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from spec_stack.hf.prompt import Span
+from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.prompt_text import union
 from spec_stack.prefill.segments import Lines
 
 ELLIPSIS = "\u2026"
@@ -97,8 +98,7 @@ def protected_spans(num_tokens: int, texts: Sequence[Text], protect: Sequence[st
             if not any(_meets(text.text, each, *segment.characters) for each in protect):
                 start, stop = segment.tokens
                 free[start:stop] = b"\x01" * (stop - start)
-    edges = [0, *(at for at in range(1, num_tokens) if free[at] != free[at - 1]), num_tokens]
-    return [(start, stop) for start, stop in pairwise(edges) if start < stop and not free[start]]
+    return union((at, at + 1) for at in range(num_tokens) if not free[at])
 
 
 def _meets(text: str, wanted: str, first: int, last: int) -> bool:

@@ -20,7 +20,8 @@ from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import OnProgress, Progress, RequestCancelled
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_tokenizer, name_of_model, open_alone
-from spec_stack.hf.prompt import Message, Span, num_shared
+from spec_stack.hf.prompt import Message, num_shared
+from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.check import Check, DraftAnswer, told
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
 from spec_stack.prefill.rule import ScoringInputs
@@ -105,10 +106,6 @@ class _Prompt:
     parts: list[str | int]
     read: PromptText
     texts: list[Text]
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        return self.read.token_ids
 
 
 class Pruner:
@@ -335,13 +332,13 @@ class PrunerConversation:
         if not is_list or not all(isinstance(each, str) for each in protect):
             raise ValueError(f"protect must be a list of strings, got {protect!r}")
         prompt, num_old = self._read(messages, question, protect)
-        num_tokens = len(prompt.token_ids)
+        num_tokens = len(prompt.read)
         held = Held(num_old, sorted(at for at in self._kept if at < num_old))
         kept, num_recalled = {*held.positions, *range(num_old, num_tokens)}, 0
         # The same prompt again keeps what it kept.
-        recall = None if list(prompt.token_ids) == list(self._token_ids) else self._session
+        recall = None if list(prompt.read.token_ids) == list(self._token_ids) else self._session
         obstacle = scoring_obstacle(config, num_tokens, self._pair.max_positions[1], self._pair.scoring_limit)
-        turn = plan_turn(prompt.read, held, config, recall, obstacle)
+        turn = plan_turn(prompt.read.token_ids, lambda: prompt.read, held, config, recall, obstacle)
         reason = turn.reason
         if max_tokens is not None and len(kept) <= max_tokens and not obstacle:
             reason = f"off: {len(kept)} tokens are no more than max_tokens={max_tokens}"
@@ -359,7 +356,7 @@ class PrunerConversation:
             num_kept = len(self._written(prompt, whole, texts))
             if max_tokens is None or num_kept <= max_tokens:
                 break
-        self._token_ids, self._kept = prompt.token_ids, whole
+        self._token_ids, self._kept = prompt.read.token_ids, whole
         if max_tokens is not None and num_kept > max_tokens:
             reason += f"; what is never pruned, or was kept before, is over max_tokens={max_tokens}"
         shorter, spans = _shortened(messages, texts), [own for own, _ in texts]
@@ -377,8 +374,8 @@ class PrunerConversation:
 
     def _written(self, prompt: _Prompt, whole: set[int], texts: Sequence[tuple[KeptText, str]]) -> Sequence[int]:
         """The tokens of a pruned prompt, with its markers."""
-        if len(whole) == len(prompt.token_ids):
-            return prompt.token_ids
+        if len(whole) == len(prompt.read):
+            return prompt.read.token_ids
         joined: dict[int, str] = {}
         for kept, text in texts:
             joined[kept.message] = f"{joined[kept.message]}{_JOINT}{text}" if kept.message in joined else text
@@ -399,18 +396,18 @@ class PrunerConversation:
     ) -> tuple[set[int], int, Sequence[TriedRate]]:
         """The kept tokens, the number of recalled ones, and what the check tried."""
         held, num_old, room = turn.held.positions, turn.held.num_tokens, 0
-        num_new = len(prompt.token_ids) - num_old
+        num_new = len(prompt.read) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.read.kept, num_old))
         if max_tokens is None or not turn.prunes:
-            selection = plan_scored(turn, inputs, config, self._session, check=check)
+            selection = plan_scored(turn, inputs, config, self._session, check=check).selection
             return {*held, *selection.positions}, selection.num_recalled, selection.tried
         best: tuple[int, Selection] | None = None
         for attempt in range(_MOST_TRIES):
-            selection = plan_scored(turn, inputs, config, self._session)
+            selection = plan_scored(turn, inputs, config, self._session).selection
             if not attempt:
                 room = max(1, max_tokens - len(held) - selection.num_recalled - num_protected)
                 config = replace(config, keep_rate=min(1.0, room / num_new))
-                selection = plan_scored(turn, inputs, config, self._session)
+                selection = plan_scored(turn, inputs, config, self._session).selection
             whole = _whole(prompt, {*held, *selection.positions}, marker)
             num_left = max_tokens - len(self._written(prompt, whole, _kept_texts(prompt, whole, marker)))
             if num_left >= 0 and (best is None or num_left < best[0]):
@@ -494,8 +491,8 @@ class PrunerConversation:
         joined = [_JOINT.join(text for _, text in each) for each in contents]
         if not is_text:
             return chat_parts(tokenizer, [_as_read(each, text) for each, text in zip(chat, joined, strict=True)])
-        needs_token = _has_leading_token(tokenizer) and not joined[0].startswith(tokenizer.bos_token)
-        return [tokenizer.bos_token, 0] if needs_token else [0]
+        has_token = tokenizer(_JOINT).input_ids[:1] == [tokenizer.bos_token_id]
+        return [tokenizer.bos_token, 0] if has_token and not joined[0].startswith(tokenizer.bos_token) else [0]
 
 
 def _as_read(message: Message, text: str) -> dict[str, Any]:
@@ -550,13 +547,9 @@ def _contents(messages: Prunable) -> tuple[list[Message], list[list[_Part]]]:
     return chat, contents
 
 
-def _has_leading_token(tokenizer: Any) -> bool:
-    return bool(tokenizer(_JOINT).input_ids[:1] == [tokenizer.bos_token_id])
-
-
 def _whole(prompt: _Prompt, kept: set[int], marker: str | None) -> set[int]:
     """The kept tokens as whole segments; without a marker some of every text."""
-    return whole_segments(len(prompt.token_ids), prompt.texts, kept, may_be_empty=marker != "")
+    return whole_segments(len(prompt.read), prompt.texts, kept, may_be_empty=marker != "")
 
 
 def _kept_texts(prompt: _Prompt, whole: set[int], marker: str | None) -> list[tuple[KeptText, str]]:

@@ -15,7 +15,7 @@ from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.conversation_file import save_conversation
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.request import Call, Request
-from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, num_shared
+from spec_stack.hf.prompt import EncodedPrompt, num_shared, splice
 from spec_stack.settings.warning import OnceEach
 from spec_stack.types import GenerationResult, StepOutput
 
@@ -98,7 +98,7 @@ class Session(GenerationMixin):
         other whitespace.
         """
         held, pair = self.conversation, self.engine.pair
-        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(encoded=encoded), held.encoded)
+        encoded = encoded if held.encoded is None else splice(pair.tokenizer, encoded, held.encoded)
         turns = pair.read(held.encoded).turns if held.encoded is not None and held.encoded.text else ()
         num_least = max((turn.span[1] for turn in turns if turn.role == "user"), default=len(held.token_ids))
         num_continued = num_shared(held.token_ids, encoded.token_ids[:-1])
@@ -160,10 +160,7 @@ class Session(GenerationMixin):
 
     def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
         held = self.conversation
-        asked = call.get("sparse_prefill") or self.engine.config.prefill.sparse_prefill
-        # A dense target keeps only densely read tokens, and reads the rest again.
-        held_ids = held.token_ids if asked in ("auto", "on") else held.token_ids[: held.num_dense]
-        request = self.engine.plan(call, held_ids, held.encoded)
+        request = self.engine.plan(call, held.encoded)
         self._say_that_it_begins_anew(call, request)
         return request, self._run(request)
 
@@ -195,6 +192,8 @@ class Session(GenerationMixin):
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         with self._answers():
             held = self.conversation
+            # Reading the prompt counts.
+            request.clock.resume()
             turn = held.begin(request, self.config)
             answer_ids: list[int] = []
             text = ""

@@ -19,9 +19,11 @@ from spec_stack.bench.live import Progress
 from spec_stack.bench.prompts import Prompt, call_of
 from spec_stack.bench.rows import Row, Rows, digest, key_of
 from spec_stack.config import PrefillConfig
+from spec_stack.engine.conversation import single_turn
 from spec_stack.engine.engine import Engine, PrefilledPrompt, token_logprobs
 from spec_stack.engine.request import Call
 from spec_stack.prefill.rule import Observer, ScoringInputs
+from spec_stack.prefill.turn import Plan
 
 KEEP_RATES = (0.1, 0.2, 0.3)
 # Tokens behind a question, up to the end of the turn, from which they count as instructions.
@@ -300,8 +302,9 @@ class _Measuring:
     def measure(self, call: Call) -> PromptFidelity:
         """Measure a prompt. Raises ValueError for one that cannot be pruned or prefilled."""
         request = self._engine.plan(self._sparse(call, self._least))
-        if not request.scores:
-            raise ValueError(f"it has {len(request.prompt_ids)} tokens and cannot be pruned ({request.reason})")
+        plan = single_turn(self._engine.pair, request).plan
+        if isinstance(plan, Plan):
+            raise ValueError(f"it has {len(request.prompt_ids)} tokens and cannot be pruned ({plan.reason})")
         whole = cast(Call, {**call, "sparse_prefill": "off"})
         if not self._is_warm:
             # First forwards of a length are slower.

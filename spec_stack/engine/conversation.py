@@ -17,10 +17,10 @@ from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
 from spec_stack.prefill.check import DraftAnswer
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
-from spec_stack.prefill.recall import RecallPlace, select_turn
-from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.explainer import Explainer
+from spec_stack.prefill.rule import Observer, ScoringInputs
 from spec_stack.prefill.scoring import LookAhead, drop_unselected, gather_inputs
-from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn
+from spec_stack.prefill.turn import Held, NeedsScore, Plan, RecallPlace, plan_scored, plan_turn
 from spec_stack.types import Proposal, Selection
 
 _NO_RECALL = SessionConfig(recall=False)
@@ -61,26 +61,25 @@ class Conversation:
         return other
 
     def begin(self, request: Request, config: SessionConfig) -> Turn:
-        """Roll back to the prefix shared with a request.
-
-        Raises RuntimeError where the conversation has changed since the request was planned.
-        """
-        if num_shared(self.token_ids, request.prompt_ids) < request.num_cached:
-            raise RuntimeError("the session went on between this call and its first step; call again")
+        """Roll back to the prefix shared with a request."""
+        prompt_ids, known_ids = request.prompt_ids, self.token_ids
+        if request.prefill.sparse_prefill in ("off", "draft_only"):
+            # A dense target keeps only densely read tokens, and reads the rest again.
+            known_ids = known_ids[: self.num_dense]
         # The last token is always new: its logits are needed.
-        last = len(request.prompt_ids) - 1
-        self._forget_from(request.num_cached, min(num_shared(self.index.token_ids, request.prompt_ids), last))
+        last = len(prompt_ids) - 1
+        num_cached = min(num_shared(known_ids, prompt_ids), last)
+        self._forget_from(num_cached, min(num_shared(self.index.token_ids, prompt_ids), last))
         # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
-        is_next = request.num_cached >= self.asked[1]
-        start = request.num_cached + 1 if is_next else min(request.num_cached, self.asked[0])
-        return Turn(self, self._pair, request, config, start)
+        start = num_cached + 1 if num_cached >= self.asked[1] else min(num_cached, self.asked[0])
+        return Turn(self, self._pair, request, config, Held(num_cached, list(self.target.positions), start))
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Add a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
         token_ids = [*request.prompt_ids, *answer_ids]
         if self._ngram_cache is not None:
             self._ngram_cache.remember(request.prompt_ids, answer_ids)
-        self.asked = (turn.start, len(request.prompt_ids))
+        self.asked = (turn.held.start or 0, len(request.prompt_ids))
         # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
         self._forget_from(len(self.token_ids))
@@ -95,10 +94,11 @@ class Conversation:
         self.slotted = None
         if self.index.is_stateful:
             self.index = self._pair.new_draft_cache(self._prefill_chunk)
-        num_same = num_shared(turn.held, self.target.positions)
-        if self.target.is_stateful or num_same < len(turn.held):
+        held = turn.held.positions
+        num_same = num_shared(held, self.target.positions)
+        if self.target.is_stateful or num_same < len(held):
             # A recurrent state is unknown, and slots behind recalled text are gone: the next turn computes all again.
-            self.target.reset_to(self.token_ids, turn.held)
+            self.target.reset_to(self.token_ids, held)
         else:
             self.target.rollback(self.target.num_cached - num_same)
 
@@ -112,7 +112,7 @@ class Conversation:
 
 
 class Turn:
-    """A conversation's caches during one request. start: end of the earlier turns. keeps_index: whether the draft, of
+    """A conversation's caches during one request, and what the target prefills. keeps_index: whether the draft, of
     which then all layers go over the prompt, keeps what the selection drops.
     """
 
@@ -122,40 +122,34 @@ class Turn:
         pair: ModelPair,
         request: Request,
         config: SessionConfig,
-        start: int = 0,
+        held: Held,
         keeps_index: bool = True,
+        observer: Observer | None = None,
     ) -> None:
-        self.start, self._keeps_index = start, keeps_index
+        self.held, self._keeps_index = held, keeps_index
         self._conversation, self._pair, self._request, self._config = conversation, pair, request, config
         self.target, self.lookups = conversation.target, conversation.lookups
         self.draft: DraftModel = pair.draft_in_target_vocab(conversation.index, request.tokenization)
         # The draft of the last check.
         self._reader: CachedModel | None = None
-        self.held = list(self.target.positions)
+        if request.explained is not None:
+            observer = Explainer(request.explained, request.prefill, held.num_tokens)
+        self.observer = observer
         recall = config if self.target.can_recall else None
-        self._turn = plan_turn(
-            request.text, Held(request.num_cached, self.held, start), request.prefill, recall, request.obstacle
-        )
+        self.plan = plan_turn(request.prompt_ids, request.read, held, request.prefill, recall, request.obstacle)
 
-    @property
-    def needs_scoring(self) -> bool:
-        """Whether the draft scores the prompt before the target's prefill."""
-        return isinstance(self._turn, NeedsScore)
-
-    def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
-        """Score the prompt: the target's selection, and the first proposal."""
-        request, turn = self._request, self._turn
-        if not isinstance(turn, NeedsScore):
-            raise RuntimeError(f"this turn needs no score: {turn.reason}")
-        prefill, prompt_ids, answer, check = request.prefill, request.prompt_ids, None, None
+    def score(self, needs: NeedsScore, look_ahead: LookAhead) -> tuple[Plan, Proposal]:
+        """Score the prompt: what the target prefills, and the first proposal."""
+        request, prefill, prompt_ids = self._request, self._request.prefill, self._request.prompt_ids
+        answer, check = None, None
         inputs, proposal = gather_inputs(
             self.draft,
-            ScoringInputs(self._pair.reader.with_pieces(turn.text), observer=request.observer),
+            ScoringInputs(self._pair.reader.with_pieces(needs.text), observer=self.observer),
             look_ahead,
             prefill,
             request.tokenization,
             whole=self._keeps_index,
-            first_query=turn.first_query,
+            first_query=needs.first_query,
         )
         if prefill.max_divergence is not None:
             answer = DraftAnswer(self.draft, prompt_ids, prefill.check_tokens, request.end_ids)
@@ -164,7 +158,10 @@ class Turn:
                 self.draft.rollback(self.draft.next_position - len(prompt_ids))
             else:
                 proposal = answer.proposal()
-        selection = self._prefilled(plan_scored(turn, inputs, prefill, self._config, self._place, check))
+        place: RecallPlace = "in_text" if self._pair.positions == "contiguous" else "last"
+        plan = plan_scored(needs, inputs, prefill, self._config, place, check)
+        selection = plan.selection
+        self.target.rollback(len(self.held.positions) - selection.num_held)
         if not self._keeps_index and self._reader is not None and selection.tried and selection.keep_rate < 1:
             # It has read what the target reads, at the same positions, and the draft's answer.
             self.draft = self._conversation.index = self._reader
@@ -172,31 +169,15 @@ class Turn:
                 self.draft.rollback(self.draft.next_position - len(prompt_ids))
         elif not self._keeps_index:
             drop_unselected(self.draft, inputs, selection)
-        return selection, proposal
+        return plan, proposal
 
     def _divergence(self, answer: DraftAnswer, selection: Selection) -> float:
         """Of the draft's answer under what the target has after this selection."""
         request = self._request
-        positions = sorted([*self.held[: selection.num_held], *selection.positions])
+        positions = sorted([*self.held.positions[: selection.num_held], *selection.positions])
         token_ids = [request.prompt_ids[position] for position in positions]
-        self._reader = self._pair.new_checked_draft(request.prefill.prefill_chunk)
+        self._reader = self._pair.new_draft_cache(request.prefill.prefill_chunk, self._pair.positions)
         return answer.divergence(self._reader, token_ids, positions, len(request.prompt_ids))
-
-    def select_everything(self) -> Selection:
-        """The selection of a turn without scoring."""
-        request = self._request
-        if not self.held:
-            return Selection.everything(request.prompt_ids)
-        return self._prefilled(select_turn(ScoringInputs(request.text), self.held, request.num_cached))
-
-    @property
-    def _place(self) -> RecallPlace:
-        return "in_text" if self._pair.positions == "contiguous" else "last"
-
-    def _prefilled(self, selection: Selection) -> Selection:
-        """A selection, for which the target's cache is rolled back."""
-        self.target.rollback(len(self.held) - selection.num_held)
-        return selection
 
     def draft_beside_dense(self) -> DraftModel | SlottedDraft:
         """The draft of a dense request: over chosen slots of a long prompt, if its cache can drop slots, else over all
@@ -219,10 +200,10 @@ class Turn:
         self.draft = self._pair.draft_in_target_vocab(index, self._request.tokenization)
 
 
-def single_turn(pair: ModelPair, request: Request) -> Turn:
+def single_turn(pair: ModelPair, request: Request, observer: Observer | None = None) -> Turn:
     """A request with caches of its own, whose draft drops what the selection drops."""
     conversation = Conversation(pair, request.prefill.prefill_chunk)
-    return Turn(conversation, pair, request, _NO_RECALL, keeps_index=False)
+    return Turn(conversation, pair, request, _NO_RECALL, Held(), keeps_index=False, observer=observer)
 
 
 class SlottedDraft:

@@ -26,9 +26,9 @@ from spec_stack.engine.request import Call, Request, plan_request
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.processors import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
-from spec_stack.prefill.check import told
 from spec_stack.prefill.cost import with_threshold
 from spec_stack.prefill.rule import Observer
+from spec_stack.prefill.turn import Held, NeedsScore, Plan, decide_scoring
 from spec_stack.settings.warning import OnceEach
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
@@ -52,12 +52,11 @@ class Engine:
     def plan(
         self,
         call: Call,
-        held_ids: Sequence[int] = (),
         known: EncodedPrompt | None = None,
     ) -> Request:
         """Check and plan a call (see `plan_request`)."""
-        request = plan_request(self.pair, self.config, self._pool, call, held_ids, known)
-        self._warn_of_what_is_ignored(call, request, bool(held_ids))
+        request = plan_request(self.pair, self.config, self._pool, call, known)
+        self._warn_of_what_is_ignored(call, request, known is not None)
         return request
 
     def _warn_of_what_is_ignored(self, call: Call, request: Request, is_follow_up: bool) -> None:
@@ -68,16 +67,20 @@ class Engine:
                     "sampling", f'the checkpoint\'s generation config sets {ignored}; sampling="model" applies it'
                 )
         keep_rate, is_by_default = call.get("keep_rate"), call.get("sparse_prefill") is None
-        if keep_rate not in (None, 1) and is_by_default and not (request.scores or is_follow_up):
-            self._warnings.warn(
-                "keep_rate",
-                f"keep_rate={keep_rate} is not applied ({request.reason}); "
-                'sparse_prefill="on" prunes a prompt of any length',
-            )
+        if keep_rate not in (None, 1) and is_by_default and not is_follow_up:
+            prunes, reason = decide_scoring(request.prefill, len(request.prompt_ids), (), request.obstacle)
+            if not prunes:
+                self._warnings.warn(
+                    "keep_rate",
+                    f"keep_rate={keep_rate} is not applied ({reason}); "
+                    'sparse_prefill="on" prunes a prompt of any length',
+                )
 
     def run(self, request: Request) -> Generator[StepOutput, None, None]:
         """Answer a planned request over its own caches."""
-        return self.answer(request, single_turn(self.pair, request))
+        # Reading the prompt counts.
+        request.clock.resume()
+        yield from self.answer(request, single_turn(self.pair, request))
 
     def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
         """The steps of a planned request over these caches. Its clock pauses between the steps."""
@@ -85,8 +88,8 @@ class Engine:
         clock.resume()
         with request.policy.lend() as policy, self._ngram_policies.lend() as ngram_policy:
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
-            observer = request.observer
-            explanation = None if observer is None else observer.explanation(caches.held, selection)
+            observer, held = caches.observer, caches.held.positions
+            explanation = None if observer is None else observer.explanation(held, selection)
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
             proposer = Proposer(request, draft, ngram_policy, caches.lookups)
             steps = decode(request, caches.target, selection, proposal, policy, proposer)
@@ -110,10 +113,10 @@ class Engine:
 
     def _score_or_take_whole(self, request: Request, caches: Turn, policy: str) -> tuple[Selection, Proposal, Metrics]:
         """The target's selection, the first proposal and the metrics so far."""
-        reason, scored = request.reason, None
-        if caches.needs_scoring:
+        plan, proposal, num_scored_tokens = caches.plan, Proposal(), 0
+        if isinstance(plan, NeedsScore):
             try:
-                scored = _score(request, caches)
+                scored = _score(request, caches, plan)
             except Exception as error:
                 if request.prefill.on_scoring_failure == "raise":
                     raise
@@ -122,34 +125,27 @@ class Engine:
                 reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
                 self._warnings.warn("scoring", f"{reason} (metrics.sparse_prefill_reason tells each time)")
                 caches.reset_draft()
-        selection, proposal = scored or (caches.select_everything(), Proposal())
-        is_whole = selection.num_new == request.num_new_tokens
-        if selection.tried:
-            is_pruned = selection.keep_rate < 1 if not request.scores else not is_whole
-            reason = told(selection.tried, is_pruned, reason)
-        elif scored and request.scores and is_whole:
-            text = "new text" if request.num_cached else "prompt"
-            reason += f", but chunks and protected spans cover the whole {text}"
-        num_scored_tokens = len(request.prompt_ids) if scored else 0
-        return selection, proposal, self._begin_metrics(request, selection, num_scored_tokens, reason, policy)
+                plan = plan.unscored(reason)
+            else:
+                (plan, proposal), num_scored_tokens = scored, len(request.prompt_ids)
+        return plan.selection, proposal, self._begin_metrics(request, caches.held, plan, num_scored_tokens, policy)
 
-    def _begin_metrics(
-        self, request: Request, selection: Selection, num_scored_tokens: int, reason: str, policy: str
-    ) -> Metrics:
+    def _begin_metrics(self, request: Request, held: Held, plan: Plan, num_scored_tokens: int, policy: str) -> Metrics:
         """A request's metrics before its first step."""
+        selection, num_new = plan.selection, len(request.prompt_ids) - held.num_tokens
         return Metrics(
             num_prompt_tokens=len(request.prompt_ids),
             num_kept_tokens=selection.num_held + len(selection.positions),
             num_scored_tokens=num_scored_tokens,
-            sparse_prefill=selection.num_new < request.num_new_tokens,
-            sparse_prefill_reason=reason,
+            sparse_prefill=selection.num_new < num_new,
+            sparse_prefill_reason=plan.reason,
             policy=policy,
             precision=self.pair.precision,
             draft_precision=self.pair.draft_precision,
             seed=None if request.sampler.is_greedy else request.params.seed,
             proposer=request.proposer,
-            num_new_tokens=request.num_new_tokens,
-            num_cached_tokens=request.num_cached,
+            num_new_tokens=num_new,
+            num_cached_tokens=held.num_tokens,
             num_recalled_tokens=selection.num_recalled,
             num_recomputed_tokens=selection.num_recomputed,
             decode_reason=request.decode_note,
@@ -157,13 +153,14 @@ class Engine:
         )
 
 
-def _score(request: Request, caches: Turn) -> tuple[Selection, Proposal]:
-    """Score the prompt: the target's selection, and the look-ahead as the first proposal. The look-ahead is greedy."""
+def _score(request: Request, caches: Turn, needs: NeedsScore) -> tuple[Plan, Proposal]:
+    """Score the prompt: the plan, and the look-ahead as the first proposal. The look-ahead is greedy."""
     greedy = Sampler(shaper=request.sampler.shaper)
     look_ahead = partial(propose, caches.draft, sampler=greedy, end_ids=request.end_ids)
-    num_tokens = max(0, request.num_draft_tokens - caches.draft.num_cached)
+    own = request.prompt_ids if request.tokenization is None else request.tokenization.token_ids
+    num_tokens = max(0, len(own) - caches.draft.num_cached)
     with request.clock.measure("scoring"), request.progress.watch(caches.draft, "scoring", num_tokens):
-        return caches.score(look_ahead)
+        return caches.score(needs, look_ahead)
 
 
 def _for_device(pair: ModelPair, config: SpecStackConfig) -> SpecStackConfig:
@@ -182,10 +179,12 @@ class PrefilledPrompt:
 
     def __init__(self, engine: Engine, call: Call, observer: Observer | None = None) -> None:
         self._end_ids = engine.pair.end_ids
-        self.request = replace(engine.plan(cast(Call, {**call, "gamma": 0})), observer=observer)
-        caches = single_turn(engine.pair, self.request)
-        look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=self._end_ids)
-        self.selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.select_everything()
+        self.request = engine.plan(cast(Call, {**call, "gamma": 0}))
+        caches = single_turn(engine.pair, self.request, observer)
+        plan = caches.plan
+        if isinstance(plan, NeedsScore):
+            plan, _ = _score(self.request, caches, plan)
+        self.selection = plan.selection
         self._target = caches.target
         self._first = self._target.forward(self.selection.token_ids, self.selection.positions, 1)
 

@@ -214,15 +214,13 @@ class ModelPair:
         kind = CachedModel if self.positions == "original" else ContiguousModel
         return kind(self.target, prefill_chunk, step=self.target_step)
 
-    def new_draft_cache(self, prefill_chunk: int) -> CachedModel:
-        """The draft with an empty cache over its own ids, kept from turn to turn (see `draft_in_target_vocab`)."""
-        num_ids = self.vocabulary.num_target if self.vocabulary.relation == "padded" else None
-        return CachedModel(self.draft, prefill_chunk, num_ids, self.draft_step)
+    def new_draft_cache(self, prefill_chunk: int, positions: Positions = "original") -> CachedModel:
+        """The draft with an empty cache over its own ids, kept from turn to turn (see `draft_in_target_vocab`).
 
-    def new_checked_draft(self, prefill_chunk: int) -> CachedModel:
-        """The draft with an empty cache, which numbers pruned prompts as the target does."""
+        positions: how it numbers a pruned prompt.
+        """
         num_ids = self.vocabulary.num_target if self.vocabulary.relation == "padded" else None
-        kind = CachedModel if self.positions == "original" else ContiguousModel
+        kind = CachedModel if positions == "original" else ContiguousModel
         return kind(self.draft, prefill_chunk, num_ids, self.draft_step)
 
     def draft_in_target_vocab(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypedDict, cast
@@ -44,18 +44,15 @@ from spec_stack.hf.prompt import (
     EncodedPrompt,
     Message,
     PromptSource,
-    Span,
     encode_prompt,
-    num_shared,
     open_text_stream,
     special_tokens,
     unpadded,
 )
 from spec_stack.hf.structured import Grammar
-from spec_stack.prefill.explainer import Explainer
+from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.prompt_text import PromptText
-from spec_stack.prefill.rule import Observer
-from spec_stack.prefill.turn import Dense, Held, NeedsScore, plan_turn, scoring_obstacle
+from spec_stack.prefill.turn import scoring_obstacle
 from spec_stack.settings.checks import plain, require
 from spec_stack.types import DraftTokenization
 
@@ -126,14 +123,10 @@ class Request(DecodeRequest):
     until the first step."""
 
     encoded: EncodedPrompt
-    text: PromptText
-    # Tokens of the prompt's prefix that a session has prefilled or dropped already.
-    num_cached: int
+    # Reads the prompt, where it may be scored.
+    read: Callable[[], PromptText]
     # The generator's, with this call's keep_rate and as much look-ahead as the models have positions for.
     prefill: PrefillConfig
-    # Whether the prompt, or its part that is new to a session, is scored to be pruned, and why.
-    scores: bool
-    reason: str
     # Why the draft cannot score the prompt; empty where it can.
     obstacle: str
     # The prompt in the tokens of a draft with another tokenizer, where that draft can be used.
@@ -144,17 +137,8 @@ class Request(DecodeRequest):
     decode_note: str
     parser: AnswerParser | None
     progress: Progress
-    observer: Observer | None = None
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens of the prompt that no earlier turn has processed."""
-        return len(self.prompt_ids) - self.num_cached
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """The prompt's length in the draft's own tokens."""
-        return len(self.prompt_ids if self.tokenization is None else self.tokenization.token_ids)
+    # The texts of the prompt's tokens, where the call is to be explained.
+    explained: Sequence[str] | None = None
 
 
 def plan_request(
@@ -162,13 +146,11 @@ def plan_request(
     config: SpecStackConfig,
     pool: PolicyPool,
     call: Call,
-    held_ids: Sequence[int] = (),
     known: EncodedPrompt | None = None,
 ) -> Request:
-    """Check and plan a call; no model runs yet.
+    """Check and plan a call; no model runs yet, and what is pruned is decided at the first step.
 
-    held_ids: a session's processed tokens; known: its last prompt, with the answer. Raises ValueError for bad options;
-    the message names the fix.
+    known: a session's last prompt, with the answer. Raises ValueError for bad options; the message names the fix.
     """
     clock = Clock()
     _check(call)
@@ -181,12 +163,14 @@ def plan_request(
     policy, proposer = _who_drafts(pool, config.decode, call, params)
     encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
     prompt_ids = encoded.token_ids
-    # The last token is always new: its logits are needed.
-    num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1) if held_ids else 0
     given: dict[str, Any] = {name: call.get(name) for name in _OF_PREFILL if call.get(name) is not None}
     prefill = replace(config.prefill, **given) if given else config.prefill
     drafting = _drafting(pair, prefill, prompt_ids)
-    text, decision = _read(pair, prefill, drafting.obstacle, encoded, num_cached, call.get("question"))
+    question = call.get("question")
+    asked = None if question is None else pair.read(encoded, question)
+    pieces = pair.pieces(prompt_ids) if call.get("explain") else None
+    if call.get("explain") and pieces is None:
+        raise ValueError("explain=True needs a tokenizer; this generator was made without one")
     notes = [pair.vocabulary.decode_reason, skipped_note(processors) if processors else "", *drafting.notes]
     if not drafting.can_propose:
         policy, proposer = pool.choose(gamma=0), "ngram" if proposer == "both" else proposer
@@ -203,11 +187,8 @@ def plan_request(
     request = Request(
         prompt_ids=prompt_ids,
         encoded=encoded,
-        text=text,
-        num_cached=num_cached,
+        read=partial(pair.read, encoded) if asked is None else lambda: asked,
         prefill=prefill,
-        scores=isinstance(decision, NeedsScore),
-        reason=decision.reason,
         obstacle=drafting.obstacle,
         tokenization=drafting.tokenization,
         params=params,
@@ -226,7 +207,7 @@ def plan_request(
         num_logprobs=num_logprobs,
         progress=Progress(call.get("on_progress")),
         clock=clock,
-        observer=_explainer(pair, prompt_ids, prefill, num_cached) if call.get("explain") else None,
+        explained=pieces,
     )
     clock.pause()
     return request
@@ -261,25 +242,6 @@ def _drafting(pair: ModelPair, prefill: PrefillConfig, prompt_ids: Sequence[int]
     return _Drafting(tokenization, unread or obstacle, limit - num_tokens, notes)
 
 
-def _read(
-    pair: ModelPair,
-    prefill: PrefillConfig,
-    obstacle: str,
-    encoded: EncodedPrompt,
-    num_cached: int,
-    question: str | None,
-) -> tuple[PromptText, Dense | NeedsScore]:
-    """The prompt's text, and whether it, or its part that is new to a session, is scored."""
-    # What of the earlier turns was dropped is known once the caches are rolled back.
-    text, held = PromptText(encoded.token_ids), Held.dense(num_cached)
-    decision = plan_turn(text, held, prefill, obstacle=obstacle)
-    if isinstance(decision, Dense) and not num_cached and question is None:
-        # A short prompt is not read.
-        return text, decision
-    text = pair.read(encoded, question)
-    return text, plan_turn(text, held, prefill, obstacle=obstacle)
-
-
 def _check(call: Call) -> None:
     """Raise ValueError for a bad value of an option without a check elsewhere."""
     sampling, request_id, task = call.get("sampling"), call.get("request_id"), call.get("task", "")
@@ -294,14 +256,6 @@ def _check(call: Call) -> None:
     explain = call.get("explain", False)
     require(isinstance(explain, bool), f"explain must be True or False, got {explain!r}")
     require(is_callable, f"on_progress must be a callable over (num_done, num_total, phase), got {on_progress!r}")
-
-
-def _explainer(pair: ModelPair, prompt_ids: Sequence[int], prefill: PrefillConfig, num_cached: int) -> Explainer:
-    """The observer of a call with explain=True."""
-    pieces = pair.pieces(prompt_ids)
-    if pieces is None:
-        raise ValueError("explain=True needs a tokenizer; this generator was made without one")
-    return Explainer(pieces, prefill, num_cached)
 
 
 def _prompt_source(call: Call) -> PromptSource:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,10 +12,10 @@ import torch
 
 from spec_stack.decode.stopping import TextStream
 from spec_stack.hf.chat_template import ChatTemplate
-from spec_stack.prefill.prompt_text import ChatTurn
+from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.prompt_text import ChatTurn, union
 
 Message = Mapping[str, Any]
-Span = tuple[int, int]
 # Prompt tokens used as decoding context for the first generated token.
 _NUM_CONTEXT = 8
 
@@ -204,17 +204,6 @@ def _decode_without(tokenizer: Any, hidden: Collection[int], token_ids: Sequence
     return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _runs(positions: Iterable[int]) -> list[Span]:
-    """Increasing positions as half-open spans."""
-    spans: list[Span] = []
-    for position in positions:
-        if spans and spans[-1][1] == position:
-            spans[-1] = spans[-1][0], position + 1
-        else:
-            spans.append((position, position + 1))
-    return spans
-
-
 def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> EncodedPrompt:
     token_ids = encode_text(tokenizer, text) if text else []
     spans = _check_spans(protected, len(text))
@@ -224,10 +213,10 @@ def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> Encod
         # Without character offsets the spans cannot be located.
         return EncodedPrompt(token_ids, [(0, len(token_ids))])
     offsets = tokenizer(text, return_offsets_mapping=True, verbose=False).offset_mapping[: len(token_ids)]
-    inside = _runs(
+    inside = [
         index for index, (start, stop) in enumerate(offsets) if any(start < last and stop > at for at, last in spans)
-    )
-    return EncodedPrompt(token_ids, inside)
+    ]
+    return EncodedPrompt(token_ids, union((index, index + 1) for index in inside))
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

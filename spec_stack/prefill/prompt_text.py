@@ -65,6 +65,11 @@ class PromptText:
         spans = ((max(start, 0), min(stop, len(self))) for start, stop in (*self.template, *self.protected))
         return union((start, stop) for start, stop in spans if start < stop)
 
+    @property
+    def num_kept(self) -> int:
+        """Tokens that are always kept."""
+        return sum(stop - start for start, stop in self.kept)
+
     @cached_property
     def all_ids(self) -> Sequence[int]:
         """The tokens, and those of a question behind them."""

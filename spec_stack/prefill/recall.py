@@ -1,14 +1,8 @@
-"""From importance over a whole conversation to the target's prefill in a turn. Pure.
-
-`recall_dropped` picks dropped old segments that the new text refers to; `select_turn` puts them before the kept new
-text.
-"""
+"""Picks dropped old segments that the new text of a turn refers to. Pure."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
@@ -16,12 +10,6 @@ from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.question import score_for_recall
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments, make_segments
-from spec_stack.prefill.selection import select
-from spec_stack.types import Selection
-
-RecallPlace = Literal["last", "in_text"]
-"""Slots of recalled tokens. "last": behind all others, of which later text is hidden from them. "in_text": in text
-order."""
 
 
 def recall_dropped(
@@ -78,34 +66,3 @@ def _best(votes: torch.Tensor, least: float, segments: Segments, most_tokens: in
     ranked = ranked[sizes.cumsum(0) - sizes < most_tokens]
     values = votes[ranked.to(votes.device)].tolist()
     return [segment for segment, value in zip(ranked.tolist(), values, strict=True) if value >= least]
-
-
-def select_turn(
-    inputs: ScoringInputs,
-    held: Sequence[int],
-    num_cached: int,
-    recalled: Sequence[int] = (),
-    config: PrefillConfig | None = None,
-    place: RecallPlace = "last",
-) -> Selection:
-    """Select the target's prefill in a turn: recalled old text, then the kept new text.
-
-    held: positions in the cache, in write order. recalled: increasing. config: None keeps all of the new text. The
-    selection's num_held says how many held slots stay; the others are rolled back, and are part of it.
-    """
-    num_unchanged = bisect_left(held, recalled[0]) if recalled and place == "in_text" else len(held)
-    back = sorted([*held[num_unchanged:], *recalled])
-    prompt_ids = inputs.prompt_ids
-    kept: Sequence[int] = range(num_cached, len(prompt_ids))
-    if config is not None:
-        part = select(inputs.starting_at(num_cached), config)
-        kept = [num_cached + position for position in part.positions]
-    positions = [*back, *kept]
-    return Selection(
-        token_ids=[prompt_ids[position] for position in positions],
-        positions=positions,
-        num_prompt_tokens=len(prompt_ids),
-        num_recalled=len(recalled),
-        num_held=num_unchanged,
-        num_recomputed=len(back) - len(recalled),
-    )

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.attention import CapturedAttention, CapturedLayer, scored_layers
+from spec_stack.prefill.attention import CapturedAttention, CapturedLayer, Parts, run, scored_layers
 from spec_stack.prefill.importance import Ranks, ScoredLayer, Segment
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import Candidates, find_candidates
@@ -21,14 +21,20 @@ from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.types import DraftTokenization, Proposal, Selection, SteppableModel
 
+C_co = TypeVar("C_co", covariant=True)
+"""What a draft captures of a layer."""
 
-class ScoringModel(SteppableModel, Protocol):
-    """A draft that can score."""
+
+class Draft(Protocol[C_co]):
+    """A small model over one text, as it scores: the Transformers draft, or SGLang's in the scheduler."""
 
     @property
-    def num_layers(self) -> int: ...
+    def num_cached(self) -> int: ...
+    @property
+    def next_position(self) -> int: ...
     @property
     def is_stateful(self) -> bool: ...
+    def rollback(self, num_tokens: int) -> None: ...
     def prefill(
         self,
         token_ids: Sequence[int],
@@ -37,15 +43,24 @@ class ScoringModel(SteppableModel, Protocol):
         num_sinks: int = 0,
         num_layers: int | None = None,
     ) -> None: ...
+    def checkpoint(self) -> None: ...
+    def capture(self, first: int = 0) -> AbstractContextManager[Mapping[int, C_co]]: ...
+
+
+class ScoringModel(Draft[CapturedLayer], SteppableModel, Protocol):
+    """A draft that scores, and is then used."""
+
+    @property
+    def num_layers(self) -> int: ...
     def reset_to(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None: ...
     def keep_slots(self, slots: Sequence[int]) -> None: ...
-    def checkpoint(self) -> None: ...
-    def capture(self, first: int = 0) -> AbstractContextManager[Mapping[int, CapturedLayer]]: ...
 
 
 LookAhead = Callable[[Sequence[int], int], Proposal]
 """Drafts up to so many tokens after the prompt, greedily at any temperature (`decode.propose.propose`): the selection
 depends on them, so rejection sampling would not be exact with drawn ones."""
+PartSize = Callable[[int], int]
+"""Most tokens of the next part, given the configured chunk; called before every part."""
 
 
 def num_layers_needed(config: PrefillConfig, num_layers: int) -> int | None:
@@ -60,7 +75,7 @@ def has_one_forward(config: PrefillConfig, num_tokens: int) -> bool:
 
 
 def run_draft(
-    draft: ScoringModel,
+    draft: Draft[CapturedLayer],
     inputs: ScoringInputs,
     look_ahead: LookAhead,
     config: PrefillConfig,
@@ -68,63 +83,85 @@ def run_draft(
     num_layers: int | None = None,
     first_query: int = 0,
 ) -> tuple[CapturedAttention, Proposal]:
-    """Prefill the draft with the unseen part of a prompt, and capture the scoring queries.
+    """Run all parts of `capture_in_parts`: the captured attention, and the look-ahead as the first proposal.
 
-    Returns the captured attention, and the look-ahead as the first proposal, empty where the prompt's own tokens are
-    the queries. The draft holds nothing or a prefix of the prompt, and afterwards the whole prompt and the look-ahead.
+    first_query: first token whose segment may hold the question.
+    """
+
+    def at_once(token_ids: Sequence[int], most: int) -> Parts[Proposal]:
+        yield from ()
+        return look_ahead(token_ids, most)
+
+    queries = ScoringQueries.of(inputs.text, config, first_query)
+    captured, proposal, sizes = run(capture_in_parts(draft, queries, at_once, config, tokenization, num_layers))
+    layers = scored_layers(captured, queries.num_draft_tokens(tokenization))
+    return queries.attention(layers, tokenization, sizes), proposal
+
+
+def capture_in_parts(
+    draft: Draft[C_co],
+    queries: ScoringQueries,
+    look_ahead: Callable[[Sequence[int], int], Parts[Proposal]],
+    config: PrefillConfig,
+    tokenization: DraftTokenization | None = None,
+    num_layers: int | None = None,
+    most_of_a_part: PartSize | None = None,
+) -> Parts[tuple[Mapping[int, C_co], Proposal, list[int]]]:
+    """Prefill the draft with the unseen part of a prompt, and capture the scoring queries: of the prompt's end and of
+    spans that are read again behind it, or of a look-ahead.
+
+    Returns what was captured by layer, the look-ahead, empty without one, and the queries of every span in the draft's
+    tokens. The draft holds nothing or a prefix of the prompt, and afterwards the whole prompt and the look-ahead.
 
     tokenization: the prompt in the draft's own tokens. num_layers: layers that run; None is all, and fewer make the
-    draft useless for anything else. first_query: first token whose segment may hold the question.
+    draft useless for anything else. most_of_a_part: None leaves the parts to the draft.
     """
-    text, num_tokens = inputs.text, len(inputs.text)
-    queries = ScoringQueries.of(text, config, first_query)
-    start = queries.start
+    token_ids, num_tokens, start = queries.text.token_ids, len(queries.text), queries.start
     draft.rollback(max(0, draft.next_position - start))
     window = config.window_for(num_tokens)
-    if draft.next_position < start and not (tokenization is None and has_one_forward(config, num_tokens)):
-        unseen = range(draft.next_position, start)
-        draft.prefill(text.token_ids[unseen.start : start], unseen, window, config.draft_sinks, num_layers)
-    if queries.found is not None:
-        return _capture_candidates(draft, queries, tokenization, num_layers), Proposal()
-    proposal = Proposal()
-    with draft.capture() as captured:
-        if config.look_ahead:
-            proposal = look_ahead(text.token_ids, config.look_ahead)
-            # The last drafted token has not been through the draft yet, and its query is one of the scorers.
-            draft.forward(proposal.token_ids[-1:], [draft.next_position], num_logits=1)
-        else:
-            draft.forward(text.token_ids[-1:], [num_tokens - 1], num_logits=1)
-    return queries.attention(scored_layers(captured, queries.num_draft_tokens(tokenization)), tokenization), proposal
+    is_one_forward = tokenization is None and has_one_forward(config, num_tokens)
 
+    def stop_of_part() -> int:
+        """End of the next part that has no scoring queries; the last part of a scheduler is a whole chunk with them."""
+        num_left = num_tokens - draft.next_position
+        if most_of_a_part is None:
+            return 0 if is_one_forward else start
+        chunk = max(most_of_a_part(config.prefill_chunk), num_tokens - start)
+        return num_tokens - (num_left - 1) // chunk * chunk if num_left > chunk else 0
 
-def _capture_candidates(
-    draft: ScoringModel, queries: ScoringQueries, tokenization: DraftTokenization | None, num_layers: int | None
-) -> CapturedAttention:
-    """Run the rest of the prompt, then every candidate before the window again, behind the prompt."""
-    num_tokens = len(queries.text)
-    rest, repeated = queries.text.token_ids[draft.next_position :], queries.repeated
-    behind = list(chain.from_iterable(repeated))
-    if tokenization is not None:
-        # Other tokens are counted as they run.
-        parts = [rest, *repeated]
-    elif draft.is_stateful and behind:
-        # The state of the prompt's end is kept for the rollback.
-        parts = [rest, behind]
-    else:
-        parts = [[*rest, *behind]]
-    sizes: list[int] = []
-    # Tokens that a recurrent draft recomputes before it are no queries.
+    while (stop := stop_of_part()) > draft.next_position:
+        unseen = range(draft.next_position, stop)
+        draft.prefill(token_ids[unseen.start : stop], unseen, window, config.draft_sinks, num_layers)
+        yield
+    proposal, sizes = Proposal(), list[int]()
+    # Tokens that a recurrent draft recomputes before the first query are none.
     with draft.capture(queries.first(tokenization)) as captured:
-        for part in parts:
+        if queries.found is None and config.look_ahead:
+            proposal, num_layers = (yield from look_ahead(token_ids, config.look_ahead)), None
+        # The last drafted token has not been through the draft yet, and its query is one of the scorers.
+        rest = [*token_ids[draft.next_position :], *proposal.token_ids[-1:]]
+        for part in _forwards(rest, queries.repeated, tokenization is not None, draft.is_stateful):
             num_cached = draft.num_cached
             draft.prefill(part, range(draft.next_position, draft.next_position + len(part)), num_layers=num_layers)
-            if not sizes and num_layers is None:
+            if queries.found is not None and not sizes and num_layers is None:
                 draft.checkpoint()
             sizes.append(draft.num_cached - num_cached)
-    if draft.next_position > num_tokens:
+    yield
+    if queries.repeated:
         draft.rollback(draft.next_position - num_tokens)
-    layers = scored_layers(captured, queries.num_draft_tokens(tokenization))
-    return queries.attention(layers, tokenization, sizes[1:])
+    return captured, proposal, sizes[1:]
+
+
+def _forwards(
+    rest: Sequence[int], repeated: Sequence[Sequence[int]], is_foreign: bool, is_stateful: bool
+) -> list[Sequence[int]]:
+    """The prompt's rest and what is read again behind it, by forwards."""
+    if is_foreign:
+        # Other tokens are counted as they run.
+        return [rest, *repeated]
+    behind = [*chain.from_iterable(repeated)]
+    # The state of the prompt's end is kept for the rollback.
+    return [rest, behind] if is_stateful and behind else [[*rest, *behind]]
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,30 @@
-"""The decision for one prompt or turn: dense, or scored and then selected. Pure; alike at every entry point.
+"""The decision for one prompt or turn: a plan, dense or by a score. Pure; alike at every entry point.
 
 `plan_turn` decides from the text and from what the target has of it, `plan_scored` from the score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.check import Check, checked_selection
+from spec_stack.prefill.check import Check, checked_selection, told
 from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.queries import MOST_REPEATED
-from spec_stack.prefill.recall import RecallPlace, recall_dropped, select_turn
+from spec_stack.prefill.recall import recall_dropped
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.selection import select
 from spec_stack.types import Selection
+
+RecallPlace = Literal["last", "in_text"]
+"""Slots of recalled tokens. "last": behind all others, of which later text is hidden from them. "in_text": in text
+order."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,10 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Dense:
-    """All of the new text is prefilled."""
+class Plan:
+    """What of a text the target prefills, and why."""
 
+    selection: Selection
     reason: str
 
 
@@ -67,21 +76,40 @@ class NeedsScore:
         # The answer's last token is not cached.
         return self.held.num_tokens + 1 if self.held.start is None else self.held.start
 
+    @property
+    def num_to_score(self) -> int:
+        """Tokens that the score decides about."""
+        num_old = self.held.num_tokens
+        return num_old * self.recalls + (len(self.text) - num_old) * self.prunes
+
+    def unscored(self, reason: str) -> Plan:
+        """The plan where scoring failed: what is held stays, and all of the new text is prefilled."""
+        return Plan(select_turn(self.text, self.held), reason)
+
 
 def plan_turn(
-    text: PromptText, held: Held, config: PrefillConfig, recall: SessionConfig | None = None, obstacle: str = ""
-) -> Dense | NeedsScore:
+    token_ids: Sequence[int],
+    read: Callable[[], PromptText],
+    held: Held,
+    config: PrefillConfig,
+    recall: SessionConfig | None = None,
+    obstacle: str = "",
+) -> Plan | NeedsScore:
     """Decide for a prompt, or the new text of a turn.
 
-    text: the whole prompt. held: what earlier turns left of it. recall: rules for dropped text; None leaves it.
-    obstacle: why the draft cannot score the prompt, if so (`scoring_obstacle`).
+    token_ids: the whole prompt, which `read` reads where it may be scored. held: what earlier turns left of it. recall:
+    rules for dropped text; None leaves it. obstacle: why the draft cannot score the prompt, if so
+    (`scoring_obstacle`).
     """
-    num_new, what = len(text) - held.num_tokens, "new text" if held.num_tokens else "prompt"
-    prunes, reason = decide_scoring(config, num_new, clip_spans(text.kept, held.num_tokens), obstacle, what)
+    num_new, what = len(token_ids) - held.num_tokens, "new text" if held.num_tokens else "prompt"
+    prunes, reason = decide_scoring(config, num_new, (), obstacle, what)
     recalls = recall is not None and recall.recall and not held.is_dense and not obstacle
-    if not prunes and not recalls:
-        return Dense(reason)
-    return NeedsScore(text, held, prunes, recalls, f"{reason}; {text.note}" if prunes and text.note else reason)
+    if prunes or recalls:
+        text = read()
+        prunes, reason = decide_scoring(config, num_new, clip_spans(text.kept, held.num_tokens), obstacle, what)
+        if prunes or recalls:
+            return NeedsScore(text, held, prunes, recalls, f"{reason}; {text.note}" if prunes and text.note else reason)
+    return Plan(select_turn(PromptText(token_ids), held), reason)
 
 
 def plan_scored(
@@ -91,7 +119,7 @@ def plan_scored(
     recall: SessionConfig | None = None,
     place: RecallPlace = "last",
     check: Check | None = None,
-) -> Selection:
+) -> Plan:
     """What the target prefills, by the score: recalled text, then what is kept of the new text.
 
     check: of the draft; None takes the keep rate as it is.
@@ -102,15 +130,52 @@ def plan_scored(
         dropped = sorted({*range(held.num_tokens)}.difference(held.positions))
 
     def by(rule: PrefillConfig) -> Selection:
-        own = rule if needs.prunes else None
-        return select_turn(inputs, held.positions, held.num_tokens, recalled, own, place)
+        own = (inputs, rule) if needs.prunes else None
+        return select_turn(needs.text, held, recalled, own, place)
 
     def everything() -> Selection:
-        return select_turn(inputs, held.positions, held.num_tokens, dropped, None, place)
+        return select_turn(needs.text, held, dropped, None, place)
 
-    if check is None:
-        return by(config)
-    return checked_selection(config, len(needs.text) - held.num_tokens, by, everything, check, needs.prunes)
+    num_new, reason = len(needs.text) - held.num_tokens, needs.reason
+    checks = partial(checked_selection, config, num_new, by, everything)
+    selection = by(config) if check is None else checks(check, needs.prunes)
+    is_whole = selection.num_new == num_new
+    if selection.tried:
+        reason = told(selection.tried, not is_whole if needs.prunes else selection.keep_rate < 1, reason)
+    elif needs.prunes and is_whole:
+        what = "new text" if held.num_tokens else "prompt"
+        reason += f", but chunks and protected spans cover the whole {what}"
+    return Plan(selection, reason)
+
+
+def select_turn(
+    text: PromptText,
+    held: Held,
+    recalled: Sequence[int] = (),
+    by: tuple[ScoringInputs, PrefillConfig] | None = None,
+    place: RecallPlace = "last",
+) -> Selection:
+    """Select the target's prefill in a turn: recalled old text, then the kept new text.
+
+    recalled: increasing. by: None keeps all of the new text. The selection's num_held says how many held slots stay;
+    the others are rolled back, and are part of it.
+    """
+    positions, num_old, token_ids = held.positions, held.num_tokens, text.token_ids
+    num_unchanged = bisect_left(positions, recalled[0]) if recalled and place == "in_text" else len(positions)
+    back = sorted([*positions[num_unchanged:], *recalled])
+    kept: Sequence[int] = range(num_old, len(token_ids))
+    if by is not None:
+        inputs, config = by
+        kept = [num_old + position for position in select(inputs.starting_at(num_old), config).positions]
+    chosen = [*back, *kept]
+    return Selection(
+        token_ids=[token_ids[position] for position in chosen],
+        positions=chosen,
+        num_prompt_tokens=len(token_ids),
+        num_recalled=len(recalled),
+        num_held=num_unchanged,
+        num_recomputed=len(back) - len(recalled),
+    )
 
 
 def decide_scoring(

@@ -1,4 +1,4 @@
-"""The decision for one prompt: dense prefill, a plan of kept tokens, or a score first; and its application. No SGLang.
+"""The decision for one prompt: dense prefill, kept tokens, or a score first; and its application. No SGLang.
 
 `decide` is called again while a request waits, since other requests may bring its prefix or its selection. Earlier
 turns are found by the token prefix; recall is that of a session (`prefill.recall`), and KV stays with the radix cache.
@@ -12,22 +12,20 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.draft_kv_budget import Ints
-from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.prefill.prompt_text import PromptText, union
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.turn import (
-    Dense,
     Held,
     NeedsScore,
+    Plan,
     decide_scoring,
     plan_scored,
     plan_turn,
@@ -41,7 +39,7 @@ from spec_stack.tokenizers.prompt_reader import PromptReader
 _LEAST_SHARE = 4
 _NO_TURN = "no chat turn was found in the prompt, so nothing but special tokens is protected"
 # The same prompt repeats at once with n replies, and after a client's retry.
-_MOST_PLANS = 16
+_MOST_DECISIONS = 16
 
 OUTCOMES = ("pruned", "disabled", "unsupported", "cached", "nothing_to_prune", "draft_pool_full", "failed")
 """Outcomes of a prompt, for counting. disabled: by the request or its length; nothing_to_prune: all was selected."""
@@ -49,7 +47,7 @@ OUTCOMES = ("pruned", "disabled", "unsupported", "cached", "nothing_to_prune", "
 
 @dataclass(frozen=True)
 class Prompt:
-    """An arrived prompt with its options; equal prompts share a plan while it is remembered.
+    """An arrived prompt with its options; equal prompts share a decision while it is remembered.
 
     extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. end_ids: tokens that end the look-ahead. text:
     the prompt as it is read, None before that.
@@ -68,14 +66,9 @@ class Prompt:
     def tenant(self) -> tuple[str | None, str | None]:
         return self.extra_key, self.cache_salt
 
-    @property
-    def kept(self) -> list[Span]:
-        """The spans that are always kept, as far as the prompt is read."""
-        return [] if self.text is None else self.text.kept
-
 
 @dataclass(frozen=True)
-class Plan:
+class Decision:
     """The target prefills the prompt's tokens at `positions`, in order.
 
     num_cached: tokens that an earlier turn processed, kept or dropped. num_recalled: recalled tokens among these.
@@ -92,7 +85,7 @@ class Plan:
     num_draft_tokens: int = 0
 
     @classmethod
-    def dense(cls, prompt: Prompt, reason: str, outcome: str) -> Plan:
+    def dense(cls, prompt: Prompt, reason: str, outcome: str) -> Decision:
         return cls(prompt, range(len(prompt.token_ids)), reason, outcome)
 
     @property
@@ -166,7 +159,7 @@ class TurnStore:
 
 
 class KnownTexts:
-    """What a server decides by: its settings, the radix cache, earlier turns, recent plans, the tokenizer.
+    """What a server decides by: its settings, the radix cache, earlier turns, recent decisions, the tokenizer.
 
     num_cached: a prompt's prefix tokens that the target has. most_tokens: of all remembered turns. max_positions: the
     draft's own.
@@ -185,67 +178,63 @@ class KnownTexts:
         self.reader = PromptReader(tokenizer, chat_template)
         self.turns = TurnStore(most_tokens)
         self.num_cached = num_cached
-        self.plans: OrderedDict[Prompt, Plan] = OrderedDict()
+        self.decisions: OrderedDict[Prompt, Decision] = OrderedDict()
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
 
-    def read(self, prompt: Prompt) -> Prompt:
-        """The prompt with its text."""
-        return replace(prompt, text=self.text_of(prompt, with_pieces=False))
+    def read(self, prompt: Prompt) -> PromptText:
+        options = prompt.options
+        return prompt.text or self.reader.read(prompt.token_ids, options.protect or (), options.question)
 
-    def text_of(self, prompt: Prompt, with_pieces: bool = True) -> PromptText:
-        """The prompt's text, with the text of every token where there is a tokenizer."""
-        text = prompt.text or self.reader.read(prompt.token_ids, prompt.options.protect or (), prompt.options.question)
-        return self.reader.with_pieces(text) if with_pieces else text
+    def text_of(self, prompt: Prompt) -> PromptText:
+        """The prompt as it is read, with the text of every token where there is a tokenizer."""
+        return self.reader.with_pieces(self.read(prompt))
 
-    def remember(self, plan: Plan) -> None:
-        """Count an applied plan, and remember by its prompt one that the draft's score decided."""
-        self.num_by_outcome[plan.outcome] += 1
-        if plan.outcome not in ("pruned", "nothing_to_prune"):
+    def remember(self, decision: Decision) -> None:
+        """Count an applied decision, and remember by its prompt one that the draft's score decided."""
+        self.num_by_outcome[decision.outcome] += 1
+        if decision.outcome not in ("pruned", "nothing_to_prune"):
             return
-        self.plans[plan.prompt] = replace(plan, num_scored_tokens=0, num_draft_tokens=0)
-        self.plans.move_to_end(plan.prompt)
-        if len(self.plans) > _MOST_PLANS:
-            self.plans.popitem(last=False)
+        self.decisions[decision.prompt] = replace(decision, num_scored_tokens=0, num_draft_tokens=0)
+        self.decisions.move_to_end(decision.prompt)
+        if len(self.decisions) > _MOST_DECISIONS:
+            self.decisions.popitem(last=False)
 
     def clear(self) -> None:
-        self.plans.clear()
+        self.decisions.clear()
         self.turns.clear()
 
 
-def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Plan | UnscoredPrompt:
+def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Decision | UnscoredPrompt:
     """Decide how a prompt is prefilled. refusal: why it cannot be pruned, or None."""
     num_tokens, config = len(prompt.token_ids), prompt.config
     is_wanted, reason = decide_scoring(config, num_tokens, ())
     if not is_wanted:
-        return Plan.dense(prompt, reason, "disabled")
+        return Decision.dense(prompt, reason, "disabled")
     has_texts = known.reader.pieces is not None
     refusal = refusal or scoring_obstacle(config, num_tokens, known.max_positions, has_texts=has_texts)
     if refusal:
-        return Plan.dense(prompt, f"off: {refusal}", "unsupported")
+        return Decision.dense(prompt, f"off: {refusal}", "unsupported")
     held, is_cached = _reused_prefix(prompt, known)
     if is_cached and num_tokens - held.num_tokens < config.min_prompt_tokens:
-        return Plan.dense(prompt, f"off: {held.num_tokens} of {num_tokens} tokens are cached", "cached")
+        return Decision.dense(prompt, f"off: {held.num_tokens} of {num_tokens} tokens are cached", "cached")
     # Found after the cache has had its say: the template is searched for in all of a long history.
-    prompt = known.read(prompt)
-    whole = plan_turn(known.text_of(prompt, with_pieces=False), Held(), config)
-    if isinstance(whole, Dense):
-        return Plan.dense(prompt, whole.reason, "disabled")
-    if prompt in known.plans:
-        return known.plans[prompt]
-    if not is_long_enough(held, num_tokens):
-        held = Held()
-        turn: Dense | NeedsScore = whole
-    else:
+    text = known.read(prompt)
+    prompt = replace(prompt, text=text)
+    turn = plan_turn(prompt.token_ids, lambda: text, Held(), config)
+    if isinstance(turn, Plan):
+        return Decision.dense(prompt, turn.reason, "disabled")
+    if prompt in known.decisions:
+        return known.decisions[prompt]
+    if is_long_enough(held, num_tokens):
         recall = known.config.recall if prompt.follow_up == "recall" else None
-        turn = plan_turn(whole.text, held, config, recall)
-    if isinstance(turn, Dense):
-        turn = NeedsScore(whole.text, held, False, False, turn.reason)
-    if known.reader.turns.openings and not whole.text.turns:
+        found = plan_turn(prompt.token_ids, lambda: text, held, config, recall)
+        turn = found if isinstance(found, NeedsScore) else NeedsScore(text, held, False, False, found.reason)
+    if known.reader.turns.openings and not text.turns:
         turn = replace(turn, reason=f"{turn.reason}; {_NO_TURN}")
-    unscored = UnscoredPrompt(turn.text, held, turn.prunes, turn.recalls, turn.reason, prompt)
+    unscored = UnscoredPrompt(text, turn.held, turn.prunes, turn.recalls, turn.reason, prompt)
     if (turn.prunes or turn.recalls) and needs_attention(config.scorer):
         return unscored
-    return plan_prompt(unscored, None, 0, known)
+    return decide_scored(unscored, None, 0, known)
 
 
 def is_long_enough(held: Held, num_prompt_tokens: int) -> bool:
@@ -266,91 +255,83 @@ def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[Held, bool]:
     return Held.dense(num_cached), True
 
 
-def plan_prompt(
+def decide_scored(
     unscored: UnscoredPrompt, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts
-) -> Plan:
-    """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none.
+) -> Decision:
+    """The decision by a score. importance: (num_prompt_tokens,); None where the rule needs none.
 
     The target prefills again what stands behind the first recalled token.
     """
     prompt, held, num_tokens = unscored.prompt, unscored.held, len(unscored.text)
     inputs = ScoringInputs(known.text_of(prompt), importance=importance)
-    selection = plan_scored(unscored, inputs, prompt.config, known.config.recall, "in_text")
-    positions = (*held.positions[: selection.num_held], *selection.positions)
-    start, num_scored = held.num_tokens, 0
-    if importance is not None:
-        num_scored = start * unscored.recalls + (num_tokens - start) * unscored.prunes
-    reason, outcome = unscored.reason, "pruned"
+    plan = plan_scored(unscored, inputs, prompt.config, known.config.recall, "in_text")
+    positions = (*held.positions[: plan.selection.num_held], *plan.selection.positions)
+    reason, outcome = plan.reason, "pruned"
     if len(positions) == num_tokens:
-        reason, outcome = "off: chunks and protected spans cover the whole prompt", "nothing_to_prune"
-    elif start:
+        outcome = "nothing_to_prune"
+    elif held.num_tokens:
         origin = "cached and kept" if held.is_dense else f"of earlier turns: {prompt.follow_up}"
-        reason = f"{reason}; {start} of {num_tokens} tokens are {origin}"
-    return Plan(prompt, positions, reason, outcome, start, selection.num_recalled, num_scored, num_draft_tokens)
+        reason = f"{reason}; {held.num_tokens} of {num_tokens} tokens are {origin}"
+    num_scored = 0 if importance is None else unscored.num_to_score
+    num_recalled = plan.selection.num_recalled
+    return Decision(prompt, positions, reason, outcome, held.num_tokens, num_recalled, num_scored, num_draft_tokens)
 
 
-def plan_unscored(unscored: UnscoredPrompt, why: str, outcome: str) -> Plan:
+def decide_unscored(unscored: UnscoredPrompt, why: str, outcome: str) -> Decision:
     """The decision where scoring failed: an earlier turn's selection, and all of the new text."""
     prompt, held = unscored.prompt, unscored.held
     if held.is_dense:
-        return Plan.dense(prompt, f"off: {why}", outcome)
+        return Decision.dense(prompt, f"off: {why}", outcome)
     positions = (*held.positions, *range(held.num_tokens, len(prompt.token_ids)))
     reason = f"on for earlier turns, without recall; new text is kept whole: {why}"
-    return Plan(prompt, positions, reason, outcome, held.num_tokens)
+    return Decision(prompt, positions, reason, outcome, held.num_tokens)
 
 
-def apply(request: RunningRequest, plan: Plan, known: KnownTexts, scoring_s: float = 0.0) -> None:
-    """Give the request its whole prompt, or the planned part of it. Mutates the request, after all that may fail."""
-    prompt, report = plan.prompt, _report(plan, known.config, scoring_s)
-    if not plan.is_whole:
-        known.turns.add(prompt.tenant, prompt.token_ids, plan.positions, request.output_ids)
+def apply(request: RunningRequest, decision: Decision, known: KnownTexts, scoring_s: float = 0.0) -> None:
+    """Give the request its whole prompt, or the decided part of it. Mutates the request, after all that may fail."""
+    prompt, report = decision.prompt, _report(decision, known.config, scoring_s)
+    if not decision.is_whole:
+        known.turns.add(prompt.tenant, prompt.token_ids, decision.positions, request.output_ids)
         # An ordinary, shorter prompt from here on. The unpadded ids stay whole: SGLang uses them for detokenization
         # and NGRAM.
-        request.origin_input_ids = array("q", [prompt.token_ids[position] for position in plan.positions])
+        request.origin_input_ids = array("q", [prompt.token_ids[position] for position in decision.positions])
         request.full_untruncated_fill_ids = array("q")
         if request.logprob_start_len > 0:
             # SGLang's value for: none of the prompt's tokens.
-            request.logprob_start_len = len(plan.positions)
+            request.logprob_start_len = len(decision.positions)
     attach(request, prompt.options, report)
-    known.remember(plan)
+    known.remember(decision)
 
 
-def _report(plan: Plan, config: ServerConfig, scoring_s: float) -> dict[str, Any]:
+def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[str, Any]:
     """How a prompt is prefilled, under the names of the library's metrics."""
-    prompt, options = plan.prompt, plan.prompt.options
-    num_kept, reason = len(plan.positions), plan.reason
+    prompt, options = decision.prompt, decision.prompt.options
+    num_kept, reason = len(decision.positions), decision.reason
     report = {
         "num_prompt_tokens": len(prompt.token_ids),
         "num_kept_tokens": num_kept,
-        "num_scored_tokens": plan.num_scored_tokens,
-        "num_draft_tokens": plan.num_draft_tokens,
-        "num_protected_tokens": sum(stop - start for start, stop in prompt.kept),
-        "num_cached_tokens": plan.num_cached,
-        "num_recalled_tokens": plan.num_recalled,
+        "num_scored_tokens": decision.num_scored_tokens,
+        "num_draft_tokens": decision.num_draft_tokens,
+        "num_protected_tokens": 0 if prompt.text is None else prompt.text.num_kept,
+        "num_cached_tokens": decision.num_cached,
+        "num_recalled_tokens": decision.num_recalled,
         "follow_up": prompt.follow_up,
-        "sparse_prefill": not plan.is_whole,
+        "sparse_prefill": not decision.is_whole,
         "sparse_prefill_reason": reason,
-        "outcome": plan.outcome,
+        "outcome": decision.outcome,
         "keep_rate": num_kept / len(prompt.token_ids) if prompt.token_ids else 1.0,
         "scoring_s": scoring_s,
     }
     if config.scoring_model is None:
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
     if options.explain:
-        report["kept_spans"] = _spans_of(_shown_positions(plan))
+        report["kept_spans"] = tuple(union((at, at + 1) for at in _shown_positions(decision)))
     return report
 
 
-def _shown_positions(plan: Plan) -> Sequence[int]:
+def _shown_positions(decision: Decision) -> Sequence[int]:
     """The kept positions that a reply may show: earlier turns' only under a salt, since any client can continue one."""
-    num_inherited = bisect_left(plan.positions, plan.num_cached)
-    if num_inherited == plan.num_cached or any(plan.prompt.tenant):
-        return plan.positions
-    return plan.positions[num_inherited:]
-
-
-def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
-    if not positions:
-        return ()
-    edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
-    return tuple((positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *edges, len(positions)]))
+    num_inherited = bisect_left(decision.positions, decision.num_cached)
+    if num_inherited == decision.num_cached or any(decision.prompt.tenant):
+        return decision.positions
+    return decision.positions[num_inherited:]

@@ -19,14 +19,14 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.turn import Held
 from spec_stack.sglang.decide import (
+    Decision,
     KnownTexts,
-    Plan,
     Prompt,
     UnscoredPrompt,
     apply,
     decide,
-    plan_prompt,
-    plan_unscored,
+    decide_scored,
+    decide_unscored,
 )
 from spec_stack.sglang.draft_prefixes import PoolFullError
 from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
@@ -220,10 +220,10 @@ class SparsePrefillManager:
             with log_and_continue("reporting on a prompt", "its reply has no report"):
                 if isinstance(decision, Exception):
                     reason = f"off: deciding failed: {type(decision).__name__}: {decision}"
-                    decision = Plan.dense(self._prompt(request, NOTHING_ASKED), reason, "failed")
+                    decision = Decision.dense(self._prompt(request, NOTHING_ASKED), reason, "failed")
                 self._apply(request, decision)
 
-    def _decide(self, request: RunningRequest) -> Plan | UnscoredPrompt | Exception:
+    def _decide(self, request: RunningRequest) -> Decision | UnscoredPrompt | Exception:
         try:
             prompt = self._prompt(request, self._options(request))
             refusal = self._launch.refusal or dense_reason(request, bool(self._launch.args.enable_session_radix_cache))
@@ -243,11 +243,11 @@ class SparsePrefillManager:
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
             return RequestOptions(sparse_prefill="off")
 
-    def _apply(self, request: RunningRequest, plan: Plan, scoring_s: float = 0.0) -> None:
-        apply(request, plan, self._known, scoring_s)
-        if not plan.is_whole:
-            num_kept, num_tokens = len(plan.positions), len(plan.prompt.token_ids)
-            logger.debug("%s: %s: %d of %d tokens kept, %s", NAME, request.rid, num_kept, num_tokens, plan.reason)
+    def _apply(self, request: RunningRequest, decision: Decision, scoring_s: float = 0.0) -> None:
+        apply(request, decision, self._known, scoring_s)
+        if not decision.is_whole:
+            num_kept, num_tokens = len(decision.positions), len(decision.prompt.token_ids)
+            logger.debug("%s: %s: %d of %d tokens kept, %s", NAME, request.rid, num_kept, num_tokens, decision.reason)
 
     def _prompt(self, request: RunningRequest, options: RequestOptions) -> Prompt:
         end_ids: Collection[int] = self._scheduler.model_config.hf_eos_token_id or ()
@@ -339,9 +339,9 @@ class SparsePrefillManager:
             pending.needs = decision
         else:
             self._settle(pending, decision)
-        return isinstance(decision, Plan)
+        return isinstance(decision, Decision)
 
-    def _settle(self, pending: PendingScore, decision: Plan) -> None:
+    def _settle(self, pending: PendingScore, decision: Decision) -> None:
         self._apply(pending.request, decision, pending.scoring_s)
         self._pending.remove(pending)
 
@@ -363,7 +363,7 @@ class SparsePrefillManager:
         except PoolFullError as error:
             # Pools are the same on all ranks, so all of them come here.
             why = f"{error}; see --spec-stack-draft-pool-tokens"
-            self._settle(pending, plan_unscored(needs, why, "draft_pool_full"))
+            self._settle(pending, decide_unscored(needs, why, "draft_pool_full"))
             return
         except Exception as error:
             failure = error
@@ -375,13 +375,13 @@ class SparsePrefillManager:
             logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
             self._fail(pending, failure)
         elif score is not None:
-            self._settle(pending, plan_prompt(needs, score.importance, score.num_draft_tokens, self._known))
+            self._settle(pending, decide_scored(needs, score[0], score[1], self._known))
 
     def _fail(self, pending: PendingScore, failure: Exception | None) -> None:
         """Keep all of the new text. failure: None for another rank's."""
         what = f"{type(failure).__name__}: {failure}" if failure is not None else "on another rank"
         self._restart(pending)
-        self._settle(pending, plan_unscored(pending.needs, f"scoring failed: {what}", "failed"))
+        self._settle(pending, decide_unscored(pending.needs, f"scoring failed: {what}", "failed"))
 
     def _restart(self, pending: PendingScore) -> None:
         if pending.work is not None:
@@ -426,7 +426,7 @@ class SparsePrefillManager:
         }
 
     def forget(self) -> None:
-        """Drop plans, remembered turns and the draft's KV: SGLang has emptied its caches, or has other weights."""
+        """Drop decisions, remembered turns and the draft's KV: SGLang has emptied its caches, or has other weights."""
         for pending in self._pending:
             self._restart(pending)
         self._known.clear()
@@ -456,9 +456,9 @@ class SparsePrefillManager:
                         try:
                             next(work)
                         except StopIteration as end:
-                            importance = end.value.importance
+                            importance, _ = end.value
             needs = UnscoredPrompt(self._known.text_of(prompt), Held(), True, False, "", prompt)
-            plan_prompt(needs, importance, len(prompt.token_ids), self._known)
+            decide_scored(needs, importance, len(prompt.token_ids), self._known)
         except Exception as error:
             raise RuntimeError(
                 f"{NAME} cannot serve: a synthetic prompt failed at launch ({type(error).__name__}: {error}). "

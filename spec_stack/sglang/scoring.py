@@ -7,10 +7,9 @@ scheduler's batches, in the small model's own KV, without SGLang's slots or rows
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +25,14 @@ from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
 from spec_stack.prefill.attention import Parts
 from spec_stack.prefill.prompt_text import PromptText
-from spec_stack.prefill.scoring import ScoringQueries
+from spec_stack.prefill.scoring import PartSize, ScoringQueries, capture_in_parts
 from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.draft_pool import DraftScoringRunner, PooledLayers, Queries, bytes_per_token
 from spec_stack.sglang.draft_prefixes import Lease
 from spec_stack.sglang.launch import Launch
 from spec_stack.sglang.ranks import TensorParallel, least_free_bytes
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig
+from spec_stack.types import Proposal
 
 logger = logging.getLogger(__name__)
 _PLACE = "spec_stack_scoring_model"
@@ -40,17 +40,66 @@ _PLACE = "spec_stack_scoring_model"
 _LOOK_AHEAD_PER_PART = 4
 
 
-@dataclass(frozen=True)
-class Score:
-    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: those that the draft had to prefill."""
-
-    importance: torch.Tensor
-    num_draft_tokens: int
+Scoring = Parts[tuple[torch.Tensor, int]]
+"""Gives the importance (num_prompt_tokens,), on the host, and how many tokens the draft had to prefill."""
 
 
-Scoring = Parts[Score]
-PartSize = Callable[[int], int]
-"""Most tokens of the next part, given the configured chunk; called before every part."""
+class LeasedDraft:
+    """SGLang's model of the draft over the slots of one text, as the scoring driver runs it."""
+
+    is_stateful = False
+
+    def __init__(self, runner: DraftScoringRunner, lease: Lease, end_ids: frozenset[int]) -> None:
+        self._runner, self._lease, self._end_ids = runner, lease, end_ids
+        self.next_position = lease.num_shared
+        self.captured: Queries = {}
+        self._first: int | None = None
+        self._following: torch.Tensor | None = None
+
+    @property
+    def num_cached(self) -> int:
+        return self.next_position
+
+    def rollback(self, num_tokens: int) -> None:
+        self.next_position -= num_tokens
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        window: int | None = None,
+        num_sinks: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
+        """Append tokens. The runner has its own layers, and no window."""
+        stop = positions[-1] + 1
+        captured, first = (None, 0) if self._first is None else (self.captured, self._first)
+        num_captured = stop - max(positions[0], first)
+        self._following = self._runner.run(token_ids, self._lease.slots[:stop], captured, num_captured)
+        self.next_position = stop
+
+    def checkpoint(self) -> None:
+        """Every slot can be rolled back to."""
+
+    @contextmanager
+    def capture(self, first: int = 0) -> Iterator[Queries]:
+        self._first = first
+        yield self.captured
+        self._first = None
+
+    def look_ahead(self, token_ids: Sequence[int], most: int) -> Parts[Proposal]:
+        """Draft greedily behind the prompt."""
+        drafted: list[int] = []
+        while len(drafted) < most and not self._end_ids.intersection(drafted[-1:]):
+            unseen = token_ids[self.next_position :] or drafted[-1:]
+            self.prefill(unseen, range(self.next_position, self.next_position + len(unseen)))
+            if len(drafted) % _LOOK_AHEAD_PER_PART == 0:
+                # So many forwards of one token, run without graphs, may take as long as a chunk.
+                yield
+            if self._following is None:
+                raise RuntimeError("the draft's first layers have no next token, and a look-ahead was asked for")
+            drafted.append(int(self._following))
+        return Proposal(drafted)
 
 
 class DraftScorer:
@@ -95,59 +144,26 @@ class DraftScorer:
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
         """
-        queries, num_tokens = ScoringQueries.of(text, prompt.config, first_query), len(text)
+        queries, config, num_tokens = ScoringQueries.of(text, prompt.config, first_query), prompt.config, len(text)
         # The scoring queries run again whatever the pool has.
         lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, queries.start)
-        num_new = num_tokens - lease.num_shared
+        num_new, draft = num_tokens - lease.num_shared, LeasedDraft(self._draft, lease, prompt.end_ids)
+        config = replace(config, look_ahead=max(0, min(config.look_ahead, self._context_len - num_tokens)))
+        num_behind = config.look_ahead if queries.found is None else sum(map(len, queries.repeated))
         try:
-            captured = yield from self._run(prompt, lease, queries, most_of_a_part)
-            lease.num_agreed = num_tokens
-            if unknown := {layer for layer, _ in prompt.config.scoring_heads or ()} - set(captured):
+            lease.extend(num_new + num_behind)
+            parts = capture_in_parts(draft, queries, draft.look_ahead, config, most_of_a_part=most_of_a_part)
+            for _ in parts:
+                yield
+                lease.num_agreed = min(draft.next_position, num_tokens)
+            captured = draft.captured
+            if unknown := {layer for layer, _ in config.scoring_heads or ()} - set(captured):
                 raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(captured)}")
             layers = PooledLayers(self._draft, captured, lease.slots[:num_tokens])
             attention = queries.attention(layers, ranks=TensorParallel())
-            return Score((yield from attention.importance_in_parts(prompt.config)), num_new)
+            return (yield from attention.importance_in_parts(config)), num_new
         finally:
             lease.insert(lease.num_agreed)
-
-    def _run(
-        self,
-        prompt: Prompt,
-        lease: Lease,
-        queries: ScoringQueries,
-        most_of_a_part: PartSize,
-    ) -> Parts[Queries]:
-        """Run the prompt, and its repeated spans or a look-ahead; the scoring queries by layer."""
-        config, token_ids, num_tokens = prompt.config, prompt.token_ids, len(prompt.token_ids)
-        again, num_in_place = [*chain.from_iterable(queries.repeated)], num_tokens - queries.start
-        room = self._context_len - num_tokens
-        look_ahead = 0 if config.queries_from_prompt else max(0, min(config.look_ahead, room))
-        lease.extend(num_tokens - lease.num_shared + look_ahead + len(again))
-        slots = lease.slots
-        # Determined anew after every part, since requests begin and end meanwhile. The last part is a whole chunk, and
-        # has the scoring queries.
-        while num_tokens - lease.num_agreed > (chunk := max(most_of_a_part(config.prefill_chunk), num_in_place)):
-            stop = num_tokens - (num_tokens - lease.num_agreed - 1) // chunk * chunk
-            self._draft.run(token_ids[lease.num_agreed : stop], slots[:stop])
-            yield
-            lease.num_agreed = stop
-        captured: Queries = {}
-        rest = token_ids[lease.num_agreed :]
-        following = self._draft.run(rest, slots[:num_tokens], captured, num_in_place)
-        if again:
-            self._draft.run(again, slots[: num_tokens + len(again)], captured, len(again))
-        for drafted in range(look_ahead):
-            if drafted % _LOOK_AHEAD_PER_PART == 0:
-                # So many forwards of one token, run without graphs, may take as long as a chunk.
-                yield
-            if following is None:
-                raise RuntimeError("the draft's first layers have no next token, and a look-ahead was asked for")
-            token_id = int(following)
-            following = self._draft.run([token_id], slots[: num_tokens + drafted + 1], captured=captured)
-            if token_id in prompt.end_ids:
-                break
-        yield
-        return captured
 
 
 @contextmanager

@@ -18,8 +18,13 @@ def test_a_short_prompt_reaches_its_first_token_through_few_functions(embedded: 
     assert len(path.functions) <= MOST_FUNCTIONS
 
 
-def test_functions_are_counted_once_and_calls_each_time() -> None:
-    from spec_stack.settings.checks import require
+def test_each_prompt_of_a_list_is_planned_once(embedded: SpecStackGenerator) -> None:
+    prompts = ["def main():", "class A:", "import os"]
+    path = call_path(lambda: embedded.generate(prompts, max_tokens=2))
+    assert path.count("plan_request") == 3
 
-    path = call_path(lambda: [require(True, ""), require(True, "")])
-    assert (path.files, len(path.functions), path.num_calls) == ({"settings/checks.py"}, 1, 2)
+
+def test_a_prompt_is_read_and_decided_once(embedded: SpecStackGenerator) -> None:
+    text = "\n".join(f"x{at} = {at}" for at in range(400))
+    path = call_path(lambda: embedded.generate(text, max_tokens=2, sparse_prefill="on"))
+    assert [path.count(name) for name in ("plan_turn", "PromptReader.read", "plan_scored")] == [1, 1, 1]

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from PIL import Image
 
-from experiments.common import headlines, plot_overview
+from experiments.common import front_page, headlines, plot_overview
 from tests.support.pages import ROOT, result
 
 
-def front_page() -> list[str]:
-    """Rows of the README's table: first tokens, evidence, answers, LongBench, decoding, HumanEval."""
-    kept = result("evidence_shapes_qwen_2k")["whole"]
-    shares = [kept["calibrated"][rate] for rate in ("0.1", "0.2")]
-    others = [f"{kept[name]['0.1'][0]:.2f} / {kept[name]['0.2'][0]:.2f}" for name in ("default", "BM25", "paper")]
-    ratios = [row["ttft_ratio"][0] for row in headlines.shipped(result("real_speed")).values()]
-    answers = result("answers_positions_2k")["shapes"]["all"]["over_dense"]
-    names = ("dense", "calibrated 0.1", "calibrated 0.2", "BM25 0.2")
-    scores = {name: arm["share_of_dense"] for name, arm in result("longbench")["arms"].items()}
-    live = {name: arm["speed_over_plain"] for name, arm in result("real_decode")["all"].items()}
-    tasks = result("humaneval")
-    mean, low, high = live["default"]
-    return [
-        f"**{' / '.join(f'{ratio:.2f}' for ratio in ratios)}×**",
-        f"**{' / '.join(f'{mean:.2f} [{low:.2f}, {high:.2f}]' for mean, low, high in shares)}**",
-        "; ".join(others),
-        "; ".join(str(round(answers[name]["right"][0] * answers[name]["n"])) for name in names),
-        f"{headlines.around(scores['default 0.2'])}; {scores['random 0.2'][0]:.2f}",
-        f"**{mean:.2f}×** [{low:.2f}, {high:.2f}]; {live['draft'][0]:.2f}; {live['look-up 10'][0]:.2f}",
-        f"{tasks['batched']['pass_at_1']:.3f}; {tasks['spec']['pass_at_1']:.3f}",
-    ]
+def test_the_front_page_has_the_table_of_the_committed_results() -> None:
+    text = front_page.PAGE.read_text(encoding="utf-8")
+    expected = headlines.with_table(text, front_page.table(), front_page.BEGIN, front_page.END)
+    assert text == expected, "run python -m experiments.common.front_page"
 
 
-def test_the_front_page_shows_the_committed_figures() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [figure for figure in front_page() if f"| {figure} |" not in text] == []
+def test_a_cell_holds_one_figure() -> None:
+    cells = [cell for line in front_page.table().splitlines()[2:] for cell in line.split("|")[2:-2]]
+    one = re.compile(r"(\*\*)?[+-]?\d+\.\d\d( \[[+-]?\d+\.\d\d, [+-]?\d+\.\d\d\])?×?(\*\*)?|–|")
+    assert [cell for cell in cells if not one.fullmatch(cell.strip())] == []
 
 
 @pytest.mark.parametrize(

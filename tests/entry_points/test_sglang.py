@@ -9,7 +9,7 @@ import pytest
 from spec_stack import SpecStackGenerator
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
-from spec_stack.sglang.decide import KnownTexts, Plan, Prompt, decide, plan_prompt
+from spec_stack.sglang.decide import Decision, KnownTexts, Prompt, decide, decide_scored
 from spec_stack.sglang.request import RequestOptions
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.types import Proposal
@@ -17,15 +17,15 @@ from tests.entry_points.conftest import Expected
 from tests.entry_points.prompts import ROWS, by_ids, ids_of, lines_of, rendered
 
 
-def planned(generator: SpecStackGenerator, known: KnownTexts, prompt: Prompt) -> Plan:
+def planned(generator: SpecStackGenerator, known: KnownTexts, prompt: Prompt) -> Decision:
     """The plan for a prompt, scored by the draft."""
     needs = decide(prompt, known)
-    if isinstance(needs, Plan):
+    if isinstance(needs, Decision):
         return needs
     inputs = ScoringInputs(known.text_of(needs.prompt))
     draft = generator.pair.new_draft_cache(prompt.config.prefill_chunk)
     scored, _ = gather_inputs(draft, inputs, lambda *_: Proposal(), prompt.config, first_query=needs.first_query)
-    return plan_prompt(needs, scored.importance, 0, known)
+    return decide_scored(needs, scored.importance, 0, known)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions", "generate"])

@@ -9,9 +9,10 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.prompt_text import PromptText
-from spec_stack.prefill.recall import recall, select_turn
+from spec_stack.prefill.recall import recall
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import make_segments
+from spec_stack.prefill.turn import Held, select_turn
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -21,10 +22,10 @@ def test_what_comes_back_is_written_last_or_in_its_place(seed: int) -> None:
     dropped = sorted(rng.sample(range(num_cached), rng.randint(1, num_cached // 2)))
     held = [position for position in range(num_cached) if position not in dropped]
     restored = sorted(rng.sample(dropped, rng.randint(0, len(dropped) - 1)))
-    inputs = ScoringInputs(PromptText(range(num_cached + 1)))
-    last = select_turn(inputs, held, num_cached, restored)
+    text, left = PromptText(range(num_cached + 1)), Held(num_cached, held)
+    last = select_turn(text, left, restored)
     assert (last.num_held, last.positions) == (len(held), [*restored, num_cached])
-    in_text = select_turn(inputs, held, num_cached, restored, place="in_text")
+    in_text = select_turn(text, left, restored, place="in_text")
     assert [*held[: in_text.num_held], *in_text.positions] == sorted([*held, *restored, num_cached])
     assert in_text.positions[0] == [*restored, num_cached][0]
     assert (in_text.num_recalled, in_text.num_held + in_text.num_recomputed) == (len(restored), len(held))
@@ -41,7 +42,7 @@ def test_protected_spans_of_a_turn_are_kept_where_they_stand_in_the_conversation
     # Across the border to the new text, and within it.
     protected = [(30, 50), (90, 97)]
     inputs = ScoringInputs(PromptText(range(200), protected=protected), importance=torch.zeros(200))
-    turn = select_turn(inputs, range(40), 40, config=config)
+    turn = select_turn(inputs.text, Held.dense(40), by=(inputs, config))
     forced = [*range(40, 44), *range(196, 200)]
     assert {*range(40, 50), *range(90, 97), *forced} <= set(turn.positions)
     assert len(turn.positions) < 50

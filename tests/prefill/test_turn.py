@@ -9,10 +9,11 @@ from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.turn import Dense, Held, NeedsScore, plan_scored, plan_turn, scoring_obstacle
+from spec_stack.prefill.turn import Held, NeedsScore, Plan, plan_scored, plan_turn, scoring_obstacle
 
 CONFIG = PrefillConfig(min_prompt_tokens=400, granularity="chunks", keep_rate=0.2)
 DROPPED = Held(400, (*range(50), *range(350, 400)))
+TEXT = PromptText(range(900))
 PIECES = [*(["word ", "of ", "text\n"] * 200), "Which ", "word ", "is ", "it?"]
 
 
@@ -33,11 +34,13 @@ def test_a_text_is_scored_where_it_is_pruned_or_recalls(
     num_tokens: int, held: Held, recalls: bool, obstacle: str, expected: tuple[tuple[bool, bool] | None, str]
 ) -> None:
     recall = SessionConfig() if recalls else None
-    turn = plan_turn(PromptText(range(num_tokens)), held, CONFIG, recall, obstacle)
+    turn = plan_turn(range(num_tokens), lambda: PromptText(range(num_tokens)), held, CONFIG, recall, obstacle)
     does, reason = expected
-    assert reason in turn.reason or (obstacle and isinstance(turn, Dense))
+    assert reason in turn.reason or (obstacle and isinstance(turn, Plan))
     if does is None:
-        assert isinstance(turn, Dense)
+        # What was held stays, and all of the new text is prefilled.
+        assert isinstance(turn, Plan)
+        assert turn.selection.positions == [*range(held.num_tokens, num_tokens)]
     else:
         assert isinstance(turn, NeedsScore)
         assert (turn.prunes, turn.recalls) == does
@@ -45,20 +48,20 @@ def test_a_text_is_scored_where_it_is_pruned_or_recalls(
 
 def test_earlier_questions_count_again_only_where_new_text_is_pruned() -> None:
     for num_tokens, first_query in ((500, 401), (900, 0)):
-        turn = plan_turn(PromptText(range(num_tokens)), DROPPED, CONFIG, SessionConfig())
+        turn = plan_turn(range(num_tokens), lambda: TEXT, DROPPED, CONFIG, SessionConfig())
         assert isinstance(turn, NeedsScore)
         assert turn.first_query == first_query
 
 
 def test_what_is_dropped_comes_back_before_the_new_text() -> None:
-    turn = plan_turn(PromptText(range(500)), DROPPED, CONFIG, SessionConfig())
+    turn = plan_turn(range(500), lambda: PromptText(range(500)), DROPPED, CONFIG, SessionConfig())
     assert isinstance(turn, NeedsScore)
     importance = torch.zeros(500)
     importance[96:128] = 1.0
     inputs = ScoringInputs(turn.text, importance=importance)
-    selection = plan_scored(turn, inputs, CONFIG, SessionConfig(), "in_text")
+    selection = plan_scored(turn, inputs, CONFIG, SessionConfig(), "in_text").selection
     assert {*range(96, 128), *range(400, 500)} <= set(selection.positions)
-    assert plan_scored(turn, inputs, CONFIG).num_recalled == 0
+    assert plan_scored(turn, inputs, CONFIG).selection.num_recalled == 0
 
 
 def test_what_is_protected_may_hold_the_question_and_the_template_may_not() -> None:

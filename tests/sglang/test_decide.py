@@ -10,7 +10,15 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.queries import MOST_REPEATED
-from spec_stack.sglang.decide import KnownTexts, Plan, Prompt, UnscoredPrompt, decide, plan_prompt, plan_unscored
+from spec_stack.sglang.decide import (
+    Decision,
+    KnownTexts,
+    Prompt,
+    UnscoredPrompt,
+    decide,
+    decide_scored,
+    decide_unscored,
+)
 from spec_stack.sglang.server_args import ServerConfig
 
 CONFIG = PrefillConfig(min_prompt_tokens=400, granularity="chunks")
@@ -40,7 +48,7 @@ def test_a_dense_decision_says_why(
     options: dict[str, Any], num_tokens: int, num_cached: int, refusal: str | None, outcome: str, part: str
 ) -> None:
     decision = decide(_prompt(num_tokens, **options), _known(num_cached), refusal)
-    assert isinstance(decision, Plan)
+    assert isinstance(decision, Decision)
     assert decision.is_whole
     assert decision.outcome == outcome
     assert part in decision.reason
@@ -52,7 +60,7 @@ def test_a_long_prompt_needs_a_score_first_and_then_has_a_plan(options: dict[str
     needs = decide(prompt, known)
     assert isinstance(needs, UnscoredPrompt)
     assert (needs.prunes, needs.recalls) == (True, False)
-    plan = plan_prompt(needs, torch.rand(900), 900, known)
+    plan = decide_scored(needs, torch.rand(900), 900, known)
     start = num_cached if not options else 0
     assert plan.outcome == "pruned"
     assert plan.num_scored_tokens == 900 - start
@@ -64,7 +72,7 @@ def test_a_prompt_whose_queries_would_run_beyond_the_drafts_positions_is_dense()
     known = KnownTexts(ServerConfig(), None, None, lambda prompt: 0, 1_000_000, 1000)
     assert isinstance(decide(_prompt(1000 - MOST_REPEATED), known), UnscoredPrompt)
     decision = decide(_prompt(1001 - MOST_REPEATED), known)
-    assert isinstance(decision, Plan)
+    assert isinstance(decision, Decision)
     assert (decision.outcome, decision.is_whole) == ("unsupported", True)
     assert "and the draft 1000 positions" in decision.reason
 
@@ -73,17 +81,17 @@ def test_an_equal_prompt_gets_the_plan_that_is_remembered_and_scores_nothing() -
     known, prompt = _known(), _prompt(900)
     needs = decide(prompt, known)
     assert isinstance(needs, UnscoredPrompt)
-    plan = plan_prompt(needs, torch.rand(900), 900, known)
+    plan = decide_scored(needs, torch.rand(900), 900, known)
     known.remember(plan)
     again = decide(prompt, known)
-    assert isinstance(again, Plan)
+    assert isinstance(again, Decision)
     assert (again.positions, again.num_scored_tokens, again.num_draft_tokens) == (plan.positions, 0, 0)
     assert isinstance(decide(replace(prompt, cache_salt="another"), known), UnscoredPrompt)
 
 
 def test_a_rule_without_a_draft_plans_at_once() -> None:
     decision = decide(_prompt(900, scorer="bm25"), _known())
-    assert isinstance(decision, Plan)
+    assert isinstance(decision, Decision)
     assert (decision.outcome, decision.num_scored_tokens) == ("pruned", 0)
 
 
@@ -94,7 +102,7 @@ def test_a_follow_up_inherits_the_selection_of_its_turn(follow_up: str, recalls:
     known.turns.add((None, None), range(800), kept, [])
     decision = decide(replace(_prompt(850), follow_up=follow_up), known)
     if follow_up == "freeze":
-        assert isinstance(decision, Plan)
+        assert isinstance(decision, Decision)
         assert decision.positions == (*kept, *range(800, 850))
         assert decision.num_cached == 800
     else:
@@ -109,10 +117,10 @@ def test_without_a_score_nothing_new_is_dropped(inherits: bool) -> None:
         known.turns.add((None, None), range(800), kept, [])
     needs = decide(_prompt(850), known)
     assert isinstance(needs, UnscoredPrompt)
-    decision = plan_unscored(needs, "no room", "draft_pool_full")
+    decision = decide_unscored(needs, "no room", "draft_pool_full")
     assert decision.outcome == "draft_pool_full"
     if inherits:
-        assert isinstance(decision, Plan)
+        assert isinstance(decision, Decision)
         assert decision.positions == (*kept, *range(800, 850))
     else:
         assert decision.is_whole

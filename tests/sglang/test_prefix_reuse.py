@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.turn import Held
-from spec_stack.sglang.decide import KnownTexts, Prompt, TurnStore, UnscoredPrompt, is_long_enough, plan_prompt
+from spec_stack.sglang.decide import KnownTexts, Prompt, TurnStore, UnscoredPrompt, decide_scored, is_long_enough
 from spec_stack.sglang.request import RequestOptions
 from spec_stack.sglang.server_args import ServerConfig
 from tests.support.reference_session import dropped_chunks_to_restore
@@ -37,7 +37,7 @@ def _kept(
     options = RequestOptions(protect=tuple(protected))
     prompt = Prompt(tuple(prompt_ids), None, None, config, "recall", options=options)
     unscored = UnscoredPrompt(known.text_of(prompt), beginning, prunes, recall is not None, "on", prompt)
-    plan = plan_prompt(unscored, importance, 0, known)
+    plan = decide_scored(unscored, importance, 0, known)
     return tuple(plan.positions), plan.num_recalled
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +20,17 @@ class CallPath:
     """Frames of the package that were entered: their files, their code objects, and how often."""
 
     files: set[str] = field(default_factory=set)
-    functions: set[tuple[str, int, str]] = field(default_factory=set)
-    num_calls: int = 0
+    functions: Counter[tuple[str, int, str]] = field(default_factory=Counter)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(_PACKAGE):
             self.files.add(str(Path(code.co_filename).relative_to(_PACKAGE)))
-            self.functions.add((code.co_filename, code.co_firstlineno, code.co_qualname))
-            self.num_calls += 1
+            self.functions[code.co_filename, code.co_firstlineno, code.co_qualname] += 1
+
+    def count(self, name: str) -> int:
+        """How often functions of this name were called."""
+        return sum(num for (_, _, own), num in self.functions.items() if own == name)
 
 
 def call_path(work: Callable[[], object]) -> CallPath:
