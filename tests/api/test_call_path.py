@@ -18,13 +18,6 @@ def test_a_short_prompt_reaches_its_first_token_through_few_functions(embedded: 
     assert len(path.functions) <= MOST_FUNCTIONS
 
 
-def test_functions_are_counted_once_and_calls_each_time() -> None:
-    from spec_stack.settings.checks import require
-
-    path = call_path(lambda: [require(True, ""), require(True, "")])
-    assert (path.files, len(path.functions), path.count("require")) == ({"settings/checks.py"}, 1, 2)
-
-
 def test_each_prompt_of_a_list_is_planned_once(embedded: SpecStackGenerator) -> None:
     prompts = ["def main():", "class A:", "import os"]
     path = call_path(lambda: embedded.generate(prompts, max_tokens=2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,12 +60,6 @@ def test_the_plot_is_a_picture_with_a_panel_per_precision(tmp_path: Path) -> Non
 
     with Image.open(one) as narrow, Image.open(two) as wide:
         assert wide.width == pytest.approx(2 * narrow.width, abs=2)
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        BOARD.plot(tmp_path / "board.png")
 
 
 def test_columns_are_aligned_with_a_rule_below_the_head() -> None:

@@ -40,14 +40,6 @@ def test_the_verdict_names_what_pays_and_what_does_not() -> None:
     assert made_up(0.9, 0.9, ["prompts of 8192 tokens"]).verdict.startswith("undecided")
 
 
-def test_the_report_says_what_bounds_a_speedup() -> None:
-    told = "\n".join(pair_lines(made_up(left_out=["answers"])))
-    assert "at 2048 tokens: dense 20.48 s, sparse 10.24 s, 2.0x" in told
-    assert "the draft costs r = 0.20, all the rest s = 0.30" in told
-    assert "5.0 tokens/s plain, 7.5 with the draft (1.50 [1.50, 1.50]x; 60% of proposed tokens accepted, 8" in told
-    assert "left out, for the time: answers" in told
-
-
 def test_a_pair_is_run_in_a_moment(embedded: SpecStackGenerator) -> None:
     measured = measure_pair(embedded, lengths=(160, 640, 1 << 20))
     assert [run.num_tokens for run in measured.first_tokens] == [160, 640]

@@ -35,18 +35,11 @@ def test_errors_say_what_to_change(arguments: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
-def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["proxy", "--help-all"])
-    shown = capsys.readouterr().out
-    for flag in ("--upstream", "--draft", "--tokenizer", "--keep-rate", "--min-prompt-tokens", "--deadline-s"):
-        assert flag in shown
-
-
 @pytest.mark.slow
 def test_it_begins_with_a_warning_before_a_server_that_is_not_there_yet_and_ends_in_time(tmp_path: Path) -> None:
     port, nobody, said = free_port(), f"http://127.0.0.1:{free_port()}", tmp_path / "said"
     command = [sys.executable, "-m", "spec_stack", "proxy", "--upstream", nobody, "--port", str(port)]
+    command += ["--keep-rate", "0.2", "--min-prompt-tokens", "512"]
     with said.open("w") as err:
         process = subprocess.Popen([*command, "--device", "cpu", "--shutdown-s", "1"], cwd=ROOT, stderr=err)
     try:
@@ -63,6 +56,7 @@ def test_it_begins_with_a_warning_before_a_server_that_is_not_there_yet_and_ends
         process.send_signal(signal.SIGTERM)
         process.wait(60)
         assert f"{nobody} does not answer yet" in said.read_text()
+        assert "of prompts of 512 tokens and more a share of 0.2 is kept, which is lossy" in said.read_text()
     finally:
         process.kill()
         process.wait()

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from spec_stack import DraftSignals, StepContext
-from tests.support.pages import ROOT, blocks
+from tests.support.pages import ROOT, blocks, run_python
 
 PAGE = ROOT / "docs" / "add-a-policy.md"
-
-
-def _python(root: Path | str, folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
@@ -45,15 +29,15 @@ def test_a_policy_put_into_the_package_has_a_name_and_passes_the_tests_of_all(tm
     assert opening
     registry.write_text(f"{before}{opening}{entry.code}{after}", encoding="utf-8")
     made = "from spec_stack.controller.registry import make_policy; print(make_policy('patience', threshold=0.3))"
-    assert _python(tmp_path, tmp_path, "-c", made) == "Patience(threshold=0.3, weight=0.3)\n"
-    assert "patience" in _python(tmp_path, tmp_path, "-m", "spec_stack", "generate", "--help-all")
+    assert run_python(tmp_path, "-c", made) == "Patience(threshold=0.3, weight=0.3)\n"
+    assert "patience" in run_python(tmp_path, "-m", "spec_stack", "generate", "--help-all")
     chosen = (
         "tests/controller/test_policies.py",
         "tests/test_import_rules.py",
         "-k",
         "patience or (import_rules and controller)",
     )
-    assert " passed" in _python(tmp_path, tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "-v", *chosen)
+    assert " passed" in run_python(tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "-v", *chosen)
 
 
 def test_the_page_names_every_field_of_what_a_policy_is_shown() -> None:

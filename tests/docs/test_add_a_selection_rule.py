@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from spec_stack.prefill.rule import ScoringInputs
-from tests.docs.test_add_a_policy import _python
-from tests.support.pages import ROOT, blocks
+from tests.support.pages import ROOT, blocks, run_python
 
 PAGE = ROOT / "docs" / "add-a-selection-rule.md"
 
@@ -27,10 +26,10 @@ def test_a_rule_put_into_the_package_has_a_name_in_python_and_on_the_command_lin
     assert opening
     registry.write_text(f"{before}{opening}{entry.code}\n{after}", encoding="utf-8")
     made = "from spec_stack.prefill.registry import make_rule; print(type(make_rule('rare_words')).__name__)"
-    assert _python(tmp_path, tmp_path, "-c", made) == "RareWords\n"
+    assert run_python(tmp_path, "-c", made) == "RareWords\n"
     text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
     asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--sparse-prefill", "on", "--max-tokens", "4", "--json")
-    answer = _python(tmp_path, tmp_path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n")
+    answer = run_python(tmp_path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n")
     assert '"sparse_prefill": true' in answer
 
 
@@ -47,7 +46,7 @@ def test_a_rule_in_a_module_of_ones_own_has_a_name_on_the_command_line(
     text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
     asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--sparse-prefill", "on", "--max-tokens", "4", "--json")
     path = f"{ROOT}{os.pathsep}{tmp_path}"
-    answer = _python(path, tmp_path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n")
+    answer = run_python(path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n", cwd=tmp_path)
     assert '"sparse_prefill": true' in answer
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.pages import ROOT, Block, blocks
+from tests.support.pages import ROOT, Block, blocks, run_python
 
 PAGE = ROOT / "docs" / "add-an-architecture.md"
 # "spec_stack/hf/architectures.py: in SUPPORTED" is the line behind which the block goes.
@@ -30,19 +27,6 @@ def _insert(block: Block, root: Path) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def _python(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_page_adds_an_architecture_whose_every_check_passes(tmp_path: Path) -> None:
@@ -54,12 +38,12 @@ def test_the_page_adds_an_architecture_whose_every_check_passes(tmp_path: Path) 
     assert len(steps) == 3
     for step in steps:
         _insert(step, tmp_path)
-    where = _python(tmp_path, "-c", "import spec_stack; print(spec_stack.__file__)")
+    where = run_python(tmp_path, "-c", "import spec_stack; print(spec_stack.__file__)")
     assert Path(where.strip()).is_relative_to(tmp_path)
-    _python(tmp_path, "-m", "tests.support.support_table", "--write")
+    run_python(tmp_path, "-m", "tests.support.support_table", "--write")
     assert "| OLMo2 | exact | exact | exact |" in (tmp_path / "docs" / "support.md").read_text(encoding="utf-8")
     chosen = "OLMo2 or matrix"
-    output = _python(
+    output = run_python(
         tmp_path, "-m", "pytest", "-v", "-p", "no:cacheprovider", "tests/hf/test_architectures.py", "-k", chosen
     )
     passed = re.search(r"(\d+) passed", output)

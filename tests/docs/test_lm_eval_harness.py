@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from lm_eval.api.registry import get_model
 
 from examples.lm_eval_harness import SpecStackLM, sampling_of
 from spec_stack.records import read_records
+from tests.support.forwards import forwards_of, positions_of
 
 TEXT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(60))
 
@@ -60,24 +59,13 @@ def test_a_dense_log_likelihood_is_the_targets_own(dense: SpecStackLM) -> None:
         assert is_greedy == bool((rows.argmax(-1) == ids).all())
 
 
-@contextmanager
-def positions_read(model: SpecStackLM) -> Iterator[list[int]]:
-    """The positions that the target reads from now on."""
-    read: list[int] = []
-    hook = model.generator.target.register_forward_pre_hook(
-        lambda module, args, kwargs: read.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
-    )
-    yield read
-    hook.remove()
-
-
 def test_a_sparse_log_likelihood_is_a_plain_forward_over_the_kept_tokens(sparse: SpecStackLM) -> None:
     question = TEXT + "\ndef f"
-    with positions_read(sparse) as read:
+    with forwards_of(sparse.generator.target) as read:
         answer = sparse.loglikelihood([Asked((question, "7(x):"))], disable_tqdm=True)[0]
     ids = sparse.tok_encode(question)
     whole = sparse.tok_encode(question + "7(x):")
-    kept = [position for position in read if position < len(ids)]
+    kept = [position for position in positions_of(read) if position < len(ids)]
     assert 0 < len(kept) < len(ids)
     positions = [*kept, *range(len(ids), len(whole))]
     with torch.no_grad():
@@ -91,17 +79,17 @@ def test_a_sparse_log_likelihood_is_a_plain_forward_over_the_kept_tokens(sparse:
 
 def test_one_context_is_prefilled_once_for_all_of_its_choices(sparse: SpecStackLM) -> None:
     question, choices = TEXT + "\n\ndef f", ["7(x):", "8(x):", "9(y, z):"]
-    with positions_read(sparse) as read:
+    with forwards_of(sparse.generator.target) as read:
         together = sparse.loglikelihood([Asked((question, choice)) for choice in choices], disable_tqdm=True)
     last = len(sparse.tok_encode(question)) - 1
-    assert read.count(last) == 1
+    assert positions_of(read).count(last) == 1
     apart = []
     for choice in choices:
         # Another context in between.
         sparse.loglikelihood([Asked((TEXT, choice))], disable_tqdm=True)
-        with positions_read(sparse) as read:
+        with forwards_of(sparse.generator.target) as read:
             apart += sparse.loglikelihood([Asked((question, choice))], disable_tqdm=True)
-        assert read.count(last) == 1
+        assert positions_of(read).count(last) == 1
     assert together == [pytest.approx(value) for value in apart]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from transformers import (
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.hf.architectures import check_architecture
 from tests.support import reference, tiny_architectures
+from tests.support.forwards import forwards_of, tokens_of
 from tests.support.matrix import RandomGamma
 from tests.support.nightly import others_nightly
 from tests.support.tiny_architectures import DENSE, VOCAB, random_prompt
@@ -122,19 +121,6 @@ def greedy(name: str, prompt: list[int], num_tokens: int, **options: Any) -> lis
     return reference.greedy(make_model(name), prompt, num_tokens, use_cache="long RoPE" not in name, **options)
 
 
-@contextmanager
-def fed(generator: SpecStackGenerator) -> Iterator[list[int]]:
-    """All tokens that the target is fed, in order."""
-    tokens: list[int] = []
-
-    def note(module: torch.nn.Module, arguments: Any, options: dict[str, Any]) -> None:
-        tokens.extend(options["input_ids"][0].tolist())
-
-    handle = generator.target.register_forward_pre_hook(note, with_kwargs=True)
-    yield tokens
-    handle.remove()
-
-
 USUAL = ("Gemma3", "GPT-OSS", "Falcon-H1")
 ALIKE = ("MPT", "Falcon, ALiBi", "OPT", "Gemma2")
 
@@ -150,14 +136,14 @@ ALIKE = ("MPT", "Falcon, ALiBi", "OPT", "Gemma2")
 def test_greedy_tokens_are_those_of_the_kept_tokens_as_a_prompt(name: str, prefill_chunk: int) -> None:
     prompt = random_prompt(120)
     generator = make_generator(name, prefill_chunk=prefill_chunk)
-    with fed(generator) as tokens:
+    with forwards_of(generator.target) as fed:
         options = {"sparse_prefill": "on", "policy": RandomGamma(1), "logit_bias": dict.fromkeys(FEW, 100.0)}
         result = generator.generate(input_ids=prompt, max_tokens=24, **options)
     metrics = result.metrics
     assert metrics.num_prompt_tokens == 120
     assert metrics.num_kept_tokens < 60
     assert metrics.num_proposed > metrics.num_accepted > 0
-    kept = tokens[: metrics.num_kept_tokens]
+    kept = tokens_of(fed)[: metrics.num_kept_tokens]
     assert result.token_ids == greedy(name, kept, 24, sequence_bias={(at,): 100.0 for at in FEW})
 
 
@@ -177,10 +163,10 @@ def test_a_long_rope_changes_its_angles_where_transformers_does() -> None:
 
 def test_sampled_tokens_have_the_law_of_the_kept_tokens_as_a_prompt() -> None:
     prompt, generator, model = random_prompt(60), make_generator("Bloom"), make_model("Bloom")
-    with fed(generator) as tokens:
+    with forwards_of(generator.target) as fed:
         drawn = {"temperature": 1.0, "top_k": 2, "max_tokens": 2, "gamma": 2, "sparse_prefill": "on", "seed": 0}
         result = generator.generate(input_ids=prompt, n=128, **drawn)
-    kept = tokens[: result.metrics.num_kept_tokens]
+    kept = tokens_of(fed)[: result.metrics.num_kept_tokens]
 
     def law(*more: int) -> dict[int, float]:
         with torch.no_grad():
@@ -208,14 +194,14 @@ def test_what_a_session_recalls_goes_back_to_its_place_in_order(name: str, tmp_p
         if turn == 1:
             session.save(tmp_path / "saved")
             session = generator.load_session(tmp_path / "saved")
-        with fed(generator) as tokens:
+        with forwards_of(generator.target) as fed:
             result = session.generate(input_ids=prompt, max_tokens=8, sparse_prefill="on", policy=RandomGamma(turn))
         kept = kept_of(session, prompt)
         assert result.token_ids == reference.greedy(make_model(name), kept, 8)
         assert result.metrics.num_kept_tokens == len(kept)
         num_restored += result.metrics.num_recalled_tokens
         if turn and not result.metrics.num_recalled_tokens:
-            assert len(tokens) < len(kept)
+            assert len(tokens_of(fed)) < len(kept)
         prompt = prompt + result.token_ids
     assert num_restored > 0
 

@@ -17,6 +17,7 @@ from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackG
 from spec_stack.api.session import Session
 from tests.api.test_session import EAGER, SPARSE, make_generator, slots
 from tests.support import tiny_architectures
+from tests.support.forwards import forwards_of, sizes_of
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.nightly import others_nightly
 from tests.support.reference_session import Trace
@@ -74,18 +75,12 @@ def test_windows_and_recurrent_states_are_saved_too(name: str, tmp_path: Path) -
     session, trace = generator.session(), Trace(1, tiny_architectures.VOCAB, document=60)
     for _, prompt, max_tokens in trace:
         session.save(tmp_path / "s")
-        sizes: list[int] = []
-        handle = generator.target.register_forward_pre_hook(
-            lambda module, args, kwargs, sizes=sizes: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-        )
-        again = generator.load_session(tmp_path / "s").generate(input_ids=prompt, max_tokens=max_tokens)
-        num_read, num_new = sum(sizes), again.metrics.num_new_tokens
-        sizes.clear()
+        with forwards_of(generator.target) as fed:
+            again = generator.load_session(tmp_path / "s").generate(input_ids=prompt, max_tokens=max_tokens)
         result = session.generate(input_ids=prompt, max_tokens=max_tokens)
-        handle.remove()
         assert again.token_ids == result.token_ids
         assert again.metrics.num_cached_tokens == result.metrics.num_cached_tokens
-        assert num_read >= num_new
+        assert sum(sizes_of(fed)) >= again.metrics.num_new_tokens
         trace.answers.append(result.token_ids)
 
 

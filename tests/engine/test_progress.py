@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from tests.support import reference
+from tests.support.forwards import forwards_of, sizes_of
 from tests.support.models import make_model, make_tokenizer, random_prompt
 
 CONFIG = SpecStackConfig(PrefillConfig(granularity="chunks", prefill_chunk=32, chunk_size=8, keep_rate=0.5))
@@ -45,11 +46,6 @@ def test_a_prefill_can_be_ended_between_two_chunks(
     phase: str, how: str, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
     generator, prompt = SpecStackGenerator(target, draft, config=CONFIG), random_prompt(200)
-    sizes: list[int] = []
-    for model in (target, draft):
-        model.register_forward_pre_hook(
-            lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-        )
 
     def end(num_done: int, num_total: int, at: str) -> None:
         if at == phase and num_done >= 64:
@@ -63,13 +59,14 @@ def test_a_prefill_can_be_ended_between_two_chunks(
                 thread.join()
 
     stream = generator.stream(input_ids=prompt, sparse_prefill="on" if phase == "scoring" else "off", on_progress=end)
-    if how == "raise":
-        with pytest.raises(RuntimeError, match="enough"):
-            next(stream)
-    else:
-        assert list(stream) == []
+    with forwards_of(target, draft) as fed:
+        if how == "raise":
+            with pytest.raises(RuntimeError, match="enough"):
+                next(stream)
+        else:
+            assert list(stream) == []
     # The pieces end where the scoring queries begin.
-    assert 64 <= sum(sizes) < 64 + 32
+    assert 64 <= sum(sizes_of(fed)) < 64 + 32
     assert list(stream) == []
     assert generator.generate(input_ids=prompt, max_tokens=5).token_ids == reference.greedy(
         make_model(seed=1), prompt, 5

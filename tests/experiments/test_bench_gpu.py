@@ -70,15 +70,6 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
     assert set(cases["decode draft 64"]["over_one"]) == {"1", "2"}
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_spent_budget_skips_every_case_and_says_so(tmp_path: Path) -> None:
-    report, output = run_bench(tmp_path / "out.json", "--budget-s", "0")
-    assert report["cases"] == {}
-    assert {"prefill 512", "growing eager"} <= set(report["skipped"])
-    assert "skipped prefill 512: the budget is spent" in output
-
-
 @pytest.mark.parametrize(
     ("shape", "role", "billions"),
     [("llama-8b", "target", 8.03), ("llama-8b", "draft", 1.236), ("qwen-32b", "target", 32.76)],

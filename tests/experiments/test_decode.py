@@ -43,18 +43,6 @@ def test_every_arm_gives_the_tokens_of_plain_and_a_second_run_asks_for_nothing_a
     assert report["num_prompts"] == 3
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_documents_are_continued_by_a_draft_of_random_weights_over_all_of_them_or_over_slots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = f"--documents 700 --per-task 1 --tokens 6 --arms fixed whole confidence --rows {tmp_path}/rows.jsonl"
-    run(monkeypatch, *options.split(), "--device", "cpu", "--precision", "fp32", "--random-draft")
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(report["all"]) == {"plain", "fixed", "whole", "confidence"}
-    assert all(arm["same_tokens"] == 1 and arm["decode_over_plain"][0] > 0 for arm in report["all"].values())
-
-
 def test_a_function_to_complete_is_asked_for_in_words_and_tasks_take_turns(tmp_path: Path) -> None:
     files = {}
     for task in ("code", "math"):

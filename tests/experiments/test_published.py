@@ -11,7 +11,7 @@ from statistics import mean
 
 import pytest
 
-from experiments.policies import published, train_controller
+from experiments.policies import published
 from experiments.policies.published import PUBLISHED_COLUMNS, read_steps
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.predictor import step_features
@@ -126,20 +126,3 @@ def test_the_evaluation_ends_in_one_json_line_with_every_policy(tmp_path: Path) 
     wrong = line["boards"]["always wrong, sure, 0.5 of a plain step a token"]["fp16"]["all"]
     assert wrong["fixed 2"][0] == pytest.approx(1 / 2, abs=0.02)
     assert wrong["oracle"][0] == wrong["fixed 0"][0] == 1
-
-
-def test_a_folder_without_the_authors_files_names_them_and_where_they_are(tmp_path: Path) -> None:
-    (tmp_path / published.STEPS_FILE).touch()
-    with pytest.raises(ValueError, match=rf"lacks {published.RUNS_FILE}; git clone https://github\.com/Amorfati123"):
-        published.check_folder(tmp_path)
-
-
-@pytest.mark.parametrize(("folds", "message"), [("5", "--folds 5 needs .* these records have 3"), ("1", "two or more")])
-def test_training_says_how_many_prompts_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folds: str, message: str
-) -> None:
-    path = tmp_path / "records.jsonl"
-    add_records(runs(3), path)
-    monkeypatch.setattr(sys, "argv", ["train", str(path), "--out", str(tmp_path), "--folds", folds])
-    with pytest.raises(ValueError, match=message):
-        train_controller.main()

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from experiments.serving import bench, parts, proxy
-from experiments.serving.client import Answer, Client, document
+from experiments.serving.client import Answer, Client
 from tests.support.upstream import FakeUpstream
 
 ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
@@ -37,10 +37,6 @@ class Parrot(Client):
         pass
 
 
-def test_a_document_has_the_tokens_asked_for(tokenizer: Any) -> None:
-    assert abs(len(document(tokenizer, 500, seed=1)) - 500) < 60
-
-
 def test_every_arm_is_the_first_one_equally_often_and_none_is_left_out() -> None:
     arms = parts.Arms({name: Client(0) for name in ("off", "dense", "SPEC_STACK")})
     orders = [[name for name, _ in arms.in_turn()] for _ in range(6)]
@@ -60,36 +56,11 @@ def test_every_turn_goes_on_from_its_arms_own_replies(tokenizer: Any) -> None:
         assert tokenizer.decode(first)[:200] == tokenizer.decode(third)[:200]
 
 
-def test_documents_tell_of_every_arm(tokenizer: Any) -> None:
-    options = bench.parse_args(["--parts", "lengths", "--lengths", "300", "--repeats", "1"])
-    ((name, found),) = bench.measure(options, parts.Arms({"off": Parrot(), "dense": Parrot()}), tokenizer)
-    assert (name, set(found)) == ("lengths", {"off", "dense"})
-
-
 @pytest.mark.parametrize("name", bench.ARMS)
 def test_an_arm_has_a_draft_where_it_speculates_and_our_plugin_where_it_is_ours(name: str) -> None:
     arguments, environment = bench.launch_of(bench.ARMS[name], bench.parse_args([]))
     assert ("--speculative-draft-model-path" in arguments) == (name != "off")
     assert ("SGLANG_PLUGINS" in environment) == (name in ("off", "STANDALONE"))
-
-
-def test_an_arm_without_a_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="NAME="):
-        bench.parse_args(["--arm", "--tp-size 2"])
-
-
-def test_the_command_line_is_read_with_its_defaults_and_refuses_what_measures_nothing() -> None:
-    options = bench.parse_args(["--parts", "lengths", "--arm", "mine=--tp-size 2", "--lengths", "300"])
-    assert (options.parts, options.arm, options.lengths, options.device) == (
-        ["lengths"],
-        ["mine=--tp-size 2"],
-        [300],
-        "cpu",
-    )
-    assert bench.parse_args([]).parts == ["conversations"]
-    for wrong in (["--repeats", "0"], ["--turns", "1"]):
-        with pytest.raises(ValueError, match="--repeats must be 1 or more"):
-            bench.parse_args(wrong)
 
 
 def test_a_conversation_goes_through_every_arm_and_goes_on_where_it_ended(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -178,3 +180,41 @@ def test_every_token_has_one_writer_and_its_own_step(steps: list[tuple[int, int]
     assert sum(token["writer"] == "draft" for token in tokens) == sum(one.num_accepted for one in records)
     with pytest.raises(ValueError, match="texts for"):
         written(records, [])
+
+
+PROBE = """<script>
+    const found = { problems: [] };
+    addEventListener("error", (event) => found.problems.push(event.message));
+    addEventListener("load", () => {
+        const text = (selector) => document.querySelector(selector).textContent;
+        const press = (key) => document.dispatchEvent(new KeyboardEvent("keydown", { key }));
+        Object.assign(found, { title: text("h1"), answer: text(".answer") });
+        found.kept = document.querySelectorAll(".row.kept").length;
+        found.where = ["n", "n", "p", "p"].map((key) => { press(key); return text("#where").split(" ")[2]; });
+        found.reasons = [...document.querySelectorAll("button[data-reason]")].map((button) => {
+            button.click();
+            return text("#where").split(": ")[1].split(", ").includes(button.dataset.reason);
+        });
+        document.querySelectorAll("#tabs button")[1].click();
+        found.second = text("h1");
+        document.title = JSON.stringify(found);
+    });
+</script>"""
+BROWSER = which("chromium") or which("chromium-browser") or which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
+def test_in_a_browser_keys_and_the_legend_lead_to_kept_lines(explained: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(render(explained).replace("<head>", f"<head>{PROBE}"), encoding="utf-8")
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=9000", "--dump-dom"]
+    command = [str(BROWSER), *flags, f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    found = json.loads(Reader(shown).title)
+    first = explained["turns"][0]
+    assert found["problems"] == []
+    assert (found["title"], found["second"]) == (QUESTION, "And what does f41?")
+    assert found["answer"] == "".join(token["text"] or "▪" for token in first["answer"])
+    assert found["where"] == ["1", "2", "1", str(found["kept"])]
+    assert found["reasons"] == [True] * len(first["tokens"])

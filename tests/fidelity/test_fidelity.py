@@ -115,20 +115,6 @@ def test_two_runs_share_a_file(embedded: SpecStackGenerator, tmp_path: Path) -> 
     assert [row["kind"] for row in found] == [KINDS[number] for number in (0, 2, 1)]
 
 
-def test_a_torn_last_row_is_measured_again(embedded: SpecStackGenerator, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows)
-    whole = rows.read_text()
-    rows.write_text(whole[:-40])
-    measured: list[int] = []
-    for _ in range(2):
-        options: dict[str, Any] = {"rows": rows, "progress": lambda number, *_: measured.append(number)}
-        report = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, **options)
-        assert [row.kind for row in report.prompts] == KINDS[:2]
-    assert measured == [2]
-    assert rows.read_text().startswith(whole[:-40] + "\n{")
-
-
 def test_rows_of_other_weights_are_not_taken(tmp_path: Path) -> None:
     generator, rows = SpecStackGenerator.from_pretrained(), tmp_path / "rows.jsonl"
     measure_fidelity(generator, PROMPTS[:1], [0.5], max_tokens=1, rows=rows)
@@ -158,15 +144,6 @@ def test_bad_input_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         measure_fidelity(embedded, prompts, **options)
-
-
-@pytest.mark.parametrize("text", ['{"key": "x"}\n', "Notes.\n", "[1"])
-def test_a_file_of_other_rows_is_named(embedded: SpecStackGenerator, tmp_path: Path, text: str) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(text)
-    with pytest.raises(ValueError, match="line 1 is no row of a measurement"):
-        measure_fidelity(embedded, PROMPTS[:1], rows=rows)
-    assert rows.read_text() == text
 
 
 def made_up(number: int, kind: str, lost: dict[str, float], ttft_s: dict[str, float]) -> PromptFidelity:

@@ -54,7 +54,7 @@ def test_prompts_are_pruned_whoever_drafts(
     _check(launch(*_SIZES, *arguments, beside=algorithm, environment=environment), reference, environment)
 
 
-# Trained for the embedded target: experiments/serving/eagle3_head.py.
+# Trained for the embedded target; the trainer is in the history (experiments/README.md).
 HEAD = Path(__file__).parent / "eagle3_head"
 
 

@@ -20,6 +20,7 @@ from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.attention import scored_layers
 from tests.support import reference, reference_architectures
+from tests.support.forwards import forwards_of, positions_of
 from tests.support.scoring import token_importance
 from tests.support.tiny_architectures import CONFIGS, VOCAB, make_model, random_prompt
 
@@ -126,18 +127,11 @@ def decoded_sparsely(name: str, draft: str, seed: int = 0, num_tokens: int = 32)
     prompt = random_prompt(NUM_PROMPT + 60, seed)
     config = SpecStackConfig(PrefillConfig(granularity="chunks", keep_rate=0.3, look_ahead=6, chunk_size=8))
     generator = SpecStackGenerator(make_model(name), make_model(draft, disturbed=True), config=config)
-    seen: dict[int, None] = {}
-
-    def note(module: torch.nn.Module, arguments: Any, options: dict[str, Any]) -> None:
-        # A recurrent state goes over some of them again after a rollback.
-        seen.update(
-            dict.fromkeys(position for position in options["position_ids"][0].tolist() if position < len(prompt))
-        )
-
-    handle = generator.target.register_forward_pre_hook(note, with_kwargs=True)
-    result = generator.generate(input_ids=prompt, max_tokens=num_tokens, sparse_prefill="on", policy=RandomGamma(seed))
-    handle.remove()
-    kept = sorted(seen)
+    options: dict[str, Any] = {"max_tokens": num_tokens, "sparse_prefill": "on", "policy": RandomGamma(seed)}
+    with forwards_of(generator.target) as fed:
+        result = generator.generate(input_ids=prompt, **options)
+    # A recurrent state goes over some of them again after a rollback.
+    kept = sorted({position for position in positions_of(fed) if position < len(prompt)})
     assert len(kept) < len(prompt)
     kept_ids = [prompt[position] for position in kept]
     forward = reference_architectures.logits

@@ -4,7 +4,10 @@ results that they show."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,3 +74,17 @@ def _fences(text: str) -> Iterator[Block]:
 def python_blocks(page: Path) -> list[Block]:
     """The blocks that are Python to run or to read; not those that belong into a file."""
     return [block for block in blocks(page) if block.language == "python" and not block.title]
+
+
+def run_python(root: Path | str, *arguments: str, cwd: Path | str | None = None) -> str:
+    """What Python prints with this folder's packages; it must end well."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd or root,
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

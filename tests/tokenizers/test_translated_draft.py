@@ -25,6 +25,7 @@ from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import compare
 from spec_stack.types import DraftTokenization, Proposal
 from tests.support import reference
+from tests.support.forwards import forwards_of, positions_of
 from tests.support.models import make_model, make_tokenizer
 from tests.support.nightly import others_nightly
 from tests.support.retokenize import drop_merges
@@ -53,13 +54,9 @@ def make_generator(config: PrefillConfig | None = None, bos: bool = False) -> Sp
 
 
 def positions_read(generator: SpecStackGenerator, **options: Any) -> list[int]:
-    read: list[int] = []
-    handle = generator.target.register_forward_pre_hook(
-        lambda module, args, kwargs: read.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
-    )
-    next(generator.stream(max_tokens=1, **options))
-    handle.remove()
-    return read
+    with forwards_of(generator.target) as read:
+        next(generator.stream(max_tokens=1, **options))
+    return positions_of(read)
 
 
 @pytest.mark.parametrize("bos", [False, True])
