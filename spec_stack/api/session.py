@@ -192,6 +192,8 @@ class Session(GenerationMixin):
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         with self._answers():
             held = self.conversation
+            # Reading the prompt counts.
+            request.clock.resume()
             turn = held.begin(request, self.config)
             answer_ids: list[int] = []
             text = ""

@@ -78,7 +78,9 @@ class Engine:
 
     def run(self, request: Request) -> Generator[StepOutput, None, None]:
         """Answer a planned request over its own caches."""
-        return self.answer(request, single_turn(self.pair, request))
+        # Reading the prompt counts.
+        request.clock.resume()
+        yield from self.answer(request, single_turn(self.pair, request))
 
     def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
         """The steps of a planned request over these caches. Its clock pauses between the steps."""

@@ -181,14 +181,13 @@ class KnownTexts:
         self.decisions: OrderedDict[Prompt, Decision] = OrderedDict()
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
 
-    def read(self, prompt: Prompt) -> Prompt:
-        """The prompt with its text."""
-        return replace(prompt, text=self.text_of(prompt, with_pieces=False))
+    def read(self, prompt: Prompt) -> PromptText:
+        options = prompt.options
+        return prompt.text or self.reader.read(prompt.token_ids, options.protect or (), options.question)
 
-    def text_of(self, prompt: Prompt, with_pieces: bool = True) -> PromptText:
-        """The prompt's text, with the text of every token where there is a tokenizer."""
-        text = prompt.text or self.reader.read(prompt.token_ids, prompt.options.protect or (), prompt.options.question)
-        return self.reader.with_pieces(text) if with_pieces else text
+    def text_of(self, prompt: Prompt) -> PromptText:
+        """The prompt as it is read, with the text of every token where there is a tokenizer."""
+        return self.reader.with_pieces(self.read(prompt))
 
     def remember(self, decision: Decision) -> None:
         """Count an applied decision, and remember by its prompt one that the draft's score decided."""
@@ -219,8 +218,8 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
     if is_cached and num_tokens - held.num_tokens < config.min_prompt_tokens:
         return Decision.dense(prompt, f"off: {held.num_tokens} of {num_tokens} tokens are cached", "cached")
     # Found after the cache has had its say: the template is searched for in all of a long history.
-    prompt = known.read(prompt)
-    text = known.text_of(prompt, with_pieces=False)
+    text = known.read(prompt)
+    prompt = replace(prompt, text=text)
     turn = plan_turn(prompt.token_ids, lambda: text, Held(), config)
     if isinstance(turn, Plan):
         return Decision.dense(prompt, turn.reason, "disabled")
