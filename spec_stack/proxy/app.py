@@ -62,7 +62,7 @@ def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
         return await upstream.obstacle(_CHECK_S)
 
     app = new_app(prompts.metrics, lifespan, obstacle, audits.client_waits)
-    app.add_route("/{path:path}", Endpoint(prompts, upstream, audits, config).answer, methods=_METHODS)
+    app.add_route("/{path:path}", ProxyEndpoint(prompts, upstream, audits, config).answer, methods=_METHODS)
     return app
 
 
@@ -85,7 +85,7 @@ async def _check(config: ProxyConfig) -> None:
     await upstream.close()
 
 
-class Endpoint:
+class ProxyEndpoint:
     """Handles an HTTP request: prune its prompt, forward it, pass the response on."""
 
     def __init__(self, prompts: PromptPruner, upstream: Upstream, audits: Audits, config: ProxyConfig) -> None:
