@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Dense against sparse prefill, the server's scoring attention at new lengths, and decode steps on
-# one CUDA card of 80 GB or more, in under 9 minutes. It reaches no network.
+# one CUDA card of 80 GB or more, in under 9 minutes. It reaches no network. SGLang's servers on a card: serving_drafters.sh.
 # Needs a Python with torch and transformers, nothing installed from here. PYTHON, OUT and COMMIT may be set; further
 # arguments go to the script (--shape qwen-32b wants 140 GB).
 set -euo pipefail

@@ -2,14 +2,15 @@
 
 Each arm is a server of its own: *off* (no speculation, none of ours), *STANDALONE* (SGLang's own, same draft), *dense*
 (SPEC_STACK with keep_rate 1), *slots* (a dense target whose draft decodes over its own slots), *SPEC_STACK* at its
-defaults, and any other: --arm NAME='--LAUNCH FLAGS', where DRAFT stands for the draft beside another algorithm. All run
-at once and sleep while they have nothing to do; every request goes to one arm after the other, in a rotating order.
-Times are from sending a request to its first chunk.
+defaults, and any other: --arm NAME='--LAUNCH FLAGS', where DRAFT stands for the draft. All run at once and sleep while
+they have nothing to do; every request goes to one arm after the other, in a rotating order. Times are from sending a
+request to its first chunk.
 
 - conversations: documents with facts, one asked for in every turn: seconds to the first token, tokens given to the
   target, right answers. With --check every reply beside Transformers' greedy text over the kept tokens: where they
   part, and the gap of the two logits (a tie or not).
-- lengths: one and four documents at once: tokens/s, acceptance, and whether all tokens are those of *off*.
+- lengths: one and four documents at once: tokens/s, acceptance, and how often all tokens are those of *off*. A run goes
+  on after --rows.
 
 Request rates are what `python -m sglang.benchmark.serving` measures. On a CPU it needs the stand-ins of
 tests/serving/support, and its times show a direction only. Ends in one JSON line.
@@ -40,7 +41,8 @@ from experiments.serving import parts
 from experiments.serving.client import Client, document
 from experiments.serving.parts import OFF, Arms, Row
 from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, other_plugins, sglang_server
-from spec_stack.hf.loading import resolve_pair
+from spec_stack.bench.rows import Rows
+from spec_stack.hf.loading import resolve_device, resolve_pair
 
 STANDALONE, DENSE, SLOTS, SPEC_STACK = "STANDALONE", "dense", "slots", "SPEC_STACK"
 _OURS = f"--speculative-algorithm {SPEC_STACK}"
@@ -62,7 +64,7 @@ def launch_of(flags: str, options: argparse.Namespace) -> tuple[list[str], dict[
     arguments += CPU_ARGUMENTS if options.device == "cpu" else []
     # Servers that wait by looking again and again would take turns with the one that is measured.
     arguments += ["--sleep-on-idle", *shlex.split(options.server_args)]
-    if "--spec-stack-scoring-model" in flags:
+    if "DRAFT" in flags:
         flags = flags.replace("DRAFT", str(draft))
     elif "--speculative-algorithm" in flags:
         flags = f"{flags} --speculative-draft-model-path {draft}"
@@ -75,13 +77,13 @@ def launch_of(flags: str, options: argparse.Namespace) -> tuple[list[str], dict[
 
 def measure(options: argparse.Namespace, arms: Arms, tokenizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """The parts asked for, with what they found by arm, or by length, arm and turn."""
-    tried = arms, tokenizer, options.lengths, options.repeats
+    tried, rows = (arms, tokenizer, options.lengths, options.repeats), Rows(options.rows, options.minutes)
     for part in options.parts:
         arms.forget()
         if part == "conversations":
             yield part, parts.conversations(*tried, options.turns, options.max_tokens)
         else:
-            yield part, parts.lengths(*tried)
+            yield part, parts.lengths(*tried, rows)
 
 
 @torch.inference_mode()
@@ -110,6 +112,7 @@ def check(folder: Path, precision: str, found: Mapping[str, Sequence[Sequence[Ro
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Launch the servers, measure the parts, print what they found and return it."""
+    resolve_device(options.device)
     target, draft = resolve_pair(options.target, options.draft)
     note_pair(target, draft)
     tokenizer, found = AutoTokenizer.from_pretrained(target), {}
@@ -147,6 +150,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3, help="of each conversation (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a conversation's reply (%(default)s)")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds a client waits for a chunk (%(default)s)")
+    parser.add_argument("--rows", type=Path, help="file of the rows of lengths; a run goes on after those it holds")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin none of them after so many (no limit)")
     parser.add_argument("--check", action="store_true", help="compare replies with Transformers' greedy text")
     parser.add_argument("--start-limit", type=float, default=300, metavar="S", help="(%(default)s)")
     parser.add_argument("--server-args", default="", metavar="'--FLAG VALUE …'", help="more launch arguments for all")

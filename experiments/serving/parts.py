@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
 from experiments.common.conversations import make_conversation
 from experiments.serving.client import Answer, Client, document
 from experiments.serving.server import ServerError
+from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.prompt import encode_messages
 
 OFF = "off"
-Row = dict[str, Any]
 
 
 @dataclass
@@ -92,30 +93,41 @@ def turns_told(found: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, Any]:
     return report
 
 
-def lengths(arms: Arms, tokenizer: Any, tried: Sequence[int], repeats: int, num_new: int = 128) -> dict[str, Any]:
+def lengths(
+    arms: Arms, tokenizer: Any, tried: Sequence[int], repeats: int, rows: Rows, num_new: int = 128
+) -> dict[str, Any]:
     """Medians over documents, by arm, length and how many are asked about at once."""
     found: dict[str, Any] = {arm: {} for arm in arms.clients}
-    for length in tried:
-        for num_at_once in (1, 4):
-            rows: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms.clients}
-            as_off = dict.fromkeys(arms.clients, True)
-            for repeat in range(repeats):
-                asked = [document(tokenizer, length, 900 + 10 * repeat + at) for at in range(num_at_once)]
-                tokens: dict[str, list[list[int]]] = {}
-                for arm, client in arms.in_turn():
-                    client.forget()
-                    with ThreadPoolExecutor(num_at_once) as pool:
-                        answers = list(pool.map(lambda prompt, client=client: client.ask(prompt, num_new), asked))
-                    tokens[arm] = [answer.output_ids for answer in answers]
-                    rows[arm] += [decode_row(answer) for answer in answers]
-                as_off = {arm: is_so and tokens[arm] == tokens.get(OFF) for arm, is_so in as_off.items()}
-            for arm, measured in rows.items():
-                found[arm][f"{length} x {num_at_once}"] = {**_medians(measured), "as_off": as_off[arm]}
+    for length, num_at_once in product(tried, (1, 4)):
+        keys = [f"{length} x {num_at_once}, {repeat}" for repeat in range(repeats)]
+        for repeat, key in enumerate(keys):
+            asked = [document(tokenizer, length, 900 + 10 * repeat + at) for at in range(num_at_once)]
+            for arm, client in arms.in_turn():
+                if not rows.left(key, {arm: client}):
+                    continue
+                client.forget()
+                with ThreadPoolExecutor(num_at_once) as pool:
+                    answers = list(pool.map(lambda prompt, client=client: client.ask(prompt, num_new), asked))
+                tokens = [answer.output_ids for answer in answers]
+                rows.add(key, arm, {"replies": [decode_row(answer) for answer in answers], "tokens": tokens})
+        for arm in arms.clients:
+            own = {key: row for key, row in rows.of_arm(arm).items() if key in keys}
+            if own:
+                off = [
+                    rows.of_arm(OFF)[key]["tokens"] == row["tokens"] for key, row in own.items() if (key, OFF) in rows
+                ]
+                medians = _medians([reply for row in own.values() for reply in row["replies"]])
+                found[arm][f"{length} x {num_at_once}"] = {
+                    "n": len(own),
+                    **medians,
+                    "as_off": f"{sum(off)} of {len(off)}",
+                }
     return found
 
 
 def decode_row(answer: Answer) -> dict[str, float]:
-    """Seconds to the first token, tokens/s after it, the share of drafted tokens that was accepted, tokens per step."""
+    """Seconds to the first token, tokens/s after it, the accepted share of drafted tokens, tokens per step, and prompt
+    tokens given to the target."""
     info = answer.meta_info
     report = info.get("spec_stack", info)
     seconds = answer.chunk_times[-1] - answer.chunk_times[0]
@@ -125,6 +137,7 @@ def decode_row(answer: Answer) -> dict[str, float]:
         "tokens_per_s": (len(answer.output_ids) - 1) / seconds,
         "accepted": accepted / proposed if proposed else info.get("spec_accept_rate", 0.0),
         "per_step": info.get("spec_accept_length", 1.0),
+        "given": report.get("num_kept_tokens", info.get("prompt_tokens", 0)),
     }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spec_stack.prefill.draft_kv_budget import Ints
 
@@ -38,13 +39,13 @@ class DraftPrefixes:
         """Forget all texts; none may be leased."""
         # The least recently used first.
         self._texts: list[_Text] = []
+        # Texts and leases that have a slot; it is free without either.
         self._num_texts = np.zeros(self.num_slots, dtype=np.int64)
         self._num_leases = np.zeros(self.num_slots, dtype=np.int64)
-        self._is_free = np.ones(self.num_slots, dtype=bool)
 
     @property
     def num_free(self) -> int:
-        return int(self._is_free.sum())
+        return int(self._is_free().sum())
 
     @property
     def num_held(self) -> int:
@@ -59,7 +60,11 @@ class DraftPrefixes:
     @property
     def num_available(self) -> int:
         """Slots that are free or can be evicted."""
-        return self.num_free + self.num_held - self.num_pinned
+        return int((self._num_leases == 0).sum())
+
+    def _is_free(self) -> NDArray[np.bool_]:
+        is_free: NDArray[np.bool_] = (self._num_texts == 0) & (self._num_leases == 0)
+        return is_free
 
     def state(self) -> dict[str, int]:
         held = {"num_held": self.num_held, "num_free": self.num_free, "num_pinned": self.num_pinned}
@@ -84,7 +89,7 @@ class DraftPrefixes:
         return found.slots[:longest]
 
     def take(self, num_slots: int) -> Ints:
-        """Take the first free slots; the least recently used texts make room. Raises PoolFullError, nothing taken."""
+        """Lease the first free slots; the least recently used texts make room. Raises PoolFullError, nothing taken."""
         room = self.num_available
         if num_slots > room:
             raise PoolFullError(f"the draft pool has room for {room} tokens, and scoring needs {num_slots}")
@@ -92,9 +97,12 @@ class DraftPrefixes:
             if (missing := num_slots - self.num_free) <= 0:
                 break
             self._cut(text, missing)
-        taken = np.flatnonzero(self._is_free)[:num_slots]
-        self._is_free[taken] = False
+        taken = np.flatnonzero(self._is_free())[:num_slots]
+        self.lease_slots(taken, 1)
         return taken
+
+    def lease_slots(self, slots: Ints, by: int) -> None:
+        self._num_leases[slots] += by
 
     def _cut(self, text: _Text, num_wanted: int) -> None:
         """Free up to num_wanted slots at a text's end, which no other text has and no lease shares."""
@@ -102,7 +110,7 @@ class DraftPrefixes:
         num_cut = min(num_wanted, int(is_own.sum()))
         num_left = len(text.slots) - num_cut
         self.num_evicted += num_cut
-        self._drop(text.slots[num_left:])
+        self._num_texts[text.slots[num_left:]] -= 1
         text.token_ids, text.slots = text.token_ids[:num_left], text.slots[:num_left]
         # Nothing of its own is left, so that it knows no more than others do.
         if (self._num_texts[text.slots] > 1).all():
@@ -110,32 +118,19 @@ class DraftPrefixes:
 
     def _remove(self, text: _Text) -> None:
         self._texts.remove(text)
-        self._drop(text.slots)
+        self._num_texts[text.slots] -= 1
 
-    def _drop(self, slots: Ints) -> None:
-        self._num_texts[slots] -= 1
-        self.give_back(slots[self._num_texts[slots] == 0])
-
-    def give_back(self, slots: Ints) -> None:
-        if self._is_free[slots].any():
-            raise RuntimeError("slots of the draft's pool were given back twice")
-        self._is_free[slots] = True
-
-    def pin(self, slots: Ints, by: int) -> None:
-        self._num_leases[slots] += by
-
-    def insert(self, namespace: Hashable, token_ids: Ints, slots: Ints) -> int:
-        """Add a text by its slots; the length of its prefix that was known, whose own slots are not used."""
+    def insert(self, namespace: Hashable, token_ids: Ints, slots: Ints) -> None:
+        """Add a text by its slots; those of a prefix that is known already are not used."""
         known = self._match(namespace, token_ids)
         if len(known) == len(token_ids):
-            return len(known)
+            return
         text = _Text(namespace, token_ids, np.concatenate([known, slots[len(known) :]]))
         self._num_texts[text.slots] += 1
         for shorter in [it for it in self._texts if it.namespace == namespace and len(it.slots) <= len(known)]:
             if np.array_equal(shorter.slots, text.slots[: len(shorter.slots)]):
                 self._remove(shorter)
         self._texts.append(text)
-        return len(known)
 
 
 class Lease:
@@ -147,9 +142,9 @@ class Lease:
     def __init__(self, pool: DraftPrefixes, namespace: Hashable, token_ids: Sequence[int], num_wanted: int) -> None:
         self._pool, self._namespace = pool, namespace
         self._token_ids: Ints = np.asarray(token_ids, dtype=np.int64)
-        self._shared = self.slots = pool._match(namespace, self._token_ids[:num_wanted])
+        self.slots = pool._match(namespace, self._token_ids[:num_wanted])
         self.num_shared = self.num_agreed = len(self.slots)
-        pool.pin(self._shared, 1)
+        pool.lease_slots(self.slots, 1)
 
     def extend(self, num_slots: int) -> None:
         """Take so many more slots. Raises PoolFullError, with nothing taken, where there is no room."""
@@ -158,13 +153,9 @@ class Lease:
     def insert(self, num_tokens: int) -> None:
         """End, and leave the first num_tokens, which have been written, in the pool; at least what was shared."""
         num_kept = max(num_tokens, self.num_shared)
-        # Another lease may have written the same text meanwhile.
-        num_known = self._pool.insert(self._namespace, self._token_ids[:num_kept], self.slots[:num_kept])
-        self._pool.give_back(self.slots[self.num_shared : max(num_known, self.num_shared)])
-        self._pool.give_back(self.slots[num_kept:])
-        self._pool.pin(self._shared, -1)
-        self._shared = self.slots = self.slots[:0]
-        self.num_shared = 0
+        self._pool.insert(self._namespace, self._token_ids[:num_kept], self.slots[:num_kept])
+        self._pool.lease_slots(self.slots, -1)
+        self.slots, self.num_shared = self.slots[:0], 0
 
 
 def _num_equal(first: Ints, second: Ints) -> int:

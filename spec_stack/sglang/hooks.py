@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from spec_stack.sglang.errors import log_and_continue, log_failure
+from spec_stack.sglang.errors import log_and_continue
 from spec_stack.sglang.http import SpecStackMiddleware, asked_options
 from spec_stack.sglang.launch import require_drafting
 from spec_stack.sglang.manager import SparsePrefillManager
@@ -93,26 +93,21 @@ def _prepare_front_end(init: Callable[..., None], manager: Any, *args: Any, **kw
         setattr(manager, KEY, books)
         manager.sampling_params_class = _sampling_params
         # An engine without a server has no application.
-        server = sys.modules.get(f"{_SRT}.entrypoints.http_server")
-        if server is not None and _is_on():
+        if (server := sys.modules.get(f"{_SRT}.entrypoints.http_server")) is not None and _is_on():
             server.app.add_middleware(SpecStackMiddleware, books=books)
 
 
 def _sampling_params(**asked: Any) -> SamplingParams:
     """SGLang turns the ValueError into a 400."""
+    custom = asked.get("custom_params")
     with log_and_continue("reading a request's options", "the scheduler reads them again", ValueError):
         if _is_on():
-            asked["custom_params"] = _with_checked_options(asked.get("custom_params"))
+            options, by_header = RequestOptions.parse(custom, _config()), asked_options()
+            if by_header and not (options.sparse_prefill or options.keep_rate):
+                options = RequestOptions.parse({KEY: {**options.as_asked(), **by_header}}, _config())
+            if options.as_asked():
+                asked["custom_params"] = {**(custom if isinstance(custom, Mapping) else {}), KEY: options.on_wire()}
     return SamplingParams(**asked)
-
-
-def _with_checked_options(custom: Any) -> Any:
-    options, by_header = RequestOptions.parse(custom, _config()), asked_options()
-    if by_header and not (options.sparse_prefill or options.keep_rate):
-        options = RequestOptions.parse({KEY: {**options.as_asked(), **by_header}}, _config())
-    if options.as_asked():
-        return {**(custom if isinstance(custom, Mapping) else {}), KEY: options.on_wire()}
-    return custom
 
 
 def _report(
@@ -137,8 +132,7 @@ def _report(
         is_finished = bool(meta_info.get("finish_reason"))
         if (said := info.meta_info(is_finished)) is None:
             return
-        meta_info[KEY] = said
-        meta_info["prompt_tokens"] = said["num_prompt_tokens"]
+        meta_info |= {KEY: said, "prompt_tokens": said["num_prompt_tokens"]}
         if is_finished:
             books: ReportStore = getattr(manager, KEY)
             books.close(meta_info, said, is_counted=bool(state.obj.log_metrics))
@@ -171,8 +165,7 @@ def _count_whole_prompt(
 def _show_state(get: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     output = get(scheduler, *args, **kwargs)
     with log_and_continue("showing the state", "/server_info has none"):
-        manager = SparsePrefillManager.of(scheduler)
-        if manager is not None:
+        if (manager := SparsePrefillManager.of(scheduler)) is not None:
             output.internal_state[KEY] = manager.state()
     return output
 
@@ -189,10 +182,9 @@ def _decide_at_the_queue(
     add: Callable[..., Any], scheduler: Any, request: RunningRequest, *args: Any, **kwargs: Any
 ) -> Any:
     manager = SparsePrefillManager.of(scheduler)
-    if manager is None:
-        return add(scheduler, request, *args, **kwargs)
     result = add(scheduler, request, *args, **kwargs)
-    manager.on_request(request)
+    if manager is not None:
+        manager.on_request(request)
     return result
 
 
@@ -209,13 +201,8 @@ def _score_between_batches(next_batch: Callable[..., Any], scheduler: Any, *args
 
 def _place_draft(init_new: Callable[..., Any], cls: type, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     forward_batch = init_new(cls, batch, runner, *args, **kwargs)
-    slots = getattr(runner, KEY, None)
-    if slots is not None:
-        try:
-            slots.place(forward_batch, batch)
-        except Exception:
-            log_failure("placing the draft", "what it proposes is not accepted")
-            slots.place_nowhere(forward_batch)
+    if (slots := getattr(runner, KEY, None)) is not None:
+        slots.place(forward_batch, batch)
     return forward_batch
 
 
@@ -233,7 +220,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 HOOKS_OF_DRAFTING: dict[str, Callable[..., Any]] = {
     f"{_SRT}.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": _correct_acceptance,
 }
-HOOKS_OF_OWN_SLOTS: dict[str, Callable[..., Any]] = {
+HOOKS_OF_KV_SLOTS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _place_draft,
 }
 # Applied wherever there are settings, which may name a scoring model beside another algorithm.
@@ -251,7 +238,7 @@ def register() -> None:
     def make_worker(server_args: Any) -> type:
         check()
         if ServerConfig.from_environment().prefill.sparse_prefill == "draft_only":
-            _apply(HOOKS_OF_OWN_SLOTS)
+            _apply(HOOKS_OF_KV_SLOTS)
         from spec_stack.sglang.worker import SpecStackWorker
 
         return SpecStackWorker

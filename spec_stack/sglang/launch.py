@@ -85,42 +85,26 @@ class Launch:
     def prunes(self) -> bool:
         return self.refusal is None and self.config.prunes
 
-    @property
-    def vocabularies(self) -> str:
-        """Whose tokens the small model scores, in words."""
-        if not self.must_fit:
-            return f"{self.target.vocab_size} embedding rows in both"
-        rows = f"{self.target.vocab_size} and {self.small.vocab_size} embedding rows"
-        return f"one tokenizer, {rows}: the draft's are fitted to the target's"
-
 
 def _scoring_model(source: str, args: Any, target: Any, tokenizer: Any) -> tuple[Any, bool]:
     """The scoring model's configuration, and whether its rows are to be fitted. Raises ValueError where SGLang's runner
     cannot score with it."""
     try:
-        return _by_sglang(source, args, target, tokenizer)
-    except ValueError as error:
+        if source.lower().endswith(".gguf"):
+            raise ValueError("it is a GGUF file")
+        from sglang.srt.configs.model_config import ModelConfig
+
+        # Without the overrides for the target.
+        scoring = ModelConfig(source, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
+        if refusal := architecture_refusal(scoring):
+            raise ValueError(f"it {refusal}")
+        return scoring, _rows_differ(target, scoring, tokenizer, source, args)
+    # Whatever reading another's files raises.
+    except Exception as error:
         raise ValueError(
             f"SGLang's runner cannot score with {source}: {error}; spec-stack proxy --draft prunes prompts by it in "
             "front of this server"
         ) from error
-
-
-def _by_sglang(source: str, args: Any, target: Any, tokenizer: Any) -> tuple[Any, bool]:
-    """Raises ValueError where SGLang's runner cannot score."""
-    if source.lower().endswith(".gguf"):
-        raise ValueError(f"{source} is a GGUF file")
-    from sglang.srt.configs.model_config import ModelConfig
-
-    try:
-        # Without the overrides for the target.
-        scoring = ModelConfig(source, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
-    # Whatever reading another's files raises.
-    except Exception as error:
-        raise ValueError(f"SGLang cannot read the configuration of {source}: {error}") from error
-    if refusal := architecture_refusal(scoring):
-        raise ValueError(f"the scoring model {refusal}")
-    return scoring, _rows_differ(target, scoring, tokenizer, source, args)
 
 
 def _rows_differ(target: Any, draft: Any, tokenizer: Any, source: str, args: Any) -> bool:
@@ -270,7 +254,11 @@ def describe(
     num_pool_tokens: of the draft's pool, None before it is allocated.
     """
     config, args = launch.config, launch.args
-    report: dict[str, Any] = {"vocabularies": launch.vocabularies}
+    rows, own_rows = launch.target.vocab_size, launch.small.vocab_size
+    report: dict[str, Any] = {"vocabularies": f"{rows} embedding rows in both"}
+    if launch.must_fit:
+        padded = "the draft's are fitted to the target's"
+        report["vocabularies"] = f"one tokenizer, {rows} and {own_rows} embedding rows: {padded}"
     report["prompts"] = pruning_note(config, launch.refusal, unrecognised)
     report["attention"] = str(args.decode_attention_backend or args.attention_backend)
     warnings = []
@@ -278,8 +266,14 @@ def describe(
         warnings.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
     if launch.prunes:
         num_bytes = _bytes_per_token(launch, config.prefill.num_scoring_layers)
-        report["draft's pool"] = _pool_note(config, num_bytes)
-        most, context = num_pool_tokens or config.draft_pool_tokens or MOST_POOL_TOKENS, launch.target.context_len
+        size, context = config.draft_pool_tokens or MOST_POOL_TOKENS, launch.target.context_len
+        note = f"{size} tokens of {num_bytes} bytes, {size * num_bytes / 1e9:.2f} GB on each rank"
+        if config.draft_pool_tokens is None:
+            note += (
+                ", or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
+            )
+        report["draft's pool"] = note
+        most = num_pool_tokens or size
         if most < context and needs_attention(config.prefill.scorer):
             warnings.append(
                 f"prompts of over {most} tokens are prefilled densely, since the draft's pool has no room for them; "
@@ -305,15 +299,6 @@ def _bytes_per_token(launch: Launch, num_layers: int | None = None) -> int:
     small = launch.small
     num_heads = (num_layers or small.num_hidden_layers) * small.get_num_kv_heads(launch.args.tp_size)
     return int(num_heads * (small.head_dim + small.v_head_dim) * small.dtype.itemsize)
-
-
-def _pool_note(config: ServerConfig, bytes_per_token: int) -> str:
-    """Memory of the draft's own pool, as far as known before loading."""
-    num_tokens = config.draft_pool_tokens or MOST_POOL_TOKENS
-    note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
-    if config.draft_pool_tokens is not None:
-        return note
-    return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
 
 
 def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:

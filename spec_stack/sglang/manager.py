@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -65,18 +65,15 @@ class ScoringSchedule:
 
     def may_prefill(self) -> bool:
         """Return whether this round may hold a prefill batch: after one, the running requests decode first."""
-        num_running = self._num_running()
-        if not self._scheduler._prefill_decode_interval_remaining or not num_running:
-            return True
+        scheduler, num_running = self._scheduler, self._num_running()
         # Below it SGLang delays nothing, whatever remains of the interval.
-        return bool(num_running < getattr(self._scheduler, "prefill_decode_interval_min_bs", 0))
+        least = getattr(scheduler, "prefill_decode_interval_min_bs", 0)
+        return bool(num_running < max(1, least) or not scheduler._prefill_decode_interval_remaining)
 
     def most_of_a_part(self, chunk: int) -> int:
         """Most tokens of the next part of a scoring. chunk: those of a forward by the settings."""
-        server = self._scheduler.chunked_prefill_size
-        if server and server > 0:
-            chunk = min(chunk, server)
-        return min(chunk, _MOST_BESIDE) if self._num_running() else chunk
+        limits = (self._scheduler.chunked_prefill_size, _MOST_BESIDE if self._num_running() else None)
+        return min([chunk, *(limit for limit in limits if limit and limit > 0)])
 
     def rank_of(self, request: RunningRequest) -> int:
         """SGLang's order of waiting requests, the least first; those of one rank are served as they came."""
@@ -88,9 +85,8 @@ class ScoringSchedule:
     def num_startable(self) -> int:
         """Requests that may begin to be prefilled, as far as SGLang's rows and its last batch tell."""
         scheduler = self._scheduler
-        return (
-            0 if scheduler.running_batch.batch_is_full else max(0, scheduler.max_running_requests - self._num_running())
-        )
+        num_free = scheduler.max_running_requests - self._num_running()
+        return 0 if scheduler.running_batch.batch_is_full else max(0, num_free)
 
     def is_for_scoring(self, first: RunningRequest, unscored: set[int]) -> bool:
         """Return whether this round scores a part; it then holds no prefill while anything runs.
@@ -118,7 +114,7 @@ class ScoringSchedule:
     def _num_running(self) -> int:
         """The running batch's size later in this round: without ended requests, with those of the last batch."""
         scheduler = self._scheduler
-        last: list[RunningRequest] = [] if scheduler.last_batch is None else scheduler.last_batch.reqs
+        last = () if scheduler.last_batch is None else scheduler.last_batch.reqs
         joining = (request for request in last if request is not scheduler.chunked_req)
         running = {id(request): request for request in (*scheduler.running_batch.reqs, *joining)}
         return sum(not request.finished() for request in running.values())
@@ -202,12 +198,9 @@ class SparsePrefillManager:
 
     def on_request(self, request: RunningRequest) -> None:
         """Note a request that SGLang has queued; the next round decides for it, and none prefills it before."""
-        if getattr(request, KEY, None) is not None:
-            return
-        self._arrived.append(request)
-        if self._aside is not None:
-            with contained("setting a request aside", "its prompt is prefilled densely"):
-                self._set_unscored_aside(self._aside)
+        if getattr(request, KEY, None) is None:
+            self._arrived.append(request)
+            self._set_unscored_aside()
 
     def _decide_for_arrived(self) -> None:
         """Decide for those that still wait. Mutates them; the ranks agree once on all of them."""
@@ -216,10 +209,9 @@ class SparsePrefillManager:
         self._arrived.clear()
         if not arrived:
             return
-        decisions = [self._decision(request) for request in arrived]
-        failed = [isinstance(decision, Exception) for decision in decisions]
+        decisions = [self._decide(request) for request in arrived]
         # Dense prefill is safe only where all ranks failed: a rank that has decided may prune.
-        if not same_on_all(failed):
+        if not same_on_all([isinstance(decision, Exception) for decision in decisions]):
             raise RuntimeError("deciding for a prompt failed on a part of the ranks, which would go apart")
         for request, decision in zip(arrived, decisions, strict=True):
             if isinstance(decision, UnscoredPrompt):
@@ -231,26 +223,25 @@ class SparsePrefillManager:
                     decision = Decision.dense(self._prompt(request, NOTHING_ASKED), reason, "failed")
                 self._apply(request, decision)
 
-    def _decision(self, request: RunningRequest) -> Decision | UnscoredPrompt | Exception:
+    def _decide(self, request: RunningRequest) -> Decision | UnscoredPrompt | Exception:
         try:
-            return self._decide(request)
+            prompt = self._prompt(request, self._options(request))
+            refusal = self._launch.refusal or dense_reason(request, bool(self._launch.args.enable_session_radix_cache))
+            return decide(prompt, self._known, refusal)
         except Exception as error:
             if self._failures_end_it:
                 raise
             log_failure("deciding for a prompt", "it is prefilled densely")
             return error
 
-    def _decide(self, request: RunningRequest) -> Decision | UnscoredPrompt:
+    def _options(self, request: RunningRequest) -> RequestOptions:
         try:
-            options = RequestOptions.parse(request.sampling_params.custom_params, self.config)
+            return RequestOptions.parse(request.sampling_params.custom_params, self.config)
         except ValueError as error:
             # The tokenizer's process has refused bad options, except on other entry points. A client's mistake is no
             # failure of this server.
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
-            options = RequestOptions(sparse_prefill="off")
-        prompt = self._prompt(request, options)
-        refusal = self._launch.refusal or dense_reason(request, bool(self._launch.args.enable_session_radix_cache))
-        return decide(prompt, self._known, refusal)
+            return RequestOptions(sparse_prefill="off")
 
     def _apply(self, request: RunningRequest, decision: Decision, scoring_s: float = 0.0) -> None:
         apply(request, decision, self._known, scoring_s)
@@ -346,9 +337,9 @@ class SparsePrefillManager:
         decision = decide(pending.needs.prompt, self._known)
         if isinstance(decision, UnscoredPrompt):
             pending.needs = decision
-            return False
-        self._settle(pending, decision)
-        return True
+        else:
+            self._settle(pending, decision)
+        return isinstance(decision, Decision)
 
     def _settle(self, pending: PendingScore, decision: Decision) -> None:
         self._apply(pending.request, decision, pending.scoring_s)
@@ -401,23 +392,25 @@ class SparsePrefillManager:
     @contextmanager
     def unscored_set_aside(self) -> Iterator[None]:
         """Remove unscored requests from SGLang's waiting queue for the block; they have their places afterwards."""
-        aside = self._aside = []
-        before = list(self._scheduler.waiting_queue)
-        with contained("setting requests aside", "their prompts are prefilled densely"):
-            self._set_unscored_aside(aside)
+        before, aside = list(self._scheduler.waiting_queue), list[RunningRequest]()
+        self._aside = aside
+        self._set_unscored_aside()
         try:
             yield
         finally:
             self._aside = None
             if aside:
-                self._scheduler.waiting_queue = _in_order(before, [*self._scheduler.waiting_queue, *aside])
+                places = {id(request): place for place, request in enumerate(before)}
+                queue = [*self._scheduler.waiting_queue, *aside]
+                self._scheduler.waiting_queue = sorted(queue, key=lambda it: places.get(id(it), len(places)))
 
-    def _set_unscored_aside(self, aside: list[RunningRequest]) -> None:
-        unscored, queue = self._unscored(), self._scheduler.waiting_queue
-        found = [request for request in queue if id(request) in unscored]
-        if found:
+    def _set_unscored_aside(self) -> None:
+        if self._aside is None:
+            return
+        with contained("setting requests aside", "their prompts are prefilled densely"):
+            unscored, queue = self._unscored(), self._scheduler.waiting_queue
+            self._aside += [request for request in queue if id(request) in unscored]
             self._scheduler.waiting_queue = [request for request in queue if id(request) not in unscored]
-            aside += found
 
     def state(self) -> dict[str, Any]:
         """Settings and counters, as /server_info shows them."""
@@ -482,9 +475,3 @@ class SparsePrefillManager:
         if tokenizer is not None:
             return tuple(tokenizer(_TEST_TEXT * room, add_special_tokens=False).input_ids[:room])
         return tuple(at * 7 % min(int(model.vocab_size), 1000) for at in range(room))
-
-
-def _in_order(before: Sequence[RunningRequest], now: Sequence[RunningRequest]) -> list[RunningRequest]:
-    """The requests of now, those of before in its order and the others behind them."""
-    places = {id(request): place for place, request in enumerate(before)}
-    return sorted(now, key=lambda request: places.get(id(request), len(before)))

@@ -50,21 +50,12 @@ class ReportStore:
         self._reports: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
         if model_name is None:
             return
-        # SGLang must set the shared directory before prometheus_client is imported.
-        from prometheus_client import Counter, Histogram
-
-        def counter(name: str, text: str) -> Any:
-            return Counter(f"spec_stack:{name}", text, ["model_name"]).labels(model_name)
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Any:
-            return Histogram(f"spec_stack:{name}", text, ["model_name"], buckets=buckets).labels(model_name)
-
-        text = "finished requests, by the outcome of the prompt"
-        requests = Counter("spec_stack:requests_total", text, ["model_name", "outcome"])
-        self._requests = {outcome: requests.labels(model_name, outcome) for outcome in OUTCOMES}
-        self._tokens = {name: counter(*described) for name, described in _COUNTED.items()}
-        self._gamma = histogram("gamma", "tokens drafted per step", _GAMMA_BUCKETS)
-        self._scoring = histogram("scoring_seconds", "scoring of a prompt", _SECONDS_BUCKETS)
+        outcomes = _metric("Counter", "requests_total", "finished requests, by the outcome of the prompt", ["outcome"])
+        self._requests = {outcome: outcomes.labels(model_name, outcome) for outcome in OUTCOMES}
+        self._tokens = {name: _metric("Counter", *told).labels(model_name) for name, told in _COUNTED.items()}
+        gamma = _metric("Histogram", "gamma", "tokens drafted per step", buckets=_GAMMA_BUCKETS)
+        scoring = _metric("Histogram", "scoring_seconds", "scoring of a prompt", buckets=_SECONDS_BUCKETS)
+        self._gamma, self._scoring = gamma.labels(model_name), scoring.labels(model_name)
 
     def close(self, meta_info: Mapping[str, Any], report: Mapping[str, Any], *, is_counted: bool) -> None:
         """Add a reply's final report. is_counted: it belongs to the metrics."""
@@ -92,17 +83,11 @@ class SchedulerMetrics:
     """What waits in a scheduler, and its draft's pool."""
 
     def __init__(self, model_name: str) -> None:
-        from prometheus_client import Counter, Gauge
-
-        labels = ["model_name"]
         self._gauges = {
-            name: Gauge(f"spec_stack:{given}", text, labels, multiprocess_mode=mode).labels(model_name)
+            name: _metric("Gauge", given, text, multiprocess_mode=mode).labels(model_name)
             for name, (given, text, mode) in _GAUGES.items()
         }
-        self._totals = {
-            name: Counter(f"spec_stack:{given}", text, labels).labels(model_name)
-            for name, (given, text) in _TOTALS.items()
-        }
+        self._totals = {name: _metric("Counter", *told).labels(model_name) for name, told in _TOTALS.items()}
         self._told: dict[str, float] = {}
 
     def tell(self, num_waiting: int, oldest_s: float, pool: Mapping[str, int]) -> None:
@@ -115,3 +100,10 @@ class SchedulerMetrics:
             if name in self._totals:
                 self._totals[name].inc(now[name] - self._told.get(name, 0))
         self._told = now
+
+
+def _metric(kind: str, name: str, text: str, labels: Sequence[str] = (), **options: Any) -> Any:
+    # SGLang must set the shared directory before this is imported.
+    import prometheus_client
+
+    return getattr(prometheus_client, kind)(f"spec_stack:{name}", text, ["model_name", *labels], **options)

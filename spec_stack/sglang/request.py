@@ -15,6 +15,7 @@ from spec_stack.config import PrefillConfig, SparsePrefill
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import BATCH_POLICIES
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.prompt_text import union
 from spec_stack.settings.checks import plain
 from spec_stack.sglang.server_args import FOLLOW_UPS, ServerConfig
 
@@ -144,7 +145,7 @@ OPTIONS = tuple(entry.name for entry in fields(RequestOptions))
 
 
 def _spans(protect: object) -> tuple[Span, ...]:
-    """Sorted, without overlaps."""
+    """Sorted, with gaps between them."""
     listed = protect if isinstance(protect, list | tuple) else None
     if listed is None or len(listed) > _MOST_SPANS or not all(map(_is_span, listed)):
         got = f"{len(listed)} entries" if listed is not None and len(listed) > 8 else repr(protect)[:200]
@@ -152,13 +153,7 @@ def _spans(protect: object) -> tuple[Span, ...]:
             f"protect must be a list of at most {_MOST_SPANS} token spans [start, stop], "
             f"0 <= start <= stop <= {_MOST_TOKENS}, got {got}"
         )
-    spans: list[Span] = []
-    for start, stop in sorted((start, stop) for start, stop in listed):
-        if spans and start < spans[-1][1]:
-            spans[-1] = spans[-1][0], max(stop, spans[-1][1])
-        elif start < stop:
-            spans.append((start, stop))
-    return tuple(spans)
+    return tuple(union((start, stop) for start, stop in listed if start < stop))
 
 
 def _is_span(span: object) -> bool:

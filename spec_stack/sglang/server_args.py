@@ -269,17 +269,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_environment() -> dict[str, Any]:
-    try:
-        return dict(_mapping(ENVIRONMENT, json.loads(os.environ.get(ENVIRONMENT, "{}"))))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the environment variable {ENVIRONMENT} must hold a JSON object: {error}") from error
+    return _parse(f"the environment variable {ENVIRONMENT}", lambda: os.environ.get(ENVIRONMENT, "{}"))
 
 
 def _read_file(path: str) -> dict[str, Any]:
+    return _parse(f"--spec-stack-config {path}", lambda: Path(path).expanduser().read_text(encoding="utf-8"))
+
+
+def _parse(name: str, read: Callable[[], str]) -> dict[str, Any]:
     try:
-        return dict(_mapping(path, json.loads(Path(path).expanduser().read_text(encoding="utf-8"))))
+        return dict(_mapping(name, json.loads(read())))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--spec-stack-config {path}: {error}") from error
+        raise ValueError(f"{name} must hold a JSON object: {error}") from error
 
 
 def _mapping(name: str, value: object) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, S
 from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
 
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
+from spec_stack.sglang.draft_kv_slots import DraftKVSlots, protect_kv_lengths
 from spec_stack.sglang.errors import log_and_continue, log_failure
 from spec_stack.sglang.launch import Launch, require_no_state
 from spec_stack.sglang.penalties import Penalties
@@ -24,7 +25,6 @@ from spec_stack.sglang.ranks import contained, first_ranks_choice
 from spec_stack.sglang.request import KEY
 from spec_stack.sglang.scoring import ScoringModel, draft_scorer, fit_draft
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.slotted_draft import SlottedDraft, protect_kv_lengths
 
 # Of SGLang's logs: the line and the entry of a change of gamma.
 _SWITCH, _OVERRIDE = "Switch adaptive runtime state", "adaptive_spec.restore"
@@ -34,7 +34,7 @@ _CAPTURE = "spec_stack.capture"
 class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
     """SGLang's draft worker. slots: its own; None shares the target's."""
 
-    slots: SlottedDraft | None = None
+    slots: DraftKVSlots | None = None
 
     def alloc_memory_pool(
         self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
@@ -78,7 +78,7 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
 class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     """Made by SGLang in each scheduler process."""
 
-    slots: SlottedDraft | None = None
+    slots: DraftKVSlots | None = None
 
     def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
         # SGLang's own worker fails over such a draft as it loads, without saying why.
@@ -96,7 +96,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         )
         if config.prefill.sparse_prefill == "draft_only":
             num_requests = launch.args.max_running_requests
-            self.slots = SlottedDraft(draft, config.prefill, config.gammas[-1], num_requests)
+            self.slots = DraftKVSlots(draft, config.prefill, config.gammas[-1], num_requests)
             self._draft_worker.slots = self.slots
             # `hooks` reads them.
             setattr(draft, KEY, self.slots)

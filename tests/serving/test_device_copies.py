@@ -88,7 +88,7 @@ def test_a_forward_of_the_scoring_draft_copies_without_waiting(slots: Any) -> No
 def test_slots_are_chosen_and_renewed_without_waiting(num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from spec_stack.sglang.slotted_draft import SlottedDraft
+    from spec_stack.sglang.draft_kv_slots import DraftKVSlots
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(empty_cache=lambda: None))
     runner = _runner("meta")
@@ -96,7 +96,7 @@ def test_slots_are_chosen_and_renewed_without_waiting(num_prompts: int, monkeypa
         init_forward_metadata=lambda batch: None, forward=lambda q, k, v, layer, batch, save_kv_cache: q
     )
     runner.attn_backend, runner.kv_index_translator = backend, None
-    draft = SlottedDraft(runner, PrefillConfig(draft_kv_budget=128), max_gamma=4, num_requests=4)
+    draft = DraftKVSlots(runner, PrefillConfig(draft_kv_budget=128), max_gamma=4, num_requests=4)
     draft.pools(_Sizes(1000), ReqToTokenPool(4, 2000, "meta", enable_memory_saver=False))
     batch: Any = SimpleNamespace(
         req_pool_indices_cpu=torch.arange(1, 1 + num_prompts),

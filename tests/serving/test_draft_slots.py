@@ -209,7 +209,7 @@ def slotted_without_layers(num_rows: int) -> tuple[Any, _Nothing]:
     """A draft over slots whose model computes nothing, and that model."""
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from spec_stack.sglang.slotted_draft import SlottedDraft
+    from spec_stack.sglang.draft_kv_slots import DraftKVSlots
 
     model = _Nothing()
     runner = SimpleNamespace(
@@ -220,7 +220,7 @@ def slotted_without_layers(num_rows: int) -> tuple[Any, _Nothing]:
         attn_backend=SimpleNamespace(init_forward_metadata=lambda batch: None),
         kv_index_translator=None,
     )
-    draft = SlottedDraft(runner, CONFIG, GAMMA, num_rows)
+    draft = DraftKVSlots(runner, CONFIG, GAMMA, num_rows)
     target_rows = ReqToTokenPool(num_rows, CONTEXT, "cpu", enable_memory_saver=False)
     draft.pools(_PoolConfig(), target_rows)
     return draft, model
@@ -288,7 +288,7 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
     monkeypatch: pytest.MonkeyPatch, num_done: int
 ) -> None:
     """Whichever of a batch's requests it fails at, and whoever had the rows before."""
-    from spec_stack.sglang import slotted_draft
+    from spec_stack.sglang import draft_kv_slots
     from spec_stack.sglang.errors import num_failures
 
     draft, _ = slotted_without_layers(3)
@@ -304,7 +304,7 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
         def begin(self, text_ids: Any) -> Any:
             return begun.pop()(self, text_ids) if begun else fail()
 
-    monkeypatch.setattr(slotted_draft, "DraftKVRow", Failing)
+    monkeypatch.setattr(draft_kv_slots, "DraftKVRow", Failing)
     with pytest.raises(RuntimeError, match="by a test"):
         draft.begin_step(new)
     for lengths in lengths_in_the_draft(draft, new):

@@ -18,7 +18,7 @@ import types, torch
 from sglang.srt.layers.attention.triton_backend import TritonMultiStepDraftBackend
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferMultiStepDraftBackend
 from sglang.srt.layers.attention import flashinfer_backend
-from spec_stack.sglang.slotted_draft import protect_kv_lengths
+from spec_stack.sglang.draft_kv_slots import protect_kv_lengths
 
 STEPS, LENGTHS = 4, [6, 8, 10]
 table = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)
@@ -86,7 +86,7 @@ def test_trtllm_takes_no_lengths_from_positions() -> None:
 
 
 def test_a_draft_backend_whose_lengths_cannot_be_protected_ends_the_launch() -> None:
-    from spec_stack.sglang.slotted_draft import protect_kv_lengths
+    from spec_stack.sglang.draft_kv_slots import protect_kv_lengths
 
     with pytest.raises(RuntimeError, match="no common_template"):
         protect_kv_lengths(SimpleNamespace(), "triton")

@@ -102,5 +102,5 @@ def test_what_no_test_covers_is_pruned_on_request_alone(architecture: str, args:
 
 def test_a_scoring_model_that_sglang_cannot_run_is_left_to_the_proxy() -> None:
     config = ServerConfig(scoring_model="draft.gguf")
-    with pytest.raises(ValueError, match=r"draft.gguf is a GGUF file; spec-stack proxy --draft"):
+    with pytest.raises(ValueError, match=r"draft.gguf: it is a GGUF file; spec-stack proxy --draft"):
         Launch.scoring("", _args(), _model(), None, config)

@@ -19,7 +19,7 @@ import torch
 FAULTS = {
     "options": ("request", "RequestOptions.parse"),
     "deciding": ("manager", "decide"),
-    "setting aside": ("manager", "SparsePrefillManager._set_unscored_aside"),
+    "setting aside": ("manager", "SparsePrefillManager._unscored"),
     "round": ("manager", "SparsePrefillManager._step"),
     "scoring": ("scoring", "DraftScorer.score"),
     "placing": ("manager", "decide_scored"),
@@ -39,10 +39,10 @@ FAULTS = {
     "caps": ("worker", "end_chains"),
     "finding penalties": ("penalties", "has_penalties"),
     "penalties": ("penalties", "_OutputCounts.correct"),
-    "slots": ("slotted_draft", "DraftKVRow.begin"),
-    "reading": ("slotted_draft", "SlottedDraft._forward"),
-    "places": ("slotted_draft", "SlottedDraft.place"),
-    "lengths": ("slotted_draft", "SlottedDraft._lengths"),
+    "slots": ("draft_kv_slots", "DraftKVRow.begin"),
+    "reading": ("draft_kv_slots", "DraftKVSlots._forward"),
+    "places": ("draft_kv_slots", "DraftKVSlots._place"),
+    "lengths": ("draft_kv_slots", "DraftKVSlots._lengths"),
 }
 
 
@@ -105,15 +105,15 @@ def _note_files(noted):
 
 def _count_written_slots():
     """The state of a draft with slots of its own says how many slots of its pool have ever held something."""
-    from spec_stack.sglang.slotted_draft import SlottedDraft
+    from spec_stack.sglang.draft_kv_slots import DraftKVSlots
 
-    state = SlottedDraft.state
+    state = DraftKVSlots.state
 
     def with_count(draft):
         keys = draft._runner.token_to_kv_pool.get_key_buffer(0)
         return {**state(draft), "num_written": int(keys.flatten(1).any(dim=1).sum()), "num_slots": len(keys)}
 
-    SlottedDraft.state = with_count
+    DraftKVSlots.state = with_count
 
 
 def _fail_on(rank):

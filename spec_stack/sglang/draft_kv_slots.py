@@ -6,7 +6,7 @@ equally many slots and share none, so a request's end needs no clean-up. See `Dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,7 +40,7 @@ class _Part:
     at: int = 0
 
 
-class SlottedDraft:
+class DraftKVSlots:
     """The rows of one draft runner, whose pools are not yet made.
 
     Memory is reserved here, before SGLang divides the rest, and passed to the draft's pool by `pools`. The prompt's
@@ -138,9 +138,10 @@ class SlottedDraft:
                 if len(recalled):
                     renewed.append(_Part(row, recalled, held.num_held - len(recalled), text[recalled]))
                 self._show(row, held)
-        for parts in new:
-            if parts:
-                self._begin(batch.spec_info, parts)
+        for parts in filter(None, new):
+            new_at = to_device(torch.tensor([part.at for part in parts]), self._shifts.device)
+            logits = self._forward(parts, batch.spec_info.bonus_tokens[new_at])
+            batch.spec_info.topk_index[new_at] = logits.argmax(dim=-1, keepdim=True)
         if renewed:
             self._forward(renewed)
 
@@ -152,11 +153,6 @@ class SlottedDraft:
         positions = held.begin(text)
         self._show(row, held)
         return _Part(row, positions, 0, np.append(text, 0)[positions], at)
-
-    def _begin(self, proposals: Any, parts: Sequence[_Part]) -> None:
-        at = to_device(torch.tensor([part.at for part in parts]), self._shifts.device)
-        logits = self._forward(parts, proposals.bonus_tokens[at])
-        proposals.topk_index[at] = logits.argmax(dim=-1, keepdim=True)
 
     def _prefilled_of(self, batch: Any, at: int, row: int) -> Ints:
         """The target's tokens of a request's text; 0 for those that the host does not know after a failed step."""
@@ -205,6 +201,15 @@ class SlottedDraft:
 
         A batch that catches up has its lengths and slots already (`catching_up`).
         """
+        try:
+            self._place(forward_batch, batch)
+        except Exception:
+            log_failure("placing the draft", "what it proposes is not accepted")
+            # It reads and writes the reserved slot.
+            forward_batch.seq_lens = torch.ones_like(forward_batch.seq_lens)
+            forward_batch.out_cache_loc = torch.zeros_like(forward_batch.out_cache_loc)
+
+    def _place(self, forward_batch: Any, batch: Any) -> None:
         mode = forward_batch.forward_mode
         shifts = self._shifts[forward_batch.req_pool_indices]
         if mode.is_decode():
@@ -242,11 +247,6 @@ class SlottedDraft:
             for name, value in zip(names, before, strict=True):
                 setattr(batch, name, value)
 
-    def place_nowhere(self, forward_batch: Any) -> None:
-        """The fallback of `place`: read and write the reserved slot, so that only the proposals are wrong."""
-        forward_batch.seq_lens = torch.ones_like(forward_batch.seq_lens)
-        forward_batch.out_cache_loc = torch.zeros_like(forward_batch.out_cache_loc)
-
     def _lengths(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None, int | None]:
         """The draft's tokens of each request, the newest included: on the device, and, if known, on the host."""
         lengths = batch.seq_lens + 1 - self._shifts[batch.req_pool_indices].to(batch.seq_lens)
@@ -278,7 +278,7 @@ def protect_kv_lengths(backend: Any, name: str) -> None:
         )
     if backend is None or name in _BUILT_FROM_LENGTHS:
         return
-    build: Callable[..., Any] | None = getattr(backend, "common_template", None)
+    build = getattr(backend, "common_template", None)
     if build is None:
         raise RuntimeError(
             f"SGLang's {type(backend).__name__} has no common_template, by which its KV lengths are protected; "
