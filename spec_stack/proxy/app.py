@@ -81,7 +81,7 @@ async def _check(config: ProxyConfig) -> None:
     """Warn if the upstream server does not answer yet."""
     upstream = Upstream(config)
     if why := await upstream.obstacle(_CHECK_S):
-        logger.warning("%s: %s", config.upstream, why)
+        logger.warning("%s does not answer yet: %s", config.upstream, why)
     await upstream.close()
 
 
