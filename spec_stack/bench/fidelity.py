@@ -315,14 +315,14 @@ class _Measuring:
         answer = dense.greedy(self._max_tokens)
         loss = -float(token_logprobs(dense.logits(answer), answer).mean())
         del dense
-        seen = _Seen(self._engine.config.prefill)
+        finder = _QuestionFinder(self._engine.config.prefill)
         return PromptFidelity(
             key="",
             number=0,
             num_tokens=len(request.prompt_ids),
-            pruned=[self._pruned(call, name, answer, seen) for name in self.settings],
-            kind=seen.kind,
-            question=seen.question,
+            pruned=[self._pruned(call, name, answer, finder) for name in self.settings],
+            kind=finder.kind,
+            question=finder.question,
             answer=self._text(answer),
             ttft_s=seconds,
             loss=loss,
@@ -332,8 +332,8 @@ class _Measuring:
         """The greedy answer under a setting."""
         return self._text(self._prefill(self._sparse(call, setting))[0].greedy(self._max_tokens))
 
-    def _pruned(self, call: Call, setting: str, answer: Sequence[int], seen: _Seen) -> PrunedPrompt:
-        prefilled, seconds = self._prefill(self._sparse(call, setting), seen)
+    def _pruned(self, call: Call, setting: str, answer: Sequence[int], finder: _QuestionFinder) -> PrunedPrompt:
+        prefilled, seconds = self._prefill(self._sparse(call, setting), finder)
         logits = prefilled.logits(answer)
         same = [token_id == other for token_id, other in zip(answer, logits.argmax(dim=-1).tolist(), strict=True)]
         loss = -float(token_logprobs(logits, answer).mean())
@@ -342,10 +342,10 @@ class _Measuring:
     def _sparse(self, call: Call, setting: str) -> Call:
         return cast(Call, {**call, "sparse_prefill": "on", **self.settings[setting]})
 
-    def _prefill(self, call: Call, seen: _Seen | None = None) -> tuple[PrefilledPrompt, float]:
+    def _prefill(self, call: Call, finder: _QuestionFinder | None = None) -> tuple[PrefilledPrompt, float]:
         """The prefilled prompt, and the seconds to its first token."""
         began = perf_counter()
-        prefilled = PrefilledPrompt(self._engine, cast(Call, {**call, "max_tokens": self._max_tokens}), seen)
+        prefilled = PrefilledPrompt(self._engine, cast(Call, {**call, "max_tokens": self._max_tokens}), finder)
         # Reading a token waits for the device.
         _ = prefilled.first_token
         return prefilled, perf_counter() - began
@@ -354,7 +354,7 @@ class _Measuring:
         return str(self._engine.pair.tokenizer.decode(answer, skip_special_tokens=True))
 
 
-class _Seen(Observer):
+class _QuestionFinder(Observer):
     """Finds a prompt's kind and question where it is scored."""
 
     def __init__(self, config: PrefillConfig) -> None:

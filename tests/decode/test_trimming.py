@@ -59,7 +59,7 @@ def law_after_two(source: str, proposer: type[Proposer] = Proposer) -> dict[int,
             prompt_ids=prompt, sampler=sampler, stopper=StopChecker(4, ()), end_ids=(), proposer=source,
             precision="fp32", clock=StoppedClock(),
         )  # fmt: skip
-        whole, drafts = Selection.everything(prompt), proposer(request, draft, NgramPolicy())
+        whole, drafts = Selection(prompt, range(len(prompt)), len(prompt)), proposer(request, draft, NgramPolicy())
         steps = decode(request, target, whole, Proposal(), TwoAtMost(), drafts)
         tokens = (token for output in steps for token in output.token_ids)
         # What is drawn after the second token makes more ways, and changes none of its chances.

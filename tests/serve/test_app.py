@@ -21,7 +21,7 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.fair_executor import RequestCancelled
+from spec_stack.serve.fair_executor import ClientDisconnected
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.worker import SessionStore
 from tests.serve.conftest import Server
@@ -159,7 +159,7 @@ def test_a_clients_answers_are_remembered_for_n_gram_lookup(embedded: SpecStackG
 
 def test_a_session_that_fails_is_dropped_and_one_of_a_cancelled_request_is_kept(embedded: SpecStackGenerator) -> None:
     store, prompt = SessionStore(embedded, 2), EncodedPrompt([5, 6, 7], [])
-    for error, num_kept in ((RequestCancelled, 1), (ZeroDivisionError, 1)):
+    for error, num_kept in ((ClientDisconnected, 1), (ZeroDivisionError, 1)):
         with pytest.raises(error), store.lend("one", prompt) as session:
             raise error
         assert len(store) == num_kept

@@ -23,7 +23,7 @@ _CALL = {"id": "call_1", "type": "function", "function": {"name": "population", 
 
 
 @dataclass(frozen=True)
-class Seen:
+class ReceivedRequest:
     """A request as it arrived, with names of headers in small letters."""
 
     method: str
@@ -41,7 +41,7 @@ class FakeUpstream:
     """Runs until `stop`. says: the answer to a body. left: set when a client has left a stream or a response that does
     not come."""
 
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[ReceivedRequest] = field(default_factory=list)
     says: Callable[[Any], str] = field(default=lambda body: "Vienna")
     left: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        self.fake.seen.append(Seen(self.command, self.path, headers, self.body))
+        self.fake.seen.append(ReceivedRequest(self.command, self.path, headers, self.body))
         getattr(self, "behave_" + self.headers.get("x-behave", "answer"))()
 
     def behave_answer(self) -> None:
