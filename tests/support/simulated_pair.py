@@ -229,7 +229,10 @@ def run_text(text: Text, policy: Policy, proposer: str, gate: NgramPolicy, costs
         task=text.task,
         clock=Clock(now),
     )
-    whole, proposals = Selection.everything(text.prompt_ids), Proposer(request, draft, gate)
+    whole, proposals = (
+        Selection(text.prompt_ids, range(len(text.prompt_ids)), len(text.prompt_ids)),
+        Proposer(request, draft, gate),
+    )
     steps, first_s = [], 0.0
     with recorded_rows():
         for output in decode(request, target, whole, Proposal(), policy, proposals):
