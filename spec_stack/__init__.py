@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
     from spec_stack.types import GenerationResult, Metrics, Selection, StepOutput, TokenLogprobs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Loaded on first use, so that importing only the controller does not import torch.
 _HOMES = {

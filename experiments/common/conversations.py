@@ -41,7 +41,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class FactsConversation:
     """The first facts are those asked for, in order."""
 
     document: str
@@ -54,7 +54,7 @@ class Conversation:
         return [*history, {"role": "user", "content": content}]
 
 
-def make_conversation(tokenizer: Any, num_tokens: int, num_facts: int, seed: int) -> Conversation:
+def make_conversation(tokenizer: Any, num_tokens: int, num_facts: int, seed: int) -> FactsConversation:
     """Facts about different people, at random places of about num_tokens tokens of a standard-library module."""
     rng = random.Random(f"mixed {seed}")
     source = module_source(MODULES[seed % len(MODULES)])
@@ -80,4 +80,4 @@ def make_conversation(tokenizer: Any, num_tokens: int, num_facts: int, seed: int
     ):
         lines.insert(line, fact.text)
     rng.shuffle(facts)
-    return Conversation("\n".join(lines), facts)
+    return FactsConversation("\n".join(lines), facts)

@@ -1,7 +1,7 @@
 """Prompts from the files users have: HumanEval, GSM8K, MT-bench and Spec-Bench as published, and our own JSON lines.
 
-A row becomes a Prompt by the fields it has: "chat" or "text" (ours), "prompt" with "task_id" (HumanEval), "question"
-with "answer" (GSM8K), "turns" with "category" (MT-bench, Spec-Bench).
+A row becomes a FilePrompt by the fields it has: "chat" or "text" (ours), "prompt" with "task_id" (HumanEval),
+"question" with "answer" (GSM8K), "turns" with "category" (MT-bench, Spec-Bench).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OWN = [Path(__file__).parents[1] / "prompts" / name for name in ("copying.jsonl
 
 
 @dataclass(frozen=True)
-class Prompt:
+class FilePrompt:
     """task: code, math, … as the file has it. is_chat: goes through the chat template."""
 
     task: str
@@ -37,15 +37,15 @@ class Prompt:
         return ids[: max_tokens // 2] + ids[len(ids) - (max_tokens - max_tokens // 2) :]
 
 
-def _parse(row: Mapping[str, Any]) -> Prompt:
+def _parse(row: Mapping[str, Any]) -> FilePrompt:
     if "chat" in row or "text" in row:
-        return Prompt(row["task"], row.get("chat", row.get("text")), "chat" in row)
+        return FilePrompt(row["task"], row.get("chat", row.get("text")), "chat" in row)
     if "prompt" in row and "task_id" in row:
-        return Prompt("code", row["prompt"], False)
+        return FilePrompt("code", row["prompt"], False)
     if "question" in row and "answer" in row:
-        return Prompt("math", row["question"], True)
+        return FilePrompt("math", row["question"], True)
     if "turns" in row:
-        return Prompt(row["category"], row["turns"][0], True)
+        return FilePrompt(row["category"], row["turns"][0], True)
     raise ValueError(f"a prompt row with the fields {sorted(row)} is of no known kind")
 
 
@@ -57,7 +57,7 @@ def lines_of(path: Path) -> Iterator[str]:
     return (line for line in text.split("\n") if line.strip())
 
 
-def read_prompts(path: Path, tasks: Sequence[str] = ()) -> list[Prompt]:
+def read_prompts(path: Path, tasks: Sequence[str] = ()) -> list[FilePrompt]:
     """All prompts of a file, those of the named tasks only where some are named. Raises ValueError for none."""
     prompts = [_parse(json.loads(line)) for line in lines_of(path)]
     chosen = [prompt for prompt in prompts if not tasks or prompt.task in tasks]
@@ -66,7 +66,7 @@ def read_prompts(path: Path, tasks: Sequence[str] = ()) -> list[Prompt]:
     return chosen
 
 
-def choose_prompts(sources: list[str], per_task: int) -> list[Prompt]:
+def choose_prompts(sources: list[str], per_task: int) -> list[FilePrompt]:
     """Prompts of TASK=FILE or TASK=FILE:CATEGORY sources, evenly spread over each file; with no source the project's
     own, six per task."""
     if per_task < 1:
@@ -83,5 +83,5 @@ def choose_prompts(sources: list[str], per_task: int) -> list[Prompt]:
         name, _, category = rest.partition(":")
         prompts = read_prompts(Path(name), [category] if category else ())
         stride = max(1, len(prompts) // per_task)
-        chosen += [Prompt(task, prompt.text, prompt.is_chat) for prompt in prompts[::stride][:per_task]]
+        chosen += [FilePrompt(task, prompt.text, prompt.is_chat) for prompt in prompts[::stride][:per_task]]
     return chosen

@@ -22,7 +22,7 @@ from time import process_time
 from typing import Any
 
 from experiments.common.bootstrap import mean_interval
-from experiments.common.conversations import Conversation, make_conversation
+from experiments.common.conversations import FactsConversation, make_conversation
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
@@ -36,7 +36,7 @@ DENSE, SESSION = "dense", "session"
 ARMS = (DENSE, SESSION)
 
 
-def span_of(tokenizer: Any, conversation: Conversation, turn: int) -> set[int]:
+def span_of(tokenizer: Any, conversation: FactsConversation, turn: int) -> set[int]:
     """Token positions of the fact of a turn, in the first prompt and so in all."""
     messages = conversation.ask(0, [])
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -59,7 +59,7 @@ def ask(session: Session, messages: list[dict[str, str]], options: dict[str, Any
 
 
 def converse(
-    generator: SpecStackGenerator, conversation: Conversation, num_turns: int, keep_rate: float
+    generator: SpecStackGenerator, conversation: FactsConversation, num_turns: int, keep_rate: float
 ) -> dict[str, list[Row]]:
     """The turns of a conversation after the first, by arm."""
     found: dict[str, list[Row]] = {arm: [] for arm in ARMS}

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 from experiments.common.bootstrap import ratio_interval
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
-from experiments.common.prompt_files import Prompt, choose_prompts
+from experiments.common.prompt_files import FilePrompt, choose_prompts
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.rows import add_row_arguments, first_divergence
@@ -104,7 +104,7 @@ def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dic
     }
 
 
-def as_chat(prompt: Prompt) -> Prompt:
+def as_chat(prompt: FilePrompt) -> FilePrompt:
     """The same as a chat's question: for code to complete or to edit is asked in words."""
     if prompt.is_chat:
         return prompt
@@ -112,20 +112,20 @@ def as_chat(prompt: Prompt) -> Prompt:
     return replace(prompt, text=_ASK_FOR.get(prompt.task, "{}").format(text), is_chat=True)
 
 
-def documents(tokenizer: Any, lengths: Sequence[int], per_length: int) -> list[tuple[str, Prompt]]:
+def documents(tokenizer: Any, lengths: Sequence[int], per_length: int) -> list[tuple[str, FilePrompt]]:
     """Standard-library modules with a key each, cut to each length in tokens."""
     found = []
     for length in lengths:
         for number in range(per_length):
             source = module_source(MODULES[number % len(MODULES)])[: 6 * length]
             ids = tokenizer(source, add_special_tokens=False, verbose=False).input_ids[:length]
-            found.append((f"{length}-{number}", Prompt(f"{length} tokens", tokenizer.decode(ids), False)))
+            found.append((f"{length}-{number}", FilePrompt(f"{length} tokens", tokenizer.decode(ids), False)))
     return found
 
 
-def choose(sources: list[str], per_task: int) -> list[tuple[str, Prompt]]:
+def choose(sources: list[str], per_task: int) -> list[tuple[str, FilePrompt]]:
     """Prompts with a key each, one of every task in turn."""
-    by_task: dict[str, list[tuple[str, Prompt]]] = {}
+    by_task: dict[str, list[tuple[str, FilePrompt]]] = {}
     for prompt in choose_prompts(sources, 4 * per_task):
         of_task = by_task.setdefault(prompt.task, [])
         if len(of_task) < per_task:

@@ -17,7 +17,7 @@ import torch
 from experiments.real.evidence_prompts import EvidencePrompt
 from spec_stack import PrefillConfig
 from spec_stack.calibrate.judged import open_prompt
-from spec_stack.calibrate.prompts import Prompt, encode_evidence
+from spec_stack.calibrate.prompts import EncodedHaystack, encode_evidence
 from spec_stack.cli.arguments import window
 from spec_stack.config import ScoringQueries
 from spec_stack.decode.propose import propose
@@ -87,7 +87,7 @@ class Scorer:
         tokenization, problem = pair.tokenize_for_draft(encoded.token_ids)
         if problem:
             raise ValueError(f"the draft cannot score prompts: {problem}")
-        draft = open_prompt(pair, self.index, Prompt(encoded.text, (), tokenization))
+        draft = open_prompt(pair, self.index, EncodedHaystack(encoded.text, (), tokenization))
 
         def look_ahead(committed_ids: Sequence[int], num_tokens: int) -> Proposal:
             return propose(draft, committed_ids, num_tokens, Sampler(), pair.end_ids)

@@ -20,7 +20,7 @@ from typing import Any
 from openai import OpenAI
 from transformers import AutoTokenizer
 
-from experiments.common.conversations import Conversation, make_conversation
+from experiments.common.conversations import FactsConversation, make_conversation
 from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
@@ -54,7 +54,7 @@ def ask(client: OpenAI, model: str, messages: Messages, salt: str, max_tokens: i
 
 
 def converse(
-    conversation: Conversation, arms: dict[str, OpenAI], key: str, options: argparse.Namespace
+    conversation: FactsConversation, arms: dict[str, OpenAI], key: str, options: argparse.Namespace
 ) -> dict[str, list[Row]]:
     """A conversation with every arm: the rows of its turns."""
     histories: dict[str, Messages] = {arm: [] for arm in arms}

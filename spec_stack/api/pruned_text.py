@@ -25,7 +25,7 @@ _DASHES = re.compile("--|(?:SELECT|INSERT|UPDATE|DELETE|CREATE|ALTER|FROM|WHERE|
 
 
 @dataclass(frozen=True)
-class Segment:
+class TextSegment:
     """A segment of a text: its half-open span of the prompt's tokens, and that of the text's characters. is_break: it
     ends the line of the segments before it."""
 
@@ -42,7 +42,7 @@ class Text:
     part: int | None
     text: str
     is_whole: bool
-    segments: list[Segment]
+    segments: list[TextSegment]
 
     def kept_spans(self, kept: set[int]) -> list[Span]:
         """The characters of the segments whose first token is kept, without blanks behind a gap in a line."""
@@ -64,7 +64,7 @@ class Text:
         return spans
 
 
-def cut_segments(text: str, first: int, starts: Sequence[int], ends: Sequence[int], lines: Lines) -> list[Segment]:
+def cut_segments(text: str, first: int, starts: Sequence[int], ends: Sequence[int], lines: Lines) -> list[TextSegment]:
     """The segments of a text that begins at a prompt's character `first`. starts, ends: characters of every token.
 
     Another blank segment than a line's break is part of the next one, or of the one before.
@@ -74,19 +74,19 @@ def cut_segments(text: str, first: int, starts: Sequence[int], ends: Sequence[in
     borders = [start, *(lines.borders[at] for at in inside), max(start, stop)]
     edges = [0, *(starts[lines.borders[at]] + lines.shifts[at] - first for at in inside), len(text)]
     breaks = [False, *(at in lines.breaks for at in inside)]
-    segments: list[Segment] = []
-    blank: Segment | None = None
+    segments: list[TextSegment] = []
+    blank: TextSegment | None = None
     for tokens, characters, is_break in zip(pairwise(borders), pairwise(edges), breaks, strict=True):
-        own = Segment(tokens, characters, is_break)
+        own = TextSegment(tokens, characters, is_break)
         if blank is not None:
-            own = Segment((blank.tokens[0], tokens[1]), (blank.characters[0], characters[1]))
+            own = TextSegment((blank.tokens[0], tokens[1]), (blank.characters[0], characters[1]))
         is_blank = not own.is_break and not text[slice(*own.characters)].strip()
         blank = own if is_blank else None
         if tokens[0] < tokens[1] and not is_blank:
             segments.append(own)
     if blank is not None and segments:
         last = segments.pop()
-        blank = Segment((last.tokens[0], blank.tokens[1]), (last.characters[0], blank.characters[1]))
+        blank = TextSegment((last.tokens[0], blank.tokens[1]), (last.characters[0], blank.characters[1]))
     return segments if blank is None else [*segments, blank]
 
 

@@ -52,9 +52,9 @@ class PromptFidelity:
     """One prompt, dense and under every setting.
 
     key: identifies the prompt, the pair and the settings. number: place in the list of prompts, from 1 on. kind: where
-    the question stands among the scoring queries: "question last", "instructions behind the question", "question
-    first", or "no question mark". question: the segment whose queries weigh most, one with a question mark where there
-    is one. answer: the dense greedy one. ttft_s, loss: as in `PrunedPrompt`, of dense prefill.
+    the question stands among the scoring queries: "question last", "instructions behind the question" or "question
+    first". question: of the segments that ask by their place the one whose queries weigh most. answer: the dense
+    greedy one. ttft_s, loss: as in `PrunedPrompt`, of dense prefill.
     """
 
     key: str
@@ -315,14 +315,14 @@ class _Measuring:
         answer = dense.greedy(self._max_tokens)
         loss = -float(token_logprobs(dense.logits(answer), answer).mean())
         del dense
-        seen = _Seen(self._engine.config.prefill)
+        finder = _QuestionFinder(self._engine.config.prefill)
         return PromptFidelity(
             key="",
             number=0,
             num_tokens=len(request.prompt_ids),
-            pruned=[self._pruned(call, name, answer, seen) for name in self.settings],
-            kind=seen.kind,
-            question=seen.question,
+            pruned=[self._pruned(call, name, answer, finder) for name in self.settings],
+            kind=finder.kind,
+            question=finder.question,
             answer=self._text(answer),
             ttft_s=seconds,
             loss=loss,
@@ -332,8 +332,8 @@ class _Measuring:
         """The greedy answer under a setting."""
         return self._text(self._prefill(self._sparse(call, setting))[0].greedy(self._max_tokens))
 
-    def _pruned(self, call: Call, setting: str, answer: Sequence[int], seen: _Seen) -> PrunedPrompt:
-        prefilled, seconds = self._prefill(self._sparse(call, setting), seen)
+    def _pruned(self, call: Call, setting: str, answer: Sequence[int], finder: _QuestionFinder) -> PrunedPrompt:
+        prefilled, seconds = self._prefill(self._sparse(call, setting), finder)
         logits = prefilled.logits(answer)
         same = [token_id == other for token_id, other in zip(answer, logits.argmax(dim=-1).tolist(), strict=True)]
         loss = -float(token_logprobs(logits, answer).mean())
@@ -342,10 +342,10 @@ class _Measuring:
     def _sparse(self, call: Call, setting: str) -> Call:
         return cast(Call, {**call, "sparse_prefill": "on", **self.settings[setting]})
 
-    def _prefill(self, call: Call, seen: _Seen | None = None) -> tuple[PrefilledPrompt, float]:
+    def _prefill(self, call: Call, finder: _QuestionFinder | None = None) -> tuple[PrefilledPrompt, float]:
         """The prefilled prompt, and the seconds to its first token."""
         began = perf_counter()
-        prefilled = PrefilledPrompt(self._engine, cast(Call, {**call, "max_tokens": self._max_tokens}), seen)
+        prefilled = PrefilledPrompt(self._engine, cast(Call, {**call, "max_tokens": self._max_tokens}), finder)
         # Reading a token waits for the device.
         _ = prefilled.first_token
         return prefilled, perf_counter() - began
@@ -354,7 +354,7 @@ class _Measuring:
         return str(self._engine.pair.tokenizer.decode(answer, skip_special_tokens=True))
 
 
-class _Seen(Observer):
+class _QuestionFinder(Observer):
     """Finds a prompt's kind and question where it is scored."""
 
     def __init__(self, config: PrefillConfig) -> None:
@@ -362,18 +362,17 @@ class _Seen(Observer):
         self.kind = self.question = ""
 
     def scored(self, inputs: ScoringInputs) -> None:
-        """Take the heaviest scoring segment for the question, one with a question mark where there is one."""
+        """Take the heaviest segment that asks for the question, one with a question mark where there is one."""
         found, weights = inputs.candidates, inputs.weights_by_attention(self._config) or inputs.weights_by_words()
-        marked = [span for span, is_question in zip(found.segments, found.is_question, strict=True) if is_question]
-        start, stop = max(marked or found.segments, key=lambda span: weights.get(span, 0.0))
+        asking = [span for span, asks in zip(found.segments, found.asks, strict=True) if asks]
+        marked = [span for span in asking if "".join((inputs.pieces or [])[slice(*span)]).rstrip().endswith("?")]
+        start, stop = max(marked or asking or found.segments, key=lambda span: weights.get(span, 0.0))
         self.question = " ".join("".join((inputs.pieces or [])[start:stop]).split())[:_QUESTION_CHARACTERS]
-        num_behind = len(inputs.prompt_ids) - found.opening - stop
-        if not marked:
-            self.kind = "no question mark"
-        elif stop <= found.start:
+        if stop <= found.start:
             self.kind = "question first"
         else:
-            self.kind = "instructions behind the question" if num_behind >= _INSTRUCTIONS else "question last"
+            is_last = found.request[1] - stop < _INSTRUCTIONS
+            self.kind = "question last" if is_last else "instructions behind the question"
 
 
 def summarise(setting: str, rows: Sequence[PromptFidelity]) -> SettingFidelity:

@@ -47,16 +47,17 @@ class Setting:
     num_heads: int
     depth: int = 1 << 30
 
-    def fields(self, heads: Sequence[Head]) -> dict[str, Any]:
-        """The setting's fields of PrefillConfig."""
-        return {
-            "granularity": "lines",
-            "scoring_queries": "prompt",
-            "scoring_heads": tuple(sorted(heads)),
-            "draft_window": None,
-            "head_reduction": "mean",
-            "scorer": "attention",
-        }
+
+def fields_of(heads: Sequence[Head]) -> dict[str, Any]:
+    """The fields of PrefillConfig under which these heads score."""
+    return {
+        "granularity": "lines",
+        "scoring_queries": "prompt",
+        "scoring_heads": tuple(sorted(heads)),
+        "draft_window": None,
+        "head_reduction": "mean",
+        "scorer": "attention",
+    }
 
 
 def settings_of(heads: Sequence[Head]) -> list[Setting]:
@@ -79,14 +80,14 @@ class HeadRanking:
         self.heads = heads
         self._by_kind: dict[str, torch.Tensor] = {}
         for kind in dict.fromkeys(case.task.kind for case in cases):
-            own = [_log_worth(case.judged.alone) for case in cases if case.task.kind == kind]
+            own = [_log_score(case.judged.alone) for case in cases if case.task.kind == kind]
             self._by_kind[kind] = torch.stack(own).mean(dim=0)
 
     def best(self, setting: Setting, without: Collection[str] = ()) -> list[int]:
         """Rows of the voting heads, chosen without these families."""
-        worth = torch.stack([own for kind, own in self._by_kind.items() if kind not in without]).mean(dim=0)
-        worth = torch.where(self._layers < setting.depth, worth, -torch.inf)
-        return worth.argsort(descending=True, stable=True)[: setting.num_heads].tolist()
+        scores = torch.stack([own for kind, own in self._by_kind.items() if kind not in without]).mean(dim=0)
+        scores = torch.where(self._layers < setting.depth, scores, -torch.inf)
+        return scores.argsort(descending=True, stable=True)[: setting.num_heads].tolist()
 
     def needs(self, setting: Setting, case: Case) -> float:
         """A prompt's needed share, with heads chosen on other families."""
@@ -103,7 +104,7 @@ def need(case: Case, scores: torch.Tensor) -> float:
     return float(needed(case.judged, scores))
 
 
-def _log_worth(need: torch.Tensor) -> torch.Tensor:
+def _log_score(need: torch.Tensor) -> torch.Tensor:
     """Value of needing this share, on a log scale; beyond 0.5 all are equal."""
     return -need.clamp(0.02, 0.5).log()
 
@@ -130,7 +131,7 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
     chosen = [ranks.needs(found, case) for case in cases]
     default = [need(case, case.judged.default) for case in cases]
     curve = _keep_curve(cases, chosen, default, margin)
-    settings = found.fields([heads[row] for row in ranks.best(found)])
+    settings = fields_of([heads[row] for row in ranks.best(found)])
     if curve:
         settings["keep_rate"] = curve if len(curve) > 1 else curve[0][1]
     gain = _gain(cases, chosen, default, curve, (ranks.cost(found), _num_layers(heads)))
@@ -141,13 +142,13 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
 
 def _best_setting(cases: Sequence[Case], ranks: HeadRanking) -> Setting:
     """The setting with the fewest layers among those near the best recall."""
-    worth = {
-        setting: _balanced(cases, [_worth(ranks.needs(setting, case)) for case in cases])
+    scores = {
+        setting: _balanced(cases, [_mean_recall(ranks.needs(setting, case)) for case in cases])
         for setting in settings_of(ranks.heads)
     }
-    best = max(worth.values())
-    good = [setting for setting, value in worth.items() if value >= best - _TIE]
-    return min(good, key=lambda setting: (ranks.cost(setting), -worth[setting]))
+    best = max(scores.values())
+    good = [setting for setting, value in scores.items() if value >= best - _TIE]
+    return min(good, key=lambda setting: (ranks.cost(setting), -scores[setting]))
 
 
 def _gain(
@@ -160,7 +161,7 @@ def _gain(
     """What is gained over the default, by prompts that chose nothing; empty for nothing. layers: that run, of all."""
     held_out = [at for at, case in enumerate(cases) if case.task.is_guard]
     ours, theirs = ([needs[at] for at in held_out] for needs in (chosen, default))
-    if sum(map(_worth, ours)) < sum(map(_worth, theirs)) - _TIE * len(held_out):
+    if sum(map(_mean_recall, ours)) < sum(map(_mean_recall, theirs)) - _TIE * len(held_out):
         return ""
     kept, usual = recall(ours, _USUAL), recall(theirs, _USUAL)
     smaller = [f"{100 * rate:.3g}% of {length} tokens" for length, rate in curve if rate < _USUAL]
@@ -175,7 +176,7 @@ def _gain(
     return f"Gained over the default: {'; '.join(gains)}."
 
 
-def _worth(need: float) -> float:
+def _mean_recall(need: float) -> float:
     """A prompt's mean recall over the judged shares, log-spaced."""
     return min(1.0, max(0.0, math.log(_JUDGED_TO / need) / math.log(_JUDGED_TO / _JUDGED_FROM)))
 

@@ -1,6 +1,6 @@
-"""A prompt's scores from one draft pass, enough to judge every setting. `judge(pair, index, prompt)` makes a
-`ScoredPrompt`; `needed(judged, scores)` is the smallest share of the prompt that keeps the
-evidence under these scores."""
+"""A prompt's scores from one draft pass, enough to judge every setting. `judge(pair, draft_cache, prompt)` makes a
+`ScoredPrompt`; `needed(judged, scores)` is the smallest share of the prompt that keeps the evidence under these
+scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from spec_stack.calibrate.prompts import Prompt
+from spec_stack.calibrate.prompts import EncodedHaystack
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.hf.model import CachedModel
@@ -61,10 +61,10 @@ def needed(judged: ScoredPrompt, scores: torch.Tensor) -> torch.Tensor:
     return share.clamp(max=1.0)
 
 
-def judge(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
-    """Score the part of a prompt that the index does not hold yet. index: the draft (`ModelPair.new_draft_cache`),
-    empty or with the previous prompt. The target's weights are not used."""
-    draft = open_prompt(pair, index, prompt)
+def judge(pair: ModelPair, draft_cache: CachedModel, prompt: EncodedHaystack) -> ScoredPrompt:
+    """Score the part of a prompt that the draft's cache (`ModelPair.new_draft_cache`) does not hold yet; it is empty or
+    holds the previous prompt. The target's weights are not used."""
+    draft = open_prompt(pair, draft_cache, prompt)
     inputs = ScoringInputs(pair.reader.with_pieces(prompt.text))
     look, _ = run_draft(draft, inputs, lambda *_: Proposal(), BY_HEAD, prompt.tokenization)
     segments = make_segments(len(prompt.token_ids), inputs.pieces, BY_HEAD)
@@ -87,13 +87,13 @@ def judge(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
     )
 
 
-def open_prompt(pair: ModelPair, index: CachedModel, prompt: Prompt) -> DraftModel:
+def open_prompt(pair: ModelPair, draft_cache: CachedModel, prompt: EncodedHaystack) -> DraftModel:
     """The draft with the prompt's prefix that it shares with the previous prompt."""
-    index.truncate(num_shared(index.token_ids, draft_ids(prompt)))
-    return pair.draft_in_target_vocab(index, prompt.tokenization)
+    draft_cache.truncate(num_shared(draft_cache.token_ids, draft_ids(prompt)))
+    return pair.draft_in_target_vocab(draft_cache, prompt.tokenization)
 
 
-def draft_ids(prompt: Prompt) -> Sequence[int]:
+def draft_ids(prompt: EncodedHaystack) -> Sequence[int]:
     """A prompt in the draft's tokens."""
     return prompt.token_ids if prompt.tokenization is None else prompt.tokenization.token_ids
 

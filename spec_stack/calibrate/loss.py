@@ -27,7 +27,7 @@ LOST_NATS = 0.3
 THRESHOLDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 """From strict to loose; the first whose bound fails ends the search, so that the bound holds after it."""
 _ANSWER_TOKENS = 20
-Asked = tuple[Call, Sequence[str]]
+Question = tuple[Call, Sequence[str]]
 """A prompt, and what a right answer holds; empty where that is not known."""
 
 
@@ -66,9 +66,9 @@ def check_share(max_loss: float) -> None:
     require(0 < max_loss < 1, f"max_loss must be a share, over 0 and under 1, got {max_loss}")
 
 
-def asked_of(prompts: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[Asked]:
+def questions_of(prompts: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[Question]:
     """Prompts of a file as calls; a text is a user's message where there is a chat template."""
-    found: list[Asked] = []
+    found: list[Question] = []
     for given in prompts:
         content = given.get("messages", given.get("prompt", given.get("text")))
         if isinstance(content, str) and getattr(tokenizer, "chat_template", None):
@@ -78,16 +78,16 @@ def asked_of(prompts: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[Asked
     return found
 
 
-def built_in(pair: ModelPair, config: CalibrateConfig, documents: Sequence[str]) -> Iterable[Asked]:
+def built_in(pair: ModelPair, config: CalibrateConfig, documents: Sequence[str]) -> Iterable[Question]:
     """The calibration's prompts of the shortest length, which hide facts, in other documents than it has chosen by."""
     maker = PromptMaker(pair, documents, config.seed + 1)
     for task in plan(fitting(pair, config.lengths)[:1], config.prompts):
         yield Call(input_ids=maker.make(task).token_ids), ()
 
 
-def rungs_of(engine: Engine, asked: Asked) -> list[Rung]:
+def rungs_of(engine: Engine, question: Question) -> list[Rung]:
     """What a prompt loses at every keep rate that the check may try."""
-    call, answers = asked
+    call, answers = question
     dense = PrefilledPrompt(engine, Call(**{**call, "sparse_prefill": "off"}))
     answer = dense.greedy(_ANSWER_TOKENS)
     own = token_logprobs(dense.logits(answer), answer).mean()
@@ -131,7 +131,7 @@ def find_bound(prompts: Sequence[Sequence[Rung]], max_loss: float) -> Bound:
 def with_bound(
     calibration: Calibration,
     pair: ModelPair,
-    asked: Iterable[Asked],
+    questions: Iterable[Question],
     max_loss: float,
     budget_s: float,
     progress: Callable[[int, int, str], None] = lambda *_: None,
@@ -143,7 +143,7 @@ def with_bound(
     prefill = replace(calibration.apply(), max_divergence=math.inf)
     engine, until = Engine(pair, SpecStackConfig(prefill)), monotonic() + budget_s
     prompts: list[list[Rung]] = []
-    listed = list(asked)
+    listed = list(questions)
     for each in listed:
         if monotonic() > until:
             break

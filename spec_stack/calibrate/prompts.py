@@ -29,7 +29,7 @@ _OTHERS_FROM = 1000
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedHaystack:
     """A haystack in tokens. spans: half-open, of the evidence."""
 
     text: PromptText
@@ -102,7 +102,7 @@ class PromptMaker:
             raise ValueError("no text to hide needles in; give documents that are not empty")
         self._texts = {"text": own, "code": own} if own else default_documents()
 
-    def make(self, task: Task) -> Prompt:
+    def make(self, task: Task) -> EncodedHaystack:
         """Make a prompt of at most the task's length plus distractors; a document's shapes share it. Raises ValueError
         if the draft cannot score it."""
         tokenizer = self._pair.tokenizer
@@ -119,7 +119,7 @@ class PromptMaker:
         return replace(prompt, tokenization=tokenization)
 
 
-def encode_haystack(tokenizer: Any, haystack: Haystack, shape: str) -> Prompt:
+def encode_haystack(tokenizer: Any, haystack: Haystack, shape: str) -> EncodedHaystack:
     """Tokens of a haystack in a shape of `SHAPES`, and the evidence's token spans."""
     content = SHAPES[shape](haystack.document, haystack.question)
     return encode_evidence(tokenizer, [{"role": "user", "content": content}], haystack.document, haystack.spans)
@@ -127,7 +127,7 @@ def encode_haystack(tokenizer: Any, haystack: Haystack, shape: str) -> Prompt:
 
 def encode_evidence(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], document: str, spans: Sequence[Span]
-) -> Prompt:
+) -> EncodedHaystack:
     """Messages in tokens, and the evidence's token spans. spans: half-open character spans in the document. The
     document is part of one message. Without a chat template the prompt is the last message's text."""
     if getattr(tokenizer, "chat_template", None):
@@ -146,4 +146,4 @@ def encode_evidence(
         return inside[0], inside[-1] + 1
 
     read = PromptReader(tokenizer).read(list(encoded["input_ids"]), written=turns)
-    return Prompt(read, tuple(tokens(*span) for span in spans))
+    return EncodedHaystack(read, tuple(tokens(*span) for span in spans))

@@ -60,7 +60,7 @@ def calibrate(
         raise ValueError("calibration writes its prompts in words; give the pair a tokenizer")
     tasks = plan(fitting(pair, config.lengths), config.prompts)
     maker = PromptMaker(pair, documents, config.seed)
-    index = pair.new_draft_cache(PrefillConfig.prefill_chunk)
+    draft_cache = pair.new_draft_cache(PrefillConfig.prefill_chunk)
     cases: list[Case] = []
     # By length, from when on no prompt starts.
     ends = {task.num_tokens: started + config.budget_s for task in tasks}
@@ -69,7 +69,7 @@ def calibrate(
     for task in tasks:
         if monotonic() >= ends[task.num_tokens]:
             continue
-        cases.append(Case(task, judge(pair, index, maker.make(task))))
+        cases.append(Case(task, judge(pair, draft_cache, maker.make(task))))
         progress(len(cases), len(tasks), f"{task.num_tokens} tokens, {task.kind}")
     choice = choose(cases, config.margin)
     settings, notes = dict(choice.settings), list(choice.notes)

@@ -269,9 +269,10 @@ def _add_proxy(commands: Any) -> None:
     parser = commands.add_parser(
         "proxy",
         help="an OpenAI-compatible proxy that shortens prompts in front of any server",
-        description="Forwards every request to the upstream server; long prompts of chats and completions lose the "
-        "lines that the draft scores lowest for the question. The response headers x-spec-stack-reason, "
-        "-prompt-tokens, -kept-tokens and -recalled-tokens report it.",
+        description="Forwards every request to the upstream server; long prompts lose the lines that the draft\n"
+        "scores lowest for the question. The response headers x-spec-stack-reason, -prompt-tokens,\n"
+        "-kept-tokens and -recalled-tokens report it.",
+        formatter_class=ShortHelp,
     )
     _add(parser, ProxyConfig, "upstream", required=True)
     _add_config(parser)

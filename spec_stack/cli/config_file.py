@@ -26,7 +26,7 @@ def flags_in(path: Path, actions: Iterable[argparse.Action], given: Collection[s
         name = key.replace("_", "-")
         if name not in known:
             near = get_close_matches(name, known, 1)
-            meant = f"did you mean {near[0]}?" if near else "--help-all lists the flags, which are the keys"
+            meant = f"did you mean {near[0]}?" if near else "its keys are the command's flags"
             raise ValueError(f"{path}: unknown key {key!r}; {meant}")
         if not {*known[name].option_strings} & {*given}:
             flags += _flags(known[name], value, f"{path}: {key}")

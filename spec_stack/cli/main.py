@@ -276,7 +276,7 @@ def _tell_progress(num_done: int, num_total: int, text: str) -> None:
 def _calibrate(arguments: argparse.Namespace) -> int:
     from spec_stack.bench.prompts import read_prompts
     from spec_stack.calibrate.config import CalibrateConfig
-    from spec_stack.calibrate.loss import asked_of, built_in, check_share, with_bound
+    from spec_stack.calibrate.loss import built_in, check_share, questions_of, with_bound
     from spec_stack.calibrate.search import calibrate, format_calibration
     from spec_stack.engine.pair import ModelPair
     from spec_stack.prefill.calibration import FILE_NAME
@@ -305,8 +305,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
     calibration = calibrate(pair, config, documents=documents, progress=show)
     if max_loss is not None:
-        asked = asked_of(prompts, pair.tokenizer) if prompts else built_in(pair, config, documents)
-        calibration = with_bound(calibration, pair, asked, max_loss, config.budget_s, show)
+        questions = questions_of(prompts, pair.tokenizer) if prompts else built_in(pair, config, documents)
+        calibration = with_bound(calibration, pair, questions, max_loss, config.budget_s, show)
     print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
     print(format_calibration(calibration))
     return 0

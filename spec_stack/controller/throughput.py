@@ -14,7 +14,7 @@ from spec_stack.controller.tuning import TUNING
 
 
 @dataclass
-class _Measured:
+class _DraftingGain:
     """What drafting brings at one precision and length of the context. Rates are in tokens per plain step.
 
     achieved: of steps without n-gram tokens. with_draft: of achieved, from a request's first drafted token on, by whole
@@ -35,7 +35,7 @@ class _Measured:
         self.allowance.begin_request()
         self.missed, self.has_drafted = 0.0, False
 
-    def renewed(self) -> _Measured:
+    def renewed(self) -> _DraftingGain:
         """A start at a length far from all known: the rates stay."""
         return replace(deepcopy(self), allowance=Allowance(), missed=0.0)
 
@@ -109,7 +109,7 @@ class Throughput(Policy):
     max_gamma: int = MAX_GAMMA
     acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator, repr=False)
     _times: StepTimes = field(init=False, repr=False, default_factory=StepTimes)
-    _measured: PerContextLength[_Measured] = field(init=False, repr=False)
+    _measured: PerContextLength[_DraftingGain] = field(init=False, repr=False)
     _answers: _AnswerLength = field(init=False, repr=False, default_factory=_AnswerLength)
     _num_since_plain: int = field(init=False, repr=False, default=0)
     # What catching up may lose; whether the draft catches up by it, and whether it did in this request.
@@ -121,7 +121,7 @@ class Throughput(Policy):
 
     def __post_init__(self) -> None:
         check_gamma("max_gamma", self.max_gamma, least=1)
-        self._measured = PerContextLength(_Measured, _Measured.renewed)
+        self._measured = PerContextLength(_DraftingGain, _DraftingGain.renewed)
         self._catching_up = Allowance(start=0.0, share=TUNING.catching_up_share)
 
     def use(self, times: StepTimes) -> None:
@@ -149,12 +149,12 @@ class Throughput(Policy):
         hoped = max(saved, 1 - 1 / TUNING.start_speedup)
         return self._affordable(state, cost, price) if self._saves(context, state, price, hoped) else 0
 
-    def _needs_plain(self, state: _Measured, cost: StepCost) -> bool:
+    def _needs_plain(self, state: _DraftingGain, cost: StepCost) -> bool:
         """Return whether the seconds of a plain step are unknown, or have not been seen for long."""
         factor = 8 if state.achieved.value > TUNING.start_speedup else 1
         return not cost.knows_plain or self._num_since_plain >= factor * TUNING.plain_every
 
-    def _affordable(self, state: _Measured, cost: StepCost, price: float = 0.0) -> int:
+    def _affordable(self, state: _DraftingGain, cost: StepCost, price: float = 0.0) -> int:
         """The most tokens that the allowance covers if all are rejected; at most twice as many as ever before.
 
         One is tried as soon as anything is left, whatever it costs.
@@ -167,7 +167,7 @@ class Throughput(Policy):
             gamma -= 1
         return gamma
 
-    def _saves(self, context: StepContext, state: _Measured, price: float, saved: float) -> bool:
+    def _saves(self, context: StepContext, state: _DraftingGain, price: float, saved: float) -> bool:
         """Return whether the rest of the answer is expected to save more than catching up takes, in plain steps.
 
         saved: by each token that is not copied.

@@ -30,8 +30,8 @@ class Conversation:
     """Both models' caches of one conversation.
 
     Token i of `token_ids` is at position i in both caches. `target` holds the kept and recalled tokens in write order;
-    `index`, the draft over its own ids, holds a gapless prefix of the text. `lookups` covers all turns; `slotted` is
-    the draft over chosen slots, where a turn had one.
+    `draft_cache`, the draft over its own ids, holds a gapless prefix of the text. `lookups` covers all turns; `slotted`
+    is the draft over chosen slots, where a turn had one.
     """
 
     def __init__(self, pair: ModelPair, prefill_chunk: int, ngram_cache: SharedNgramCache | None = None) -> None:
@@ -39,7 +39,7 @@ class Conversation:
         self.token_ids: list[int] = []
         self.encoded: EncodedPrompt | None = None
         self.target = pair.open_target(prefill_chunk)
-        self.index = pair.new_draft_cache(prefill_chunk)
+        self.draft_cache = pair.new_draft_cache(prefill_chunk)
         self.lookups = NgramIndex(ngram_cache)
         self.slotted: SlottedDraft | None = None
         # The last turn's prompt behind earlier turns, half-open.
@@ -55,7 +55,7 @@ class Conversation:
         other = Conversation(self._pair, self._prefill_chunk, self._ngram_cache)
         other.token_ids, other.encoded = list(self.token_ids), self.encoded
         other.target = self.target.fork()
-        other.index = self.index.fork()
+        other.draft_cache = self.draft_cache.fork()
         other.slotted = self.slotted and self.slotted.fork()
         other.asked = self.asked
         return other
@@ -69,7 +69,7 @@ class Conversation:
         # The last token is always new: its logits are needed.
         last = len(prompt_ids) - 1
         num_cached = min(num_shared(known_ids, prompt_ids), last)
-        self._forget_from(num_cached, min(num_shared(self.index.token_ids, prompt_ids), last))
+        self._forget_from(num_cached, min(num_shared(self.draft_cache.token_ids, prompt_ids), last))
         # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
         start = num_cached + 1 if num_cached >= self.asked[1] else min(num_cached, self.asked[0])
         return Turn(self, self._pair, request, config, Held(num_cached, list(self.target.positions), start))
@@ -92,8 +92,8 @@ class Conversation:
     def recover(self, turn: Turn) -> None:
         """Go back to where a cancelled or failed turn began."""
         self.slotted = None
-        if self.index.is_stateful:
-            self.index = self._pair.new_draft_cache(self._prefill_chunk)
+        if self.draft_cache.is_stateful:
+            self.draft_cache = self._pair.new_draft_cache(self._prefill_chunk)
         held = turn.held.positions
         num_same = num_shared(held, self.target.positions)
         if self.target.is_stateful or num_same < len(held):
@@ -108,12 +108,12 @@ class Conversation:
         self.target.truncate(num_tokens)
         # A draft with another tokenizer rolls back once the prompt is tokenized for it.
         if self._pair.translation is None:
-            self.index.truncate(num_tokens if num_read is None else num_read)
+            self.draft_cache.truncate(num_tokens if num_read is None else num_read)
 
 
 class Turn:
-    """A conversation's caches during one request, and what the target prefills. keeps_index: whether the draft, of
-    which then all layers go over the prompt, keeps what the selection drops.
+    """A conversation's caches during one request, and what the target prefills. keeps_draft_cache: whether the draft,
+    of which then all layers go over the prompt, keeps what the selection drops.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class Turn:
         request: Request,
         config: SessionConfig,
         held: Held,
-        keeps_index: bool = True,
+        keeps_draft_cache: bool = True,
         observer: Observer | None = None,
     ) -> None:
-        self.held, self._keeps_index = held, keeps_index
+        self.held, self._keeps_draft_cache = held, keeps_draft_cache
         self._conversation, self._pair, self._request, self._config = conversation, pair, request, config
         self.target, self.lookups = conversation.target, conversation.lookups
-        self.draft: DraftModel = pair.draft_in_target_vocab(conversation.index, request.tokenization)
+        self.draft: DraftModel = pair.draft_in_target_vocab(conversation.draft_cache, request.tokenization)
         # The draft of the last check.
         self._reader: CachedModel | None = None
         if request.explained is not None:
@@ -148,7 +148,7 @@ class Turn:
             look_ahead,
             prefill,
             request.tokenization,
-            whole=self._keeps_index,
+            whole=self._keeps_draft_cache,
             first_query=needs.first_query,
         )
         if prefill.max_divergence is not None:
@@ -162,12 +162,12 @@ class Turn:
         plan = plan_scored(needs, inputs, prefill, self._config, place, check)
         selection = plan.selection
         self.target.rollback(len(self.held.positions) - selection.num_held)
-        if not self._keeps_index and self._reader is not None and selection.tried and selection.keep_rate < 1:
+        if not self._keeps_draft_cache and self._reader is not None and selection.tried and selection.keep_rate < 1:
             # It has read what the target reads, at the same positions, and the draft's answer.
-            self.draft = self._conversation.index = self._reader
+            self.draft = self._conversation.draft_cache = self._reader
             if answer is None or proposal.token_ids != answer.token_ids:
                 self.draft.rollback(self.draft.next_position - len(prompt_ids))
-        elif not self._keeps_index:
+        elif not self._keeps_draft_cache:
             drop_unselected(self.draft, inputs, selection)
         return plan, proposal
 
@@ -185,25 +185,25 @@ class Turn:
         prefill, conversation = self._request.prefill, self._conversation
         is_short = len(self._request.prompt_ids) <= prefill.draft_kv_budget
         has_all = prefill.sparse_prefill == "off" or is_short or self._pair.translation is not None
-        if has_all or not conversation.index.can_recall:
+        if has_all or not conversation.draft_cache.can_recall:
             return self.draft
         if conversation.slotted is None:
-            # Slots that the index holds of the prompt are copied from it.
-            conversation.slotted = SlottedDraft(conversation.index.fork(), DraftKVBudget.of(prefill))
+            # Slots that the draft cache holds of the prompt are copied from it.
+            conversation.slotted = SlottedDraft(conversation.draft_cache.fork(), DraftKVBudget.of(prefill))
         else:
             conversation.slotted.go_back(self._request.prompt_ids)
         return conversation.slotted
 
     def reset_draft(self) -> None:
         """Replace a failed draft by an empty one."""
-        index = self._conversation.index = self._pair.new_draft_cache(self._request.prefill.prefill_chunk)
-        self.draft = self._pair.draft_in_target_vocab(index, self._request.tokenization)
+        draft_cache = self._conversation.draft_cache = self._pair.new_draft_cache(self._request.prefill.prefill_chunk)
+        self.draft = self._pair.draft_in_target_vocab(draft_cache, self._request.tokenization)
 
 
 def single_turn(pair: ModelPair, request: Request, observer: Observer | None = None) -> Turn:
     """A request with caches of its own, whose draft drops what the selection drops."""
     conversation = Conversation(pair, request.prefill.prefill_chunk)
-    return Turn(conversation, pair, request, _NO_RECALL, Held(), keeps_index=False, observer=observer)
+    return Turn(conversation, pair, request, _NO_RECALL, Held(), keeps_draft_cache=False, observer=observer)
 
 
 class SlottedDraft:

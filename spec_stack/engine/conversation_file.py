@@ -41,7 +41,7 @@ def save_conversation(
     """Write one safetensors file, replacing an earlier one atomically, with its mode and behind a link to it. Raises
     ValueError where it cannot be written."""
     tensors = {"token_ids": torch.tensor(conversation.token_ids, dtype=torch.long)} | _probes(pair)
-    for role, model in (("target", conversation.target), ("draft", conversation.index)):
+    for role, model in (("target", conversation.target), ("draft", conversation.draft_cache)):
         contents = model.contents()
         tensors |= {f"{role}.{name}": tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
     header = {
@@ -108,7 +108,7 @@ def load_conversation(
             raise ValueError(f"the session was made with another {role}: of the same shape, with other weights")
     conversation.token_ids, conversation.encoded, conversation.asked = token_ids, encoded, (start, stop)
     conversation.target = conversation.target.filled(_part(tensors, "target."))
-    conversation.index = conversation.index.filled(_part(tensors, "draft."))
+    conversation.draft_cache = conversation.draft_cache.filled(_part(tensors, "draft."))
     return config
 
 

@@ -62,7 +62,7 @@ def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
         return await upstream.obstacle(_CHECK_S)
 
     app = new_app(prompts.metrics, lifespan, obstacle, audits.client_waits)
-    app.add_route("/{path:path}", Endpoint(prompts, upstream, audits, config).answer, methods=_METHODS)
+    app.add_route("/{path:path}", ProxyEndpoint(prompts, upstream, audits, config).answer, methods=_METHODS)
     return app
 
 
@@ -81,11 +81,11 @@ async def _check(config: ProxyConfig) -> None:
     """Warn if the upstream server does not answer yet."""
     upstream = Upstream(config)
     if why := await upstream.obstacle(_CHECK_S):
-        logger.warning("%s: %s", config.upstream, why)
+        logger.warning("%s does not answer yet: %s", config.upstream, why)
     await upstream.close()
 
 
-class Endpoint:
+class ProxyEndpoint:
     """Handles an HTTP request: prune its prompt, forward it, pass the response on."""
 
     def __init__(self, prompts: PromptPruner, upstream: Upstream, audits: Audits, config: ProxyConfig) -> None:

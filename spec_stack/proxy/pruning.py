@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
 from spec_stack.config import KEEP_RATE_HEADER, SessionConfig
 from spec_stack.proxy.config import ProxyConfig
-from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, QueueFullError, RequestCancelled
+from spec_stack.serve.fair_executor import CheckCancelled, ClientDisconnected, FairExecutor, QueueFullError
 from spec_stack.serve.http import AppMetrics
 from spec_stack.serve.protocol import MAX_QUESTION_CHARS, BadRequestError, first_problem, unknown_field
 
@@ -37,7 +37,7 @@ _MAX_PROTECTED = 64
 
 Prompt = str | list[dict[str, Any]]
 Check = Callable[..., None]
-"""Raises RequestCancelled when work should end; called as `on_progress`."""
+"""Raises ClientDisconnected when work should end; called as `on_progress`."""
 
 
 @dataclass(frozen=True)
@@ -251,13 +251,13 @@ class PromptPruner:
         def check(*_: object) -> None:
             check_cancelled()
             if is_late.is_set() and len(self.queue):
-                raise RequestCancelled
+                raise ClientDisconnected
 
         conversation = self._take(client, options, prompt)
         try:
             with self.metrics.scoring_s.time():
                 result = self._advance(conversation, prompt, check)
-        except RequestCancelled:
+        except ClientDisconnected:
             self._keep(conversation)
             raise
         except Exception as error:

@@ -19,7 +19,7 @@ CheckCancelled = Callable[[], None]
 _JOIN_S = 1.0
 
 
-class RequestCancelled(BaseException):
+class ClientDisconnected(BaseException):
     """The client disconnected. A BaseException, so that no fallback handles it."""
 
 
@@ -67,7 +67,7 @@ class FairExecutor:
         """Append a job to its client's queue. Raises QueueFullError.
 
         Cancelling the task removes the job from the queue. Running work ends when it next calls its argument, which
-        raises RequestCancelled.
+        raises ClientDisconnected.
         """
         num_own = [*self._waiting.values()].count(client)
         if self.obstacle:
@@ -105,7 +105,7 @@ class FairExecutor:
 
         def check_cancelled() -> None:
             if is_over.is_set():
-                raise RequestCancelled
+                raise ClientDisconnected
 
         def release(_: object) -> None:
             # The event loop of a stopped server is closed.

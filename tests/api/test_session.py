@@ -626,7 +626,7 @@ def test_edits_and_forks_leave_a_draft_with_another_tokenizer_as_if_it_had_read_
     for action, prompt, max_tokens in trace:
         session = session.fork() if action == "fork" else session
         cold = session.fork()
-        cold.conversation.index = generator.pair.new_draft_cache(SPARSE.prefill_chunk)
+        cold.conversation.draft_cache = generator.pair.new_draft_cache(SPARSE.prefill_chunk)
         expected = cold.generate(input_ids=prompt, max_tokens=max_tokens, gamma=3, return_records=True)
         result = session.generate(input_ids=prompt, max_tokens=max_tokens, gamma=3, return_records=True)
         assert result.token_ids == expected.token_ids

@@ -11,10 +11,10 @@ import torch
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.calibrate import search
-from spec_stack.calibrate.choice import Setting
+from spec_stack.calibrate.choice import fields_of
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.calibrate.judged import ScoredPrompt, judge, needed
-from spec_stack.calibrate.prompts import Prompt, PromptMaker, Task
+from spec_stack.calibrate.prompts import EncodedHaystack, PromptMaker, Task
 from spec_stack.calibrate.search import calibrate, format_calibration
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS
@@ -76,9 +76,9 @@ def test_the_budget_is_kept_and_what_is_judged_by_then_makes_a_calibration(
 ) -> None:
     now, told = [0.0], []
 
-    def judge_slowly(pair: ModelPair, index: CachedModel, prompt: Prompt) -> ScoredPrompt:
-        now[0] += max(160, len(prompt.token_ids) - num_shared(index.token_ids, prompt.token_ids)) / 512
-        return judge(pair, index, prompt)
+    def judge_slowly(pair: ModelPair, draft_cache: CachedModel, prompt: EncodedHaystack) -> ScoredPrompt:
+        now[0] += max(160, len(prompt.token_ids) - num_shared(draft_cache.token_ids, prompt.token_ids)) / 512
+        return judge(pair, draft_cache, prompt)
 
     monkeypatch.setattr(search, "monotonic", lambda: now[0])
     monkeypatch.setattr(search, "judge", judge_slowly)
@@ -106,7 +106,7 @@ def test_a_budget_for_no_prompt_leaves_the_default(pair: ModelPair) -> None:
     assert "too few" in format_calibration(made)
 
 
-def look(pair: ModelPair, prompt: Prompt, config: PrefillConfig) -> ScoringInputs:
+def look(pair: ModelPair, prompt: EncodedHaystack, config: PrefillConfig) -> ScoringInputs:
     pieces = pair.pieces(prompt.token_ids)
     draft = pair.draft_in_target_vocab(pair.new_draft_cache(8192))
     inputs = ScoringInputs(replace(prompt.text, pieces=pieces))
@@ -126,8 +126,7 @@ def test_what_is_judged_is_what_the_selection_rules_give_whatever_was_judged_bef
         expected = make_rule(config.scorer).score(evidence, segments, config)
         torch.testing.assert_close(judged.default, expected, rtol=2e-3, atol=2e-3)
         heads, rows = [(int(layer), int(head)) for layer, head in judged.heads.tolist()], [5, 2, 7]
-        setting = Setting(3)
-        config = PrefillConfig(**setting.fields([heads[row] for row in rows]))
+        config = PrefillConfig(**fields_of([heads[row] for row in rows]))
         expected = make_rule(config.scorer).score(look(pair, prompt, config), segments, config)
         torch.testing.assert_close(judged.by_head[rows].mean(dim=0), expected, rtol=2e-3, atol=1e-5)
         wanted = {

@@ -12,7 +12,7 @@ import torch
 
 from spec_stack import PrefillConfig, SpecStackConfig
 from spec_stack.binomial import upper_bound
-from spec_stack.calibrate.loss import LOST_NATS, THRESHOLDS, Rung, asked_of, find_bound, rungs_of, with_bound
+from spec_stack.calibrate.loss import LOST_NATS, THRESHOLDS, Rung, find_bound, questions_of, rungs_of, with_bound
 from spec_stack.cli.main import main
 from spec_stack.engine.engine import Engine, PrefilledPrompt
 from spec_stack.engine.pair import ModelPair
@@ -93,8 +93,8 @@ def test_a_bound_goes_into_the_calibration_and_a_file(pair: ModelPair, tmp_path:
     models = (fingerprint(pair.target.config), fingerprint(pair.draft.config))
     made = Calibration({"keep_rate": 0.3, "min_prompt_tokens": 100}, *models, margin=0.1)
     seen: list[str] = []
-    asked = asked_of([prompt(number) for number in range(4)], pair.tokenizer)
-    bound = with_bound(made, pair, asked, 0.9, 60, lambda done, total, what: seen.append(f"{done}/{total}"))
+    questions = questions_of([prompt(number) for number in range(4)], pair.tokenizer)
+    bound = with_bound(made, pair, questions, 0.9, 60, lambda done, total, what: seen.append(f"{done}/{total}"))
     assert seen == ["1/4", "2/4", "3/4", "4/4"]
     again = Calibration.load(bound.save(tmp_path / "own.json"))
     assert again.settings == bound.settings

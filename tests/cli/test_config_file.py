@@ -62,7 +62,7 @@ def test_a_list_of_the_file_is_replaced_and_not_extended(file: Path) -> None:
     ("text", "problem"),
     [
         ("keeprate = 0.1", "unknown key 'keeprate'; did you mean keep-rate?"),
-        ("zzz = 1", "unknown key 'zzz'; --help-all lists the flags"),
+        ("zzz = 1", "unknown key 'zzz'; its keys are the command's flags"),
         ('config = "other.toml"', "unknown key 'config'"),
         ("[server]\nport = 1", "unknown key 'server'"),
         ("port = [1, 2]", "port must be one value, got [1, 2]"),

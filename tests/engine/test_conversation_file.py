@@ -94,7 +94,7 @@ def test_a_draft_with_another_tokenizer_is_saved_with_what_it_read(tmp_path: Pat
     text += session.generate(text, max_tokens=5).text + "cdef"
     session.save(tmp_path / "s")
     loaded = generator.load_session(tmp_path / "s")
-    assert loaded.conversation.index.token_ids == session.conversation.index.token_ids
+    assert loaded.conversation.draft_cache.token_ids == session.conversation.draft_cache.token_ids
     results = [each.generate(text, max_tokens=5) for each in (session, loaded)]
     assert results[0].token_ids == results[1].token_ids
     assert slots(session) == slots(loaded)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 _HEAD = b'data: {"id":"1","object":"chat.completion.chunk","created":1,"model":"m",  "choices":['
 _USAGE = b'"usage":{"prompt_tokens":7,"completion_tokens":2,"total_tokens":9}'
@@ -23,7 +23,7 @@ _CALL = {"id": "call_1", "type": "function", "function": {"name": "population", 
 
 
 @dataclass(frozen=True)
-class Seen:
+class ReceivedRequest:
     """A request as it arrived, with names of headers in small letters."""
 
     method: str
@@ -38,10 +38,10 @@ class Seen:
 
 @dataclass
 class FakeUpstream:
-    """Runs until `stop`. says: the answer to a body. left: set when a client has left a stream or a response that does
-    not come."""
+    """Runs until `stop`, or to the end of its block. says: the answer to a body. left: set when a client has left a
+    stream or a response that does not come."""
 
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[ReceivedRequest] = field(default_factory=list)
     says: Callable[[Any], str] = field(default=lambda body: "Vienna")
     left: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
@@ -64,6 +64,12 @@ class FakeUpstream:
         self._server.server_close()
         self._thread.join()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -82,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        self.fake.seen.append(Seen(self.command, self.path, headers, self.body))
+        self.fake.seen.append(ReceivedRequest(self.command, self.path, headers, self.body))
         getattr(self, "behave_" + self.headers.get("x-behave", "answer"))()
 
     def behave_answer(self) -> None:
