@@ -109,11 +109,6 @@ class Selection:
             if not inside or sorted(set(positions)) != list(positions):
                 raise ValueError(f"positions must increase strictly within 0…{self.num_prompt_tokens - 1}")
 
-    @classmethod
-    def everything(cls, prompt_ids: Sequence[int]) -> Selection:
-        """The whole prompt: dense prefill."""
-        return cls(prompt_ids, range(len(prompt_ids)), len(prompt_ids))
-
     @property
     def num_new(self) -> int:
         """New tokens in the target's cache after prefill."""

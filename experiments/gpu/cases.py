@@ -57,7 +57,7 @@ def bench_prefill(models: Models, length: int, repeats: int) -> dict[str, Any]:
 
     variants: dict[str, Callable[[], Any]] = {
         "dense": partial(first_step, None),
-        "draft, whole prompt": bare(generator.draft, Selection.everything(prompt)),
+        "draft, whole prompt": bare(generator.draft, Selection(prompt, range(len(prompt)), len(prompt))),
     }
     for rate, selection in selections.items():
         variants[f"kept {rate}"] = bare(generator.target, selection)

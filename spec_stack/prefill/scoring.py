@@ -140,7 +140,10 @@ def capture_in_parts(
             proposal, num_layers = (yield from look_ahead(token_ids, config.look_ahead)), None
         # The last drafted token has not been through the draft yet, and its query is one of the scorers.
         rest = [*token_ids[draft.next_position :], *proposal.token_ids[-1:]]
-        for part in _forwards(rest, queries.repeated, tokenization is not None, draft.is_stateful):
+        behind = [*chain.from_iterable(queries.repeated)]
+        # Tokens of another tokenizer are counted as they run; the state of the prompt's end is kept for the rollback.
+        apart = queries.repeated if tokenization is not None else [behind] if draft.is_stateful and behind else []
+        for part in [rest, *apart] if apart else [[*rest, *behind]]:
             num_cached = draft.num_cached
             draft.prefill(part, range(draft.next_position, draft.next_position + len(part)), num_layers=num_layers)
             if queries.found is not None and not sizes and num_layers is None:
@@ -150,18 +153,6 @@ def capture_in_parts(
     if queries.repeated:
         draft.rollback(draft.next_position - num_tokens)
     return captured, proposal, sizes[1:]
-
-
-def _forwards(
-    rest: Sequence[int], repeated: Sequence[Sequence[int]], is_foreign: bool, is_stateful: bool
-) -> list[Sequence[int]]:
-    """The prompt's rest and what is read again behind it, by forwards."""
-    if is_foreign:
-        # Other tokens are counted as they run.
-        return [rest, *repeated]
-    behind = [*chain.from_iterable(repeated)]
-    # The state of the prompt's end is kept for the rollback.
-    return [rest, behind] if is_stateful and behind else [[*rest, *behind]]
 
 
 @dataclass(frozen=True)
@@ -206,25 +197,18 @@ class ScoringQueries:
         ranges, ranks = None if tokenization is None else tokenization.ranges, ranks or Ranks()
         if self.found is None:
             return CapturedAttention(layers, ranges=ranges, ranks=ranks)
-        num_tokens, num_draft_tokens, first = (
-            len(self.text),
-            self.num_draft_tokens(tokenization),
-            self.first(tokenization),
-        )
+        num_draft_tokens, first = self.num_draft_tokens(tokenization), self.first(tokenization)
         num_in_place, found = num_draft_tokens - first, self.found
         spans = [_in_draft_tokens(segment, ranges) for segment in found.segments]
         sizes = [*map(len, self.repeated)] if tokenization is None else sizes
         repeated = pairwise(accumulate(sizes, initial=num_in_place))
         in_place = [(max(start - first, 0), stop - first) for start, stop in spans[found.num_repeated :]]
         segments = [
-            Segment(row, span, mark, asks)
-            for row, span, mark, asks in zip([*repeated, *in_place], spans, found.is_question, found.asks, strict=True)
+            Segment(row, span, asks, mark)
+            for row, span, asks, mark in zip([*repeated, *in_place], spans, found.asks, found.is_question, strict=True)
             if row[0] < row[1] and span[0] < span[1]
         ]
-        opening = num_draft_tokens - _in_draft_tokens((num_tokens - found.opening, num_tokens), ranges)[0]
-        return CapturedAttention(
-            layers, num_in_place, ranges, tuple(segments), min(opening, num_in_place), found, ranks
-        )
+        return CapturedAttention(layers, num_in_place, ranges, tuple(segments), found, ranks)
 
 
 def _in_draft_tokens(span: Span, ranges: Sequence[Span] | None) -> Span:

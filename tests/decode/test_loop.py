@@ -141,7 +141,7 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
         scores = reference.importance(eager, prompt, look.token_ids, prefill.pool_kernel)
     else:
         found = find_candidates(PromptText(prompt))
-        options = {"marked": found.is_question, "opening": found.opening, "pool_kernel": prefill.pool_kernel}
+        options = {"asks": found.asks, "pool_kernel": prefill.pool_kernel}
         scores = reference.question_importance(eager, prompt, (), found.segments, **options)
     positions = reference.selected_positions(scores, 0.3, 8, 1, 1)
     kept = [prompt[position] for position in positions]

@@ -192,7 +192,12 @@ def run(proposer: str, prompt: list[int], num_tokens: int, policy: Fixed, sample
         precision="fp32", clock=StoppedClock(),
     )  # fmt: skip
     steps = decode(
-        request, target, Selection.everything(prompt), Proposal(), policy, Proposer(request, draft, NgramPolicy())
+        request,
+        target,
+        Selection(prompt, range(len(prompt)), len(prompt)),
+        Proposal(),
+        policy,
+        Proposer(request, draft, NgramPolicy()),
     )
     return [token for output in steps for token in output.token_ids]
 

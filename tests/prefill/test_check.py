@@ -21,7 +21,7 @@ def by(config: PrefillConfig) -> Selection:
 
 
 def everything() -> Selection:
-    return Selection.everything(range(NUM_TOKENS))
+    return Selection(range(NUM_TOKENS), range(NUM_TOKENS), NUM_TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -338,14 +338,11 @@ def test_a_draft_that_fails_forwards_the_whole_prompt_and_the_log_quotes_nothing
     upstream: FakeUpstream, caplog: pytest.LogCaptureFixture
 ) -> None:
     pruner = FailingPruner.from_pretrained(device="cpu", config=PrefillConfig(min_prompt_tokens=400))
-    app = RunningApp(build_app(pruner, ProxyConfig(upstream.url, port=0, shutdown_s=1)), 1)
-    try:
+    with RunningApp(build_app(pruner, ProxyConfig(upstream.url, port=0, shutdown_s=1)), 1) as app:
         assert reason(post(app.url, CHAT, {"messages": LONG})) == "off: the draft cannot score the prompt (MemoryError)"
         assert upstream.seen[-1].json == {"messages": LONG}
         assert "my_private_code" not in caplog.text
         assert "scoring failed: MemoryError at " in caplog.text
-    finally:
-        app.stop()
 
 
 class CountingPruner(Pruner):
@@ -367,8 +364,7 @@ class CountingPruner(Pruner):
 
 def test_a_long_history_of_short_turns_is_read_at_once(upstream: FakeUpstream) -> None:
     pruner = CountingPruner.from_pretrained(device="cpu", config=PrefillConfig(keep_rate=0.3, min_prompt_tokens=400))
-    app = RunningApp(build_app(pruner, ProxyConfig(upstream.url, port=0, deadline_s=120, shutdown_s=1)), 1)
-    try:
+    with RunningApp(build_app(pruner, ProxyConfig(upstream.url, port=0, deadline_s=120, shutdown_s=1)), 1) as app:
         chat: list[dict[str, Any]] = []
         for at in range(40):
             chat += [{"role": "user", "content": f"Is {at} prime?"}, {"role": "assistant", "content": f"See {at}."}]
@@ -381,5 +377,3 @@ def test_a_long_history_of_short_turns_is_read_at_once(upstream: FakeUpstream) -
         for stop in range(1, 80, 2):
             conversation.prune(chat[:stop])
         assert upstream.seen[-1].json["messages"] == conversation.prune([*chat, *LONG]).messages
-    finally:
-        app.stop()

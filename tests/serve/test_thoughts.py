@@ -11,9 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance", reason="needs the extra `structured`")
 
-from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.process_pool import RequestPool
-from tests.serve.conftest import Server
+from tests.serve.conftest import Server, served
 from tests.support.thinking import THOUGHT, thinker
 from tests.support.tools import TOOLS
 
@@ -29,11 +27,8 @@ SCHEMA = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "requir
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     generator = thinker()
-    pool = RequestPool(generator)
-    running = Server(generator, ServeConfig(port=0), pool)
-    yield running
-    running.stop()
-    pool.stop()
+    with served(generator) as running:
+        yield running
 
 
 @pytest.mark.parametrize(
