@@ -16,8 +16,8 @@ from spec_stack.prefill.segments import line_borders
 WINDOW = 160
 """Tokens at the end of a prompt whose own queries score it."""
 # Tokens of a place before the window that the draft reads again behind the prompt, and most at the request's end that
-# ask (32 lose 3 of 104 prompts: experiments/LOG.md, "Selection with fewer numbers"). Half of it is a short paragraph, and
-# a segment where the texts are not known.
+# ask (32 lose 3 of 104 prompts: experiments/LOG.md, "Selection with fewer numbers"). Half of it is a short paragraph,
+# and a segment where the texts are not known.
 _LEAD = 64
 MOST_REPEATED = 5 * _LEAD
 """Most tokens that the draft reads again behind a prompt: the system message's end, an earlier request, both ends of
