@@ -88,12 +88,14 @@ def choose_heads(layer: ScoredLayer, heads: Sequence[int]) -> ScoredLayer:
 class Segment:
     """Half-open rows of the captured queries, and the span of the prompt's tokens that they are the queries of.
 
-    asks: whether it is of the question by its place, whatever the last token attends to.
+    asks: whether it is of the question by its place. is_question: whether it counts in full, whatever the last token
+    attends to.
     """
 
     rows: Span
     span: Span
     asks: bool = False
+    is_question: bool = False
 
 
 def last_attention(layers: Iterable[ScoredLayer], num_in_place: int) -> torch.Tensor:
@@ -114,16 +116,17 @@ def segment_weights(attention: torch.Tensor, segments: Sequence[Segment]) -> lis
 
     Of those that ask by their place the heaviest has weight 1, and the others have half at most: behind a tool's
     results the last token attends to the system message and to what is near, 2 to 50 times as much as to the user's
-    question. Where none asks, the heaviest has weight 1.
+    question. Where none asks, the heaviest has weight 1. Several questions at a request's end count alike.
     """
     others = attention.cpu()[:-1]
     seen = torch.stack([others[slice(*segment.span)].mean() for segment in segments])
     asks, known = torch.tensor([segment.asks for segment in segments]), seen.nan_to_num()
     most = _NOT_ASKING if bool(asks.any()) else 1.0
     largest = torch.where(asks, known.where(asks, 0.0).max(), known.max() / most)
-    least = torch.finfo(seen.dtype).tiny
-    weights: list[float] = (seen / largest.clamp(min=least)).nan_to_num(nan=1.0).clamp(max=1).tolist()
-    return weights
+    weights = (seen / largest.clamp(min=torch.finfo(seen.dtype).tiny)).nan_to_num(nan=1.0).clamp(max=1)
+    is_question = torch.tensor([segment.is_question for segment in segments])
+    found: list[float] = weights.where(~is_question, 1.0).tolist()
+    return found
 
 
 def over_queries(attention: torch.Tensor, segments: Sequence[Segment], weights: Sequence[float]) -> torch.Tensor:

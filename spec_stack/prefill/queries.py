@@ -31,15 +31,16 @@ _FEWEST = 4
 class Candidates:
     """The segments of a prompt of num_tokens that may hold its question.
 
-    segments: half-open spans of tokens, in order. asks: whether each is of the question, by its place. num_repeated: so
-    many first segments are before the window, and are repeated behind the prompt. start: first token of the window.
-    request: the last user message. plan: the newest turn of the assistant behind it, if any. is_given: the caller
-    named the question, which alone asks.
+    segments: half-open spans of tokens, in order. asks: whether each is of the question, by its place. is_question:
+    whether it counts in full, whatever the last token attends to. num_repeated: so many first segments are before the
+    window, and are repeated behind the prompt. start: first token of the window. request: the last user message. plan:
+    the newest turn of the assistant behind it, if any. is_given: the caller named the question, which alone asks.
     """
 
     num_tokens: int
     segments: tuple[Span, ...]
     asks: tuple[bool, ...]
+    is_question: tuple[bool, ...]
     num_repeated: int
     start: int
     request: Span
@@ -66,6 +67,7 @@ class Candidates:
             self,
             segments=segments,
             asks=tuple(self.asks[index] for index in at),
+            is_question=tuple(self.is_question[index] for index in at),
             num_repeated=num_repeated,
             start=max(self.start, min(borders)),
         )
@@ -97,7 +99,7 @@ class Candidates:
             before.insert(0, (start, stop))
         segments = (*before, *in_place)
         asks = tuple(segment == (start, stop) for segment in segments)
-        return replace(self, segments=segments, asks=asks, num_repeated=len(before), is_given=True)
+        return replace(self, segments=segments, asks=asks, is_question=asks, num_repeated=len(before), is_given=True)
 
 
 def find_candidates(text: PromptText) -> Candidates:
@@ -133,7 +135,8 @@ def find_candidates(text: PromptText) -> Candidates:
     asking = _asking(own, begin, pieces)
     plan = plans[-1] if plans and plans[-1][0] >= end else (0, 0)
     asks = tuple(segment in asking for segment in segments)
-    found = Candidates(num_tokens, segments, asks, len(before), start, request.span, plan)
+    marks = tuple(asking.get(segment, False) for segment in segments)
+    found = Candidates(num_tokens, segments, asks, marks, len(before), start, request.span, plan)
     return found if text.question is None else found.asking(text.question)
 
 
@@ -142,10 +145,10 @@ def _long_enough(segments: list[Span], request: list[Span]) -> list[Span]:
     return [each for each in segments if each[1] - each[0] >= _FEWEST or each in request[-1:]] or segments
 
 
-def _asking(request: list[Span], begin: int, pieces: Sequence[str] | None) -> set[Span]:
-    """The segments of a request that ask: up to _LEAD tokens of its last paragraph and of a short one before it, or
-    where it ends with a question mark the questions at its end; and its first line, if that is a question or a
-    paragraph."""
+def _asking(request: list[Span], begin: int, pieces: Sequence[str] | None) -> dict[Span, bool]:
+    """The segments of a request that ask, and whether each is a question at its end: up to _LEAD tokens of its last
+    paragraph and of a short one before it, or where it ends with a question mark the questions at its end; and its
+    first line, if that is a question or a paragraph."""
     paragraphs: list[list[Span]] = [[]]
     for each in reversed(request):
         if paragraphs[-1] and _ends_paragraph(pieces, each[1]):
@@ -154,14 +157,16 @@ def _asking(request: list[Span], begin: int, pieces: Sequence[str] | None) -> se
     near, before = paragraphs[0], [*paragraphs, []][1]
     if before and before[0][1] - before[-1][0] <= _LEAD // 2:
         near = [*near, *before]
-    asking = set(near[:1])
-    for start, stop in near[1:]:
-        is_other = _has_mark(pieces, near[0]) and not _has_mark(pieces, (start, stop))
-        if is_other or near[0][1] - start > _LEAD:
+    asking: dict[Span, bool] = {}
+    for each in request[:1]:
+        if each[0] == begin and (_ends_paragraph(pieces, each[1]) or _has_mark(pieces, each)):
+            asking[each] = False
+    for each in near:
+        mark = _has_mark(pieces, each)
+        if each != near[0] and ((asking[near[0]] and not mark) or near[0][1] - each[0] > _LEAD):
             break
-        asking.add((start, stop))
-    firsts = [each for each in request[:1] if each[0] == begin]
-    return asking | {each for each in firsts if _ends_paragraph(pieces, each[1]) or _has_mark(pieces, each)}
+        asking[each] = mark
+    return asking
 
 
 def _ends_paragraph(pieces: Sequence[str] | None, stop: int) -> bool:

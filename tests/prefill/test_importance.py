@@ -127,6 +127,8 @@ def test_who_asks_by_place_counts_in_full_whatever_the_last_token_attends_to() -
     system, first, second, plan = (Segment(span, span) for span in ((0, 10), (20, 30), (30, 40), (300, 310)))
     asking = [replace(first, asks=True), replace(second, asks=True)]
     assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 1, 0.5, 0.25])
+    asking[1] = replace(asking[1], is_question=True)
+    assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 1, 1, 0.25])
     assert segment_weights(attention, [system, first, second, plan]) == pytest.approx([1, 0.025, 0.0125, 0.5])
 
 

@@ -40,7 +40,7 @@ def test_the_question_is_where_a_slow_reader_finds_it(seed: int) -> None:
     for first in (0, *rng.sample(range(len(pieces)), k=min(4, len(pieces)))):
         new, slow = found.reaching(first), expected.since(first)
         assert [*new.segments] == [*slow.repeated, *slow.in_place]
-        assert (new.num_repeated, [*new.asks]) == (len(slow.repeated), slow.asks)
+        assert (new.num_repeated, [*new.asks], [*new.is_question]) == (len(slow.repeated), slow.asks, slow.is_question)
         assert question_words(new) == slow.words()
 
 

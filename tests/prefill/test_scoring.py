@@ -69,6 +69,7 @@ def candidates_of(
         "repeated": found.segments[:cut],
         "in_place": found.segments[cut:],
         "asks": found.asks,
+        "is_question": found.is_question,
     }
 
 

@@ -98,6 +98,28 @@ def test_completions_are_pruned_if_they_are_one_text(pruner: Pruner, start: Star
         assert reason(response).startswith("off: ")
 
 
+def test_only_texts_are_shorter_and_anthropics_messages_are_pruned_too(
+    pruner: Pruner, start: Start, upstream: FakeUpstream
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
+    text = {"type": "text", "text": CODE, "cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": OTHER}]}
+    messages = [{"role": "user", "content": [image, text, result, {"type": "text", "text": QUESTION}]}]
+    url = start().url
+    for path in (CHAT, "/v1/messages"):
+        body = {"system": CODE, "messages": messages, "max_tokens": 3}
+        post(url, path, body)
+        (message,) = upstream.seen[-1].json["messages"]
+        shorter = message["content"][1].pop("text")
+        assert 0 < len(shorter) < len(CODE) / 2
+        assert message["content"][0] == image
+        assert message["content"][1] == {"type": "text", "cache_control": {"type": "ephemeral"}}
+        (part,) = message["content"][2].pop("content")
+        assert 0 < len(part["text"]) < len(OTHER)
+        assert message["content"][2] == {"type": "tool_result", "tool_use_id": "a"}
+        assert upstream.seen[-1].json["system"] == CODE
+
+
 @pytest.mark.parametrize("max_conversations", [8, 0], ids=["kept", "scored anew"])
 def test_a_later_turn_begins_with_what_the_turn_before_kept(
     pruner: Pruner, start: Start, upstream: FakeUpstream, max_conversations: int

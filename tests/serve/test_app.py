@@ -84,6 +84,17 @@ def test_samples_have_their_seeds_and_options_reach_the_generator(embedded: Spec
     assert plain.usage.completion_tokens == 8
 
 
+def test_an_answer_by_a_schema_is_the_generators(embedded: SpecStackGenerator, start: Start) -> None:
+    pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}}}
+    schema |= {"required": ["age"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    expected = embedded.generate(messages=CHAT, max_tokens=24, response_format=wanted)
+    given = start().client().chat.completions.create(messages=CHAT, max_tokens=24, response_format=wanted, **GREEDY)
+    assert given.choices[0].message.content == expected.text
+    assert set(json.loads(expected.text)) == {"age"}
+
+
 def test_a_schema_over_the_grammar_compilers_limits_is_a_400_that_names_the_limit(start: Start) -> None:
     pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
     wide = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(900)}}

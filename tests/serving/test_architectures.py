@@ -75,7 +75,9 @@ def test_a_pair_of_this_architecture_is_pruned_as_plain_transformers_would(
     prompt = reference.text_ids(420, seed=5)
     pieces = Pieces(reference.tokenizer).of(prompt)
     question = reference_question.question_of(pieces, line_borders(pieces), special_spans(prompt))
-    scores = oracle.question_importance(model, prompt, question.repeated, question.in_place, question.asks, mean=True)
+    scores = oracle.question_importance(
+        model, prompt, question.repeated, question.in_place, question.asks, question.is_question, mean=True
+    )
     sizes = PrefillConfig.chunk_size, PrefillConfig.keep_first, PrefillConfig.keep_last
     chunks = [(start, min(start + sizes[0], len(prompt))) for start in range(0, len(prompt), sizes[0])]
     worth = [float(scores[start:stop].mean()) for start, stop in chunks]

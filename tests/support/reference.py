@@ -77,6 +77,7 @@ def question_importance(
     repeated: Sequence[tuple[int, int]],
     in_place: Sequence[tuple[int, int]],
     asks: Sequence[bool],
+    is_question: Sequence[bool] = (),
     *,
     heads: Sequence[tuple[int, int]] | None = None,
     mean: bool = False,
@@ -114,6 +115,9 @@ def question_importance(
     weights = [
         1.0 if each is None else each / most if own else each / largest * (not_asking if any(asks) else 1)
         for each, own in zip(means, asks, strict=True)
+    ]
+    weights = [
+        1.0 if mark else weight for weight, mark in zip(weights, is_question or [False] * len(spans), strict=True)
     ]
     queries, at = [], size
     for start, stop in repeated:

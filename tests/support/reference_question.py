@@ -17,6 +17,7 @@ class Question:
     repeated: list[Span]
     in_place: list[Span]
     asking: set[Span]
+    questions: set[Span]
     request: Sequence[int]
     plan: Sequence[int]
     is_last: bool
@@ -24,6 +25,10 @@ class Question:
     @property
     def asks(self) -> list[bool]:
         return [span in self.asking for span in [*self.repeated, *self.in_place]]
+
+    @property
+    def is_question(self) -> list[bool]:
+        return [span in self.questions for span in [*self.repeated, *self.in_place]]
 
     def since(self, first: int) -> Question:
         """The segments with a token of the text from `first` on, and the request where others are behind it."""
@@ -76,9 +81,9 @@ def question_of(
         return [each for each in spans if each[1] - each[0] >= fewest or (own and each == own[-1])] or spans
 
     plan = plans[0] if plans and plans[0][0] > users[-1][-1] else []
-    asking = _asking(pieces, own, users[-1][0], lead)
+    asking, questions = _asking(pieces, own, users[-1][0], lead)
     repeated, window_lines = long_enough(repeated), long_enough(window_lines)
-    return Question(repeated, window_lines, asking, users[-1], plan, users[-1] is last)
+    return Question(repeated, window_lines, asking, questions, users[-1], plan, users[-1] is last)
 
 
 def _lines(ends: set[int], places: Sequence[Sequence[int]]) -> list[Span]:
@@ -92,7 +97,7 @@ def _lines(ends: set[int], places: Sequence[Sequence[int]]) -> list[Span]:
     return [(start, stop) for start, stop in spans]
 
 
-def _asking(pieces: Sequence[str], own: Sequence[Span], begin: int, most: int) -> set[Span]:
+def _asking(pieces: Sequence[str], own: Sequence[Span], begin: int, most: int) -> tuple[set[Span], set[Span]]:
     """The lines of a request that end it, and its first one. A distance, a blank line behind a long paragraph, a second
     blank line, and another line before a question end what ends it."""
     blanks = [at for at, (_, stop) in enumerate(own[:-1]) if _is_blank(pieces, stop)]
@@ -101,6 +106,7 @@ def _asking(pieces: Sequence[str], own: Sequence[Span], begin: int, most: int) -
     if len(paragraphs) > 1 and own[paragraphs[-2][-1]][1] - own[paragraphs[-2][0]][0] <= most // 2:
         near |= set(paragraphs[-2])
     asking: set[Span] = set()
+    questions: set[Span] = set()
     for at, (start, stop) in enumerate(own):
         behind = own[at:]
         marks = [_asks(pieces, span) for span in behind]
@@ -108,7 +114,9 @@ def _asking(pieces: Sequence[str], own: Sequence[Span], begin: int, most: int) -
         is_first = at == 0 and start == begin and (_is_blank(pieces, stop) or marks[0])
         if is_near or is_first or len(behind) == 1:
             asking.add((start, stop))
-    return asking
+        if marks[0] and (is_near or len(behind) == 1):
+            questions.add((start, stop))
+    return asking, questions
 
 
 def _is_blank(pieces: Sequence[str], stop: int) -> bool:
