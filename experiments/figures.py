@@ -119,7 +119,8 @@ def comparison(out: Path, calibration: Path, made: dict[str, list[str]]) -> str:
         lines.append(f"{row.what}")
         for name, (cells, number) in (("README", theirs), ("here", own)):
             lines.append(f"  {name:7s}{' | '.join(filter(None, cells)).replace('**', '')}  (n {number})")
-        lines += [f"    {shlex.join(made[file])}" for file in dict.fromkeys(row.files)]
+        commands_of_row = [f"    {shlex.join(made[file])}" for file in dict.fromkeys(row.files)]
+        lines += commands_of_row if commands_of_row[0] not in lines else ["    by the same commands"]
     return "\n".join(lines)
 
 

@@ -101,7 +101,7 @@ class PrefillConfig:
     scoring_queries: ScoringQueries = option(
         "prompt",
         "the scoring queries: 'prompt' takes those of likely places of the question, each weighted by the attention "
-        "that the opening of the answer pays to it; 'look_ahead' takes, as in the paper, those of the last prompt "
+        "that the last prompt token pays to it; 'look_ahead' takes, as in the paper, those of the last prompt "
         "token and of drafted tokens, which delays the first token",
     )
     look_ahead: int = option(
@@ -467,8 +467,8 @@ class SessionConfig:
     )
     recall_word_threshold: float | None = option(
         0.9,
-        "sum of rare words in common with the new text's question, each over the root of the number of segments that "
-        "hold it and short ones half, from which a dropped segment is recalled whatever its attention. None uses "
+        "sum of rare words in common with the new text's question, each over the number of segments that hold it and "
+        "short ones half, from which a dropped segment is recalled whatever its attention. None uses "
         "attention alone",
     )
 

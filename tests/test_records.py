@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.controller.base import StepRecord
+from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.records import add_records, check_record_path, read_records
 from tests.support.controller_data import Greedy, runs, step
 
@@ -52,11 +52,29 @@ def test_a_label_that_is_no_valid_unicode_survives_a_line(tmp_path: Path) -> Non
     assert read_records(tmp_path / "records.jsonl") == [record]
 
 
+def test_records_written_and_records_added_are_the_same_file(tmp_path: Path) -> None:
+    add_records(runs(2), tmp_path / "written.jsonl")
+    for number in range(2):
+        mine = [record for record in runs(2) if record.request_id == f"prompt-{number}"]
+        add_records(mine, tmp_path / "added.jsonl")
+    assert (tmp_path / "added.jsonl").read_bytes() == (tmp_path / "written.jsonl").read_bytes()
+
+
 def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for path, gamma in zip(paths, (2, 4), strict=True):
         add_records(runs(2, (gamma,)), path)
     assert len(read_records(*paths)) == len(runs(2, (2,))) + len(runs(2, (4,)))
+
+
+def test_positions_and_correctness_of_every_drafted_token_can_be_told_from_a_run(tmp_path: Path) -> None:
+    greedy, path = Greedy(4), tmp_path / "records.jsonl"
+    add_records(greedy.record("a", 4), path)
+    position = 0
+    for row in lines_of(path):
+        for index in range(min(row["num_accepted"] + 1, row["gamma"])):
+            assert greedy.correct[position + index] == (index < row["num_accepted"])
+        position += row["num_tokens"]
 
 
 ADDING = """
@@ -199,6 +217,13 @@ def test_empty_and_foreign_files_are_refused(tmp_path: Path, text: str, message:
         read_records(path)
 
 
+@pytest.mark.parametrize("name", ["records.txt", "records.csv", "records"])
+def test_another_kind_of_file_is_refused(tmp_path: Path, name: str) -> None:
+    for refuse in (read_records, lambda path: add_records(some_records(), path)):
+        with pytest.raises(ValueError, match=r"give a \.jsonl file"):
+            refuse(tmp_path / name)
+
+
 def test_a_damaged_byte_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     add_records(some_records(), path)
@@ -207,6 +232,13 @@ def test_a_damaged_byte_is_named_by_its_line(tmp_path: Path) -> None:
     path.write_bytes(b"".join(lines))
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: not JSON"):
         read_records(path)
+
+
+def test_extreme_numbers_survive_the_file(tmp_path: Path) -> None:
+    signals = DraftSignals([0.0, 1e-300], [1.0, 0.1 + 0.2])
+    record = dataclasses.replace(step(2, 1), signals=signals, draft_s=1e-9)
+    add_records([record], tmp_path / "records.jsonl")
+    assert read_records(tmp_path / "records.jsonl") == [record]
 
 
 def test_recomputed_tokens_are_kept_and_files_from_before_them_are_read(tmp_path: Path) -> None:

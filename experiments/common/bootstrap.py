@@ -22,7 +22,10 @@ def ratio_interval(over: Sequence[float], under: Sequence[float], seed: int = 0)
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float], seed: int = 0) -> list[float]:
-    """Spearman's correlation of two lists in the same order, with the ends of its interval; 0 where one is constant."""
+    """Spearman's correlation of two lists in the same order, with the ends of its interval; 0 where one is constant or
+    empty."""
+    if not len(one):
+        return [0.0, 0.0, 0.0]
     pairs = np.array([one, other], dtype=float)
     drawn = [_spearman(pairs[:, draw]) for draw in intervals.draws(len(one), seed)]
     return [round(each, 3) for each in (_spearman(pairs), *map(float, np.percentile(drawn, [2.5, 97.5])))]

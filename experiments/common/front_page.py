@@ -31,10 +31,10 @@ class Row:
     what: str
     run: str
     files: tuple[str, ...]
-    cell: Callable[[Content, str, Path], Found]
+    cell: Callable[[Content, str, Path], Found | None]
 
     def found(self, folder: Path, calibration: Path) -> list[Found | None]:
-        """The cells whose results are there."""
+        """The cells; None where nothing was measured."""
         return [
             self.cell(load(file, folder), length, calibration) if (folder / f"{file}.json").is_file() else None
             for file, length in zip(self.files, LENGTHS, strict=False)
@@ -50,9 +50,9 @@ def _first_token(content: Content, length: str, calibration: Path) -> Found:
     return f"**{around(own['ttft_ratio'])}×**", own["n"]
 
 
-def _whole_answer(content: Content, length: str, calibration: Path) -> Found:
-    own = content["cells"][f"{_tokens(length)}/64"]
-    return f"{around(own['pruned']['over_theirs'])}×", own["n"]
+def _whole_answer(content: Content, length: str, calibration: Path) -> Found | None:
+    own = content["cells"].get(f"{_tokens(length)}/64")
+    return None if own is None else (f"{around(own['pruned']['over_theirs'])}×", own["n"])
 
 
 def _evidence(rule: str) -> Callable[[Content, str, Path], Found]:

@@ -52,9 +52,9 @@ class PromptFidelity:
     """One prompt, dense and under every setting.
 
     key: identifies the prompt, the pair and the settings. number: place in the list of prompts, from 1 on. kind: where
-    the question stands among the scoring queries: "question last", "instructions behind the question", "question
-    first", or "no question mark". question: the segment whose queries weigh most, one with a question mark where there
-    is one. answer: the dense greedy one. ttft_s, loss: as in `PrunedPrompt`, of dense prefill.
+    the question stands among the scoring queries: "question last", "instructions behind the question" or "question
+    first". question: of the segments that ask by their place the one whose queries weigh most. answer: the dense
+    greedy one. ttft_s, loss: as in `PrunedPrompt`, of dense prefill.
     """
 
     key: str
@@ -362,18 +362,17 @@ class _QuestionFinder(Observer):
         self.kind = self.question = ""
 
     def scored(self, inputs: ScoringInputs) -> None:
-        """Take the heaviest scoring segment for the question, one with a question mark where there is one."""
+        """Take the heaviest segment that asks for the question, one with a question mark where there is one."""
         found, weights = inputs.candidates, inputs.weights_by_attention(self._config) or inputs.weights_by_words()
-        marked = [span for span, is_question in zip(found.segments, found.is_question, strict=True) if is_question]
-        start, stop = max(marked or found.segments, key=lambda span: weights.get(span, 0.0))
+        asking = [span for span, asks in zip(found.segments, found.asks, strict=True) if asks]
+        marked = [span for span in asking if "".join((inputs.pieces or [])[slice(*span)]).rstrip().endswith("?")]
+        start, stop = max(marked or asking or found.segments, key=lambda span: weights.get(span, 0.0))
         self.question = " ".join("".join((inputs.pieces or [])[start:stop]).split())[:_QUESTION_CHARACTERS]
-        num_behind = len(inputs.prompt_ids) - found.opening - stop
-        if not marked:
-            self.kind = "no question mark"
-        elif stop <= found.start:
+        if stop <= found.start:
             self.kind = "question first"
         else:
-            self.kind = "instructions behind the question" if num_behind >= _INSTRUCTIONS else "question last"
+            is_last = found.request[1] - stop < _INSTRUCTIONS
+            self.kind = "question last" if is_last else "instructions behind the question"
 
 
 def summarise(setting: str, rows: Sequence[PromptFidelity]) -> SettingFidelity:

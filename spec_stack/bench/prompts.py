@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spec_stack.calibrate.loss import Question
 from spec_stack.calibrate.needles import FAMILIES, hide
 from spec_stack.calibrate.shapes import SHAPES
 from spec_stack.engine.request import Call
@@ -74,6 +75,14 @@ def call_of(given: Prompt, tokenizer: Any, number: int) -> Call:
         return Call(messages=list(content), tools=given.get("tools") if isinstance(given, Mapping) else None)
     has_template = getattr(tokenizer, "chat_template", None)
     return Call(messages=[{"role": "user", "content": content}]) if has_template else Call(prompt=content)
+
+
+def questions_of(prompts: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Question]:
+    """The prompts of a file with what their right answers hold, "answers"."""
+    return [
+        (call_of(given, tokenizer, number), list(map(str, given.get("answers", ()))))
+        for number, given in enumerate(prompts, start=1)
+    ]
 
 
 def document_prompts(documents: Mapping[str, str], tokenizer: Any, max_positions: int) -> list[str]:

@@ -7,7 +7,7 @@ loss of more than `LOST_NATS` a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -64,18 +64,6 @@ class Bound:
 def check_share(max_loss: float) -> None:
     """Raise ValueError for a bound that is no share."""
     require(0 < max_loss < 1, f"max_loss must be a share, over 0 and under 1, got {max_loss}")
-
-
-def questions_of(prompts: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[Question]:
-    """Prompts of a file as calls; a text is a user's message where there is a chat template."""
-    found: list[Question] = []
-    for given in prompts:
-        content = given.get("messages", given.get("prompt", given.get("text")))
-        if isinstance(content, str) and getattr(tokenizer, "chat_template", None):
-            content = [{"role": "user", "content": content}]
-        call = Call(prompt=content) if isinstance(content, str) else Call(messages=content, tools=given.get("tools"))
-        found.append((call, list(map(str, given.get("answers", ())))))
-    return found
 
 
 def built_in(pair: ModelPair, config: CalibrateConfig, documents: Sequence[str]) -> Iterable[Question]:

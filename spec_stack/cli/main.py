@@ -274,9 +274,9 @@ def _tell_progress(num_done: int, num_total: int, text: str) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from spec_stack.bench.prompts import read_prompts
+    from spec_stack.bench.prompts import questions_of, read_prompts
     from spec_stack.calibrate.config import CalibrateConfig
-    from spec_stack.calibrate.loss import built_in, check_share, questions_of, with_bound
+    from spec_stack.calibrate.loss import built_in, check_share, with_bound
     from spec_stack.calibrate.search import calibrate, format_calibration
     from spec_stack.engine.pair import ModelPair
     from spec_stack.prefill.calibration import FILE_NAME

@@ -5,7 +5,7 @@
   const REASONS = {
     attention: ["●", "attention", "the draft attends to it from the question"],
     "rare word": ["◆", "word", "attention, and rare words in common with the question"],
-    heading: ["#", "heading", "under a heading that the question names"],
+    head: ["#", "head", "under a heading, key or scope that the question names"],
     words: ["◆", "word", "words in common with the question (BM25)"],
     score: ["●", "attention", "the selection rule's score"],
     ends: ["▸", "ends", "the first and last tokens are always kept"],

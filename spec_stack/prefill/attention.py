@@ -21,11 +21,9 @@ from spec_stack.prefill.importance import (
     choose_heads,
     head_importance,
     largest_attention,
-    merge_questions,
-    opening_attention,
+    last_attention,
     over_queries,
     segment_weights,
-    weights_by_question,
 )
 from spec_stack.prefill.queries import Candidates
 
@@ -75,23 +73,13 @@ def voting_heads(layers: Collection[int], config: PrefillConfig) -> dict[int, li
     return {index: chosen for index, chosen in heads.items() if chosen}
 
 
-def question_layers(layers: Collection[int], config: PrefillConfig) -> list[int]:
-    """The captured layers of which all heads find the question: the voting ones, or with chosen heads the last quarter
-    of the layers up to the last of these, however many have run."""
-    if config.scoring_heads is None:
-        return list(voting_heads(layers, config))
-    last = max(layer for layer, _ in config.scoring_heads)
-    needed = sorted(at for at in layers if at <= last)
-    return needed[-max(1, len(needed) // 4) :]
-
-
 @dataclass(frozen=True)
 class CapturedAttention:
     """The scoring queries and the prompt's keys, of the layers that see the whole prompt.
 
     layers: by index, with this rank's heads. num_in_place: the first queries, of the prompt's own last tokens. ranges:
     for every target token its half-open range of draft tokens, for another tokenizer. segments: of the queries, in
-    draft tokens; empty where all count alike. opening: queries in place that open the answer. candidates: of the whole
+    draft tokens; empty where all count alike. candidates: of the whole
     prompt, in target tokens, that the segments come from.
     """
 
@@ -99,7 +87,6 @@ class CapturedAttention:
     num_in_place: int = 1
     ranges: Sequence[Span] | None = None
     segments: tuple[Segment, ...] = ()
-    opening: int = 0
     candidates: Candidates | None = None
     ranks: Ranks = field(default_factory=Ranks, compare=False)
 
@@ -120,31 +107,31 @@ class CapturedAttention:
             importance = self.ranks.sum(votes) / self.num_voters(config)
         else:
             importance = over_queries(self.ranks.max(votes), self.segments, weights)
-        return self._of_target(merge_questions(importance).cpu())
+        return self._of_target(_finite(importance).cpu())
 
     def weights(self, config: PrefillConfig) -> list[float]:
-        """The weight, up to 1, of each segment's queries, by all heads of the `question_layers`."""
+        """The weight, up to 1, of each segment's queries, by all heads of the voting layers."""
         return run(self._weights_in_parts(config))
 
     def _weights_in_parts(self, config: PrefillConfig) -> Parts[list[float]]:
         if not self.segments:
             return []
         if self.candidates is not None and self.candidates.is_given:
-            return [float(segment.is_question) for segment in self.segments]
-        layers = (self.layers[at] for at in question_layers(self.layers, config))
-        attention = opening_attention(layers, self.num_in_place, self.opening)
+            return [float(segment.asks) for segment in self.segments]
+        layers = (self.layers[at] for at in voting_heads(self.layers, config))
+        attention = last_attention(layers, self.num_in_place)
         yield
-        return segment_weights(self.ranks.sum(attention) / self.ranks.num, self.segments, self.opening)
+        return segment_weights(self.ranks.sum(attention) / self.ranks.num, self.segments)
 
     def votes(self, config: PrefillConfig, weights: Sequence[float]) -> torch.Tensor:
-        """Of this rank's voting heads: with head_reduction "mean" the sum of their importance (num_questions,
-        num_draft_tokens), with "max" the largest pooled attention (n, num_draft_tokens) of the n queries."""
+        """Of this rank's voting heads: with head_reduction "mean" the sum of their importance
+        (num_draft_tokens,), with "max" the largest pooled attention (n, num_draft_tokens) of the n queries."""
         is_mean, some = config.head_reduction == "mean", next(iter(self.layers.values()), None)
         if some is None:
             raise ValueError(NO_LAYER)
-        num_rows = len(weights_by_question(self.segments, weights)) if is_mean else some.queries.shape[1]
         # What a rank without voting heads adds is the least attention.
-        votes = torch.zeros(num_rows, some.keys.shape[1], device=some.keys.device)
+        shape = some.keys.shape[1:2] if is_mean else (some.queries.shape[1], some.keys.shape[1])
+        votes = torch.zeros(shape, device=some.keys.device)
         for layer in self.voting(config):
             # A model that is split has layers on several devices.
             if is_mean:
@@ -161,11 +148,10 @@ class CapturedAttention:
         return sum(self.ranks.num * len(self.layers[at].queries) if own is None else len(own) for at, own in voters)
 
     def by_head(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
-        """Importance (num_prompt_tokens,) by every (layer, head) alone; for one question, head_reduction "mean" is
-        their mean."""
+        """Importance (num_prompt_tokens,) by every (layer, head) alone; head_reduction "mean" is their mean."""
         queries = self.num_in_place, self.segments, self.weights(config)
         return {
-            (index, head): self._of_target(merge_questions(importance))
+            (index, head): self._of_target(_finite(importance))
             for index, layer in self.layers.items()
             for head, importance in enumerate(head_importance(layer, *queries).cpu())
         }
@@ -182,3 +168,10 @@ class CapturedAttention:
 
     def _of_target(self, scores: torch.Tensor) -> torch.Tensor:
         return scores if self.ranges is None else map_importance(scores, self.ranges)
+
+
+def _finite(importance: torch.Tensor) -> torch.Tensor:
+    """Finite importance. Raises ValueError."""
+    if not bool(torch.isfinite(importance).all()):
+        raise ValueError("the draft's attention is not finite")
+    return importance

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class KeptSpan:
     """A half-open span of a prompt's characters that the target has, and what kept it.
 
-    reason: "attention", "rare word" (in common with the question), "heading" (of a section that the question names),
-    "words" (BM25) or "score" (another rule's), each the least that sufficed; "ends" of the prompt; "protected";
+    reason: "attention", "rare word" (in common with the question), "head" (a heading, key or scope that the question
+    names), "words" (BM25) or "score" (another rule's), each the least that sufficed; "ends" of the prompt; "protected";
     "recalled" or "cached" from earlier turns; "dense" where nothing was pruned.
     """
 

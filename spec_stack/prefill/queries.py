@@ -1,11 +1,10 @@
 """The scoring queries: segments of a prompt that may hold its question. Pure.
 
-Every short candidate place is scored; `importance.segment_weights` weighs it by the attention of the opening tokens.
+Every short candidate place is scored; `importance.segment_weights` weighs it by the last token's attention to it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,45 +13,38 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between
 from spec_stack.prefill.segments import line_borders
 
+# WINDOW, _LEAD and _FEWEST: half and double are in experiments/results/selection_sweep.json.
 WINDOW = 160
 """Tokens at the end of a prompt whose own queries score it."""
-# Tokens of a place before the window that the draft reads again behind the prompt.
+# Tokens of a place before the window that the draft reads again behind the prompt, and most at the request's end that
+# ask. Half of it is a segment where the texts are not known.
 _LEAD = 64
 MOST_REPEATED = 5 * _LEAD
 """Most tokens that the draft reads again behind a prompt: the system message's end, an earlier request, both ends of
 the last one, and the newest plan of the assistant."""
-# Most tokens behind the last turn that open the answer, and as many where no template opens it.
-_OPENING, _NO_OPENING = 8, 4
-# Tokens before the request's end over which a word's weight halves without a draft.
-_HALF_LIFE = 12
-# Tokens of a segment where the texts are not known.
-_SEGMENT = 16
-# Fewest tokens of a segment without a question mark. A template's own line is shorter, and an attention sink.
+_QUESTION_MARKS = ("?", "\uff1f", "\u061f", "\u037e")
+# Fewest tokens of a segment that does not end its request. A template's own line is shorter, and an attention sink.
 _FEWEST = 4
-# A mark that ends a segment, directly behind a word: `name?.length`, `a ? b : c`, `?id=7` and `parse()?` ask nothing.
-_CLOSING = "[\"'`*_)\\]\u2019\u201d\u00bb\u300d\u300f\uff09?!]*"
-_QUESTION_MARK = re.compile(
-    f"(?:[\\w\"'\u2019\u201d\u00bb*`][\u00a0\u202f]?[?\u037e]|[\uff1f\u061f\u2e2e]){_CLOSING}\\s*\\Z"
-)
 
 
 @dataclass(frozen=True)
 class Candidates:
     """The segments of a prompt of num_tokens that may hold its question.
 
-    segments: half-open spans of tokens, in order. is_question: whether each holds a question mark. num_repeated: so
-    many first segments are before the window, and are repeated behind the prompt. start: first token of the window.
-    opening: last tokens of the prompt, which open the answer. request: the last user message. is_given: the caller
-    named the question, which alone has is_question; the other segments are background.
+    segments: half-open spans of tokens, in order. asks: whether each is of the question, by its place. is_question:
+    whether it counts in full, whatever the last token attends to. num_repeated: so many first segments are before the
+    window, and are repeated behind the prompt. start: first token of the window. request: the last user message. plan:
+    the newest turn of the assistant behind it, if any. is_given: the caller named the question, which alone asks.
     """
 
     num_tokens: int
     segments: tuple[Span, ...]
+    asks: tuple[bool, ...]
     is_question: tuple[bool, ...]
     num_repeated: int
     start: int
-    opening: int
     request: Span
+    plan: Span = (0, 0)
     is_given: bool = False
 
     @property
@@ -65,8 +57,8 @@ class Candidates:
         first = min(first, self.num_tokens - 1)
         at = [
             index
-            for index, (segment, mark) in enumerate(zip(self.segments, self.is_question, strict=True))
-            if segment[1] > first or (mark if self.is_given else self.is_of_earlier_request(segment))
+            for index, (segment, asks) in enumerate(zip(self.segments, self.asks, strict=True))
+            if segment[1] > first or (asks if self.is_given else self.is_of_earlier_request(segment))
         ]
         num_repeated = sum(index < self.num_repeated for index in at)
         segments = tuple(self.segments[index] for index in at)
@@ -74,15 +66,11 @@ class Candidates:
         return replace(
             self,
             segments=segments,
+            asks=tuple(self.asks[index] for index in at),
             is_question=tuple(self.is_question[index] for index in at),
             num_repeated=num_repeated,
             start=max(self.start, min(borders)),
         )
-
-    @property
-    def asks(self) -> list[bool]:
-        """Whether each segment is of a request that has other turns behind it: it asks, however far back it is."""
-        return [self.is_of_earlier_request(segment) for segment in self.segments]
 
     def is_of_request(self, segment: Span) -> bool:
         return self.request[0] <= segment[0] < self.request[1]
@@ -110,8 +98,8 @@ class Candidates:
         else:
             before.insert(0, (start, stop))
         segments = (*before, *in_place)
-        marks = tuple(segment == (start, stop) for segment in segments)
-        return replace(self, segments=segments, is_question=marks, num_repeated=len(before), is_given=True)
+        asks = tuple(segment == (start, stop) for segment in segments)
+        return replace(self, segments=segments, asks=asks, is_question=asks, num_repeated=len(before), is_given=True)
 
 
 def find_candidates(text: PromptText) -> Candidates:
@@ -122,16 +110,14 @@ def find_candidates(text: PromptText) -> Candidates:
     """
     num_tokens, pieces = len(text), text.pieces
     turns = text.turns or [ChatTurn("user", span) for span in between(text.template, num_tokens)]
-    behind = num_tokens - turns[-1].span[1] if turns else 0
-    opening = min(behind, _OPENING) or min(_NO_OPENING, num_tokens)
-    # A turn of nothing but what opens the answer is the template's.
-    turns = [turn for turn in turns if turn.span[0] < num_tokens - opening] or [ChatTurn("user", (0, num_tokens))]
+    # The last token opens the answer, and a turn of nothing else is the template's.
+    turns = [turn for turn in turns if turn.span[0] < num_tokens - 1] or [ChatTurn("user", (0, num_tokens))]
     last = turns[-1]
     start = max(num_tokens - WINDOW, last.span[0])
     *earlier, request = [turn for turn in turns if turn.role == "user"] or [last]
-    places = [end for turn in earlier[-1:] for end in _ends(*turn.span)]
-    plans = [turn for turn in turns[:-1] if turn.role == "assistant"]
-    places += [end for turn in plans[-1:] for end in _ends(*turn.span)]
+    plans = [turn.span for turn in turns[:-1] if turn.role == "assistant"]
+    near = [*(turn.span for turn in earlier[-1:]), *plans[-1:]]
+    places = [end for span in near for end in _ends(*span)]
     begin, end = request.span
     if request == last:
         places.append((begin, min(begin + _LEAD, start)))
@@ -141,22 +127,56 @@ def find_candidates(text: PromptText) -> Candidates:
         # The end of the system message, with its template.
         places.append((max(0, turns[0].span[0] - _LEAD), turns[0].span[0]))
     borders = _borders(num_tokens, pieces)
-    before = _askable([segment for place in sorted(places) for segment in _cut(borders, *place)], pieces)
-    in_place = [] if last.role == "tool" and request != last else _askable(_cut(borders, start, last.span[1]), pieces)
+    before = [segment for place in sorted(places) for segment in _cut(borders, *place)]
+    in_place = [] if last.role == "tool" and request != last else _cut(borders, start, last.span[1])
+    own = [segment for segment in (*before, *in_place) if begin <= segment[0] < end]
+    before, in_place = _long_enough(before, own), _long_enough(in_place, own)
     segments = (*before, *in_place)
-    marked = tuple(pieces is not None and _has_mark(pieces, segment) for segment in segments)
-    found = Candidates(num_tokens, segments, marked, len(before), start, opening, request.span)
+    asking = _asking(own, begin, pieces)
+    plan = plans[-1] if plans and plans[-1][0] >= end else (0, 0)
+    asks = tuple(segment in asking for segment in segments)
+    marks = tuple(asking.get(segment, False) for segment in segments)
+    found = Candidates(num_tokens, segments, asks, marks, len(before), start, request.span, plan)
     return found if text.question is None else found.asking(text.question)
 
 
-def _askable(segments: list[Span], pieces: Sequence[str] | None) -> list[Span]:
-    """The segments that are long enough for a question or have its mark; all of them where none is."""
-    found = [
-        (start, stop)
-        for start, stop in segments
-        if stop - start >= _FEWEST or (pieces is not None and _has_mark(pieces, (start, stop)))
-    ]
-    return found or segments
+def _long_enough(segments: list[Span], request: list[Span]) -> list[Span]:
+    """The segments that are long enough for a question, and the request's last one; all of them where none is."""
+    return [each for each in segments if each[1] - each[0] >= _FEWEST or each in request[-1:]] or segments
+
+
+def _asking(request: list[Span], begin: int, pieces: Sequence[str] | None) -> dict[Span, bool]:
+    """The segments of a request that ask, and whether each is a question at its end: up to _LEAD tokens of its last
+    paragraph and of a short one before it, or where it ends with a question mark the questions at its end; and its
+    first line, if that is a question or a paragraph."""
+    paragraphs: list[list[Span]] = [[]]
+    for each in reversed(request):
+        if paragraphs[-1] and _ends_paragraph(pieces, each[1]):
+            paragraphs.append([])
+        paragraphs[-1].append(each)
+    near, before = paragraphs[0], [*paragraphs, []][1]
+    if before and before[0][1] - before[-1][0] <= _LEAD // 2:
+        near = [*near, *before]
+    asking: dict[Span, bool] = {}
+    for each in request[:1]:
+        if each[0] == begin and (_ends_paragraph(pieces, each[1]) or _has_mark(pieces, each)):
+            asking[each] = False
+    for each in near:
+        mark = _has_mark(pieces, each)
+        if each != near[0] and ((asking[near[0]] and not mark) or near[0][1] - each[0] > _LEAD):
+            break
+        asking[each] = mark
+    return asking
+
+
+def _ends_paragraph(pieces: Sequence[str] | None, stop: int) -> bool:
+    """Whether a blank line is before a token."""
+    return pieces is not None and "".join(pieces[max(0, stop - 2) : stop]).rstrip(" \t").count("\n") > 1
+
+
+def _has_mark(pieces: Sequence[str] | None, segment: Span) -> bool:
+    """Whether a segment ends with a question mark."""
+    return pieces is not None and "".join(pieces[slice(*segment)]).rstrip().endswith(_QUESTION_MARKS)
 
 
 def _ends(start: int, stop: int) -> list[Span]:
@@ -167,33 +187,18 @@ def _ends(start: int, stop: int) -> list[Span]:
 
 
 def question_words(found: Candidates) -> dict[int, float]:
-    """The question's tokens and their weights, up to 1, without a draft.
-
-    A question mark at the request's very end makes its questions all that counts. Elsewhere the request counts by its
-    distance from its end, and in full its first line where that is short, and every question.
-    """
-    marked = [each for each, mark in zip(found.segments, found.is_question, strict=True) if mark]
-    inside = [each for each in found.segments if found.is_of_request(each)]
-    if inside and inside[-1] in marked:
-        marked = [each for each in marked if found.is_of_request(each)]
-    weights = {at: 1.0 for segment in marked for at in range(*segment)}
-    if found.is_given or not inside or inside[-1] in marked:
-        return weights
-    (start, end), first = found.request, inside[0]
-    if first[0] == start and first[1] - start <= _LEAD // 2:
-        weights |= dict.fromkeys(range(*first), 1.0)
-    return {at: 0.5 ** ((end - 1 - at) / _HALF_LIFE) for each in inside for at in range(*each)} | weights
+    """The question's tokens and their weights: those of the segments that ask, and of the newest plan."""
+    first, last = found.plan
+    pairs = zip(found.segments, found.asks, strict=True)
+    asking = [each for each, asks in pairs if asks or (not found.is_given and first <= each[0] < last)]
+    return {at: 1.0 for segment in asking for at in range(*segment)}
 
 
 def _borders(num_tokens: int, pieces: Sequence[str] | None) -> list[int]:
-    return [*range(0, num_tokens, _SEGMENT), num_tokens] if pieces is None else line_borders(pieces)
+    return [*range(0, num_tokens, _LEAD // 2), num_tokens] if pieces is None else line_borders(pieces)
 
 
 def _cut(borders: Sequence[int], start: int, stop: int) -> list[Span]:
     """The parts of a span between these borders."""
     parts = ((max(begin, start), min(end, stop)) for begin, end in pairwise(borders))
     return [(begin, end) for begin, end in parts if begin < end]
-
-
-def _has_mark(pieces: Sequence[str], segment: Span) -> bool:
-    return _QUESTION_MARK.search("".join(pieces[slice(*segment)])) is not None

@@ -197,25 +197,18 @@ class ScoringQueries:
         ranges, ranks = None if tokenization is None else tokenization.ranges, ranks or Ranks()
         if self.found is None:
             return CapturedAttention(layers, ranges=ranges, ranks=ranks)
-        num_tokens, num_draft_tokens, first = (
-            len(self.text),
-            self.num_draft_tokens(tokenization),
-            self.first(tokenization),
-        )
+        num_draft_tokens, first = self.num_draft_tokens(tokenization), self.first(tokenization)
         num_in_place, found = num_draft_tokens - first, self.found
         spans = [_in_draft_tokens(segment, ranges) for segment in found.segments]
         sizes = [*map(len, self.repeated)] if tokenization is None else sizes
         repeated = pairwise(accumulate(sizes, initial=num_in_place))
         in_place = [(max(start - first, 0), stop - first) for start, stop in spans[found.num_repeated :]]
         segments = [
-            Segment(row, span, mark, asks)
-            for row, span, mark, asks in zip([*repeated, *in_place], spans, found.is_question, found.asks, strict=True)
+            Segment(row, span, asks, mark)
+            for row, span, asks, mark in zip([*repeated, *in_place], spans, found.asks, found.is_question, strict=True)
             if row[0] < row[1] and span[0] < span[1]
         ]
-        opening = num_draft_tokens - _in_draft_tokens((num_tokens - found.opening, num_tokens), ranges)[0]
-        return CapturedAttention(
-            layers, num_in_place, ranges, tuple(segments), min(opening, num_in_place), found, ranks
-        )
+        return CapturedAttention(layers, num_in_place, ranges, tuple(segments), found, ranks)
 
 
 def _in_draft_tokens(span: Span, ranges: Sequence[Span] | None) -> Span:

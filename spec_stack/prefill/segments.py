@@ -97,12 +97,20 @@ class Segments:
 
     def with_heads(self, segments: Iterable[int]) -> set[int]:
         """The tokens of some segments and of all heads that they need."""
-        wanted: set[int] = set()
-        for segment in segments:
-            while segment >= 0 and segment not in wanted:
-                wanted.add(segment)
-                segment = self._heads[segment] if self._heads else -1
+        wanted = {at for segment in segments for at in self.chain(segment)}
         return {at for each in wanted for at in range(self.borders[each], self.borders[each + 1])}
+
+    def chain(self, segment: int) -> list[int]:
+        """A segment, its head, that one's head, and so on."""
+        chain: list[int] = []
+        while segment >= 0 and segment not in chain:
+            chain.append(segment)
+            segment = self.head(segment)
+        return chain
+
+    def head(self, segment: int) -> int:
+        """The segment that is kept with this one, or -1."""
+        return self._heads[segment] if self._heads else -1
 
 
 class ChunkSegments(Segments):

@@ -9,8 +9,6 @@ from itertools import pairwise
 
 from spec_stack.prefill.prompt_text import PromptText
 
-# Tokens with so much weight are the question itself, and are not searched.
-_ASKED = 0.5
 # Scripts without spaces count by the character.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 _WORD = re.compile(f"[{_CHARACTERS}]|[^\\W{_CHARACTERS}]+")
@@ -40,7 +38,7 @@ def read_question(text: PromptText, weights: Mapping[int, float]) -> Question:
     for run in _runs(sorted(weights)):
         for word, token in _words_by_token(text, run):
             words[word] = max(words.get(word, 0.0), weights[token])
-    return Question(words, frozenset(at for at, weight in weights.items() if weight >= _ASKED))
+    return Question(words, frozenset(weights))
 
 
 def words_of(text: PromptText, tokens: Sequence[int]) -> Sequence[Hashable]:

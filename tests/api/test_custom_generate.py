@@ -164,6 +164,30 @@ def test_sampling_is_reproducible_by_torchs_seed_and_stays_within_top_k(
         assert int(two[0, position]) in logits[0, position - 1].topk(3).indices.tolist()
 
 
+@pytest.mark.slow
+def test_sampled_first_tokens_have_the_models_distribution(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    inputs = ids_of(8)
+    torch.manual_seed(0)
+    num = 400
+    rows = target.generate(
+        **inputs,
+        max_new_tokens=1,
+        do_sample=True,
+        temperature=1.5,
+        top_k=4,
+        num_return_sequences=num,
+        custom_generate=with_draft(draft),
+    )
+    counts = torch.bincount(rows[:, -1], minlength=VOCAB).float()
+    logits = target(inputs["input_ids"]).logits[0, -1] / 1.5
+    best = logits.topk(4)
+    expected = torch.zeros(VOCAB).scatter(0, best.indices, best.values.softmax(0)) * num
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    # Chi-square with three degrees of freedom: over 16.3 once in a thousand.
+    assert float(((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum()) < 16.3
+
+
 @pytest.mark.parametrize(
     "options",
     others_nightly(

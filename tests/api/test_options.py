@@ -49,6 +49,30 @@ def test_every_field_of_a_configuration_has_a_meaning_that_its_help_shows(config
         assert meaning(config, name) in (config.__doc__ or "")
 
 
+@pytest.mark.parametrize(
+    ("call", "option", "nearest"),
+    [
+        ("generate", "max_new_tokens", "max_tokens"),
+        ("stream", "num_draft_tokens", "gamma"),
+        ("generate", "keeprate", "keep_rate"),
+        ("stream", "sampling_params", "params"),
+        ("generate", "inputs", "prompt"),
+    ],
+)
+def test_an_unknown_option_names_the_function_called_and_the_nearest_one(
+    embedded: SpecStackGenerator, call: str, option: str, nearest: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"{call}\(\) has no option '{option}'; did you mean {nearest}=\?"):
+        getattr(embedded, call)("x", **{option: 3})
+
+
+def test_loading_names_the_nearest_option_too() -> None:
+    for name in ("torch_dtype", "dtype"):
+        unknown: dict[str, Any] = {name: "bf16"}
+        with pytest.raises(TypeError, match=rf"has no option '{name}'; did you mean precision=\?"):
+            SpecStackGenerator.from_pretrained(**unknown)
+
+
 def test_params_stand_for_the_single_options(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     generator = SpecStackGenerator(target, draft)
     single = {"max_tokens": 9, "temperature": 0.8, "seed": 5, "top_k": 20}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.engine.request import Call
 from tests.support import reference
-from tests.support.forwards import forwards_of, sizes_of
 from tests.support.models import make_model, random_prompt
 
 
@@ -61,15 +63,27 @@ def test_a_streams_logprobs_are_those_of_generate_and_forbidden_tokens_have_none
 def test_samples_share_the_prefill(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     config = SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, keep_rate=0.3))
     generator, prompt = SpecStackGenerator(target, draft, config=config), random_prompt(300)
+    sizes: list[int] = []
+    for model in (target, draft):
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
     for pruned in (False, True):
-        options: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 5, "n": 4, "gamma": 2}
-        with forwards_of(target, draft) as fed:
-            result = generator.generate(input_ids=prompt, sparse_prefill="on" if pruned else "off", **options)
+        sizes.clear()
+        result = generator.generate(
+            input_ids=prompt,
+            max_tokens=6,
+            temperature=1.0,
+            seed=5,
+            n=4,
+            sparse_prefill="on" if pruned else "off",
+            gamma=2,
+        )
         assert len(result.choices) == 4
         assert result.choices[0] is result
         assert len({tuple(choice.token_ids) for choice in result.choices}) > 1
         # The target's prefill and the draft's, each once.
-        assert sum(size for size in sizes_of(fed) if size > 20) <= 300 + 310
+        assert sum(size for size in sizes if size > 20) <= 300 + 310
         assert all(choice.metrics.num_cached_tokens == 299 for choice in result.others)
         kept = {choice.metrics.num_kept_tokens for choice in result.choices}
         assert len(kept) == 1
@@ -100,6 +114,24 @@ def test_samples_in_a_session_leave_the_first_as_its_answer(target: PreTrainedMo
     after = session.generate(input_ids=longer, max_tokens=8, gamma=2)
     assert after.metrics.num_cached_tokens == len(prompt) + 7
     assert after.token_ids == reference.greedy(make_model(seed=1), longer, 8)
+
+
+@pytest.mark.slow
+def test_every_sample_has_the_targets_distribution(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    models = [make_model(seed=seed, vocab=5) for seed in (1, 2)]
+    for model in models:
+        model.lm_head.weight.data.mul_(0.25)
+    generator, prompt = SpecStackGenerator(*models), random_prompt(20, vocab=5)
+    law = reference.shaped_law(models[0], prompt, prompt, range(20), lambda prefix, row: row, 2)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(0, 300, 3):
+        result = generator.generate(input_ids=prompt, max_tokens=2, temperature=1.0, seed=seed, n=3, gamma=2)
+        counts.update(tuple(choice.token_ids) for choice in result.others)
+    cells = [cell for cell, weight in law.items() if weight * 200 >= 5]
+    observed = np.array([counts[cell] for cell in cells], dtype=float)
+    expected = np.array([law[cell] for cell in cells]) * counts.total()
+    rest = counts.total() - observed.sum(), counts.total() - expected.sum()
+    assert chisquare(np.append(observed, rest[0]), np.append(expected, rest[1])).pvalue > 1e-3
 
 
 def test_equal_samples_and_junk_are_refused(embedded: SpecStackGenerator) -> None:

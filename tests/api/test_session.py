@@ -13,11 +13,11 @@ from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackG
 from spec_stack.api.session import Session
 from spec_stack.config import DraftStep, Positions
 from spec_stack.hf.prompt import encode_messages
+from spec_stack.prefill.prompt_text import clip_spans
 from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.segments import ChunkSegments
 from tests.support import reference_session, tiny_architectures
-from tests.support.forwards import forwards_of, sizes_of
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.nightly import others_nightly
 from tests.support.reference_session import Trace
@@ -44,6 +44,18 @@ def slots(session: Session) -> tuple[list[int], list[int]]:
     """Token ids and positions of the target's slots, in the order in which they were written."""
     positions = list(session.conversation.target.positions)
     return [session.conversation.token_ids[position] for position in positions], positions
+
+
+def num_fed(generator: SpecStackGenerator) -> dict[str, list[int]]:
+    """The tokens of every forward from now on, by model."""
+    fed: dict[str, list[int]] = {"target": [], "draft": []}
+    for role, model in (("target", generator.target), ("draft", generator.draft)):
+
+        def note(module: Any, args: Any, options: dict[str, Any], sizes: list[int] = fed[role]) -> None:
+            sizes.append(options["input_ids"].shape[1])
+
+        model.register_forward_pre_hook(note, with_kwargs=True)
+    return fed
 
 
 @pytest.mark.parametrize("seed", others_nightly(range(20), usual=range(4)))
@@ -92,19 +104,23 @@ def test_a_pruned_session_is_one_plain_forward_over_its_slots_in_the_order_writt
 
 def test_only_what_is_new_goes_through_the_models() -> None:
     generator = make_generator(PrefillConfig(keep_rate=1.0))
+    sizes: list[int] = []
+    generator.target.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     session = generator.session()
     first = session.generate(input_ids=random_prompt(100), max_tokens=5, gamma=0)
     prompt = [*random_prompt(100), *first.token_ids, 7, 8, 9]
-    with forwards_of(generator.target) as fed:
-        second = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
+    sizes.clear()
+    second = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
     # The last token of the answer has been asked for, but not been through the target.
-    assert sizes_of(fed) == [4, 1, 1, 1, 1]
+    assert sizes == [4, 1, 1, 1, 1]
     metrics = second.metrics
     assert (metrics.num_prompt_tokens, metrics.num_cached_tokens, metrics.num_new_tokens) == (108, 104, 4)
     assert not metrics.sparse_prefill
-    with forwards_of(generator.target) as fed:
-        again = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
-    assert sizes_of(fed)[0] == 1
+    sizes.clear()
+    again = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
+    assert sizes[0] == 1
     assert again.token_ids == second.token_ids
 
 
@@ -210,6 +226,11 @@ def test_recalled_tokens_see_earlier_text_alone_in_pieces_and_beside_fixed_shape
     assert 0 < min(count for count in recalled if count) <= 12
 
 
+def test_spans_are_clipped_to_the_new_text() -> None:
+    assert clip_spans([(0, 3), (5, 9), (12, 14)], 7) == [(0, 2), (5, 7)]
+    assert clip_spans([(0, 7)], 7) == []
+
+
 def test_restoration_is_off_on_request_and_then_short_turns_are_not_scored() -> None:
     first, question = random_prompt(200), random_prompt(5, seed=8)
     restored = {}
@@ -249,12 +270,12 @@ def test_recalled_tokens_and_the_new_text_are_one_forward_and_nothing_is_prefill
     session = generator.session()
     prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3).token_ids, *question]
     held, num_cached = slots(session)[1], 202
-    with forwards_of(generator.target) as fed:
-        result = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0)
+    fed = num_fed(generator)
+    result = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0)
     restored = sorted({*range(num_cached)} & {*slots(session)[1]} - {*held})
     assert result.metrics.num_recalled_tokens == len(restored) > 0
     assert slots(session)[1] == [*held, *restored, *range(num_cached, 210)]
-    assert sizes_of(fed) == [len(restored) + len(prompt_2) - num_cached, 1, 1]
+    assert fed["target"] == [len(restored) + len(prompt_2) - num_cached, 1, 1]
     assert result.metrics.num_recomputed_tokens == 0
 
 
@@ -263,16 +284,16 @@ def test_a_later_turns_draft_reads_what_is_new_and_nothing_twice() -> None:
     generator = make_generator(session=EAGER)
     session = generator.session()
     prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3, gamma=0).token_ids, *question]
-    with forwards_of(generator.draft) as fed:
-        metrics = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0).metrics
+    fed = num_fed(generator)
+    metrics = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0).metrics
     assert metrics.num_scored_tokens == len(prompt_2)
     # Without texts segments are 16 tokens long: here 192 up to 208.
-    assert sizes_of(fed) == [len(prompt_2) - 192]
+    assert fed["draft"] == [len(prompt_2) - 192]
     # New text that is pruned is scored by earlier questions too.
     long = [*prompt_2, *random_prompt(60, seed=9)]
-    with forwards_of(generator.draft) as fed:
-        assert session.generate(input_ids=long, max_tokens=3, gamma=0).metrics.sparse_prefill
-    assert sum(sizes_of(fed)) >= WINDOW
+    fed["draft"].clear()
+    assert session.generate(input_ids=long, max_tokens=3, gamma=0).metrics.sparse_prefill
+    assert sum(fed["draft"]) >= WINDOW
 
 
 @pytest.mark.parametrize("positions", ["original", "contiguous"])
@@ -479,6 +500,20 @@ def test_a_hundred_turns_leave_no_more_behind_than_one() -> None:
     assert session.num_cached_tokens <= 112
 
 
+def test_sampling_in_a_session_is_reproducible_by_its_seed() -> None:
+    generator = make_generator()
+    prompt = random_prompt(100)
+    answers = []
+    for _ in range(2):
+        session = generator.session()
+        first = session.generate(input_ids=prompt, max_tokens=10, temperature=1.0, seed=3)
+        second = session.generate(
+            input_ids=[*prompt, *first.token_ids, *random_prompt(9, seed=1)], max_tokens=10, temperature=1.0, seed=4
+        )
+        answers.append((first.token_ids, second.token_ids))
+    assert answers[0] == answers[1]
+
+
 def test_a_chat_goes_on_from_the_answer_it_gave(embedded: SpecStackGenerator) -> None:
     session = embedded.session()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Give three tips."}]
@@ -611,6 +646,33 @@ def test_an_error_in_a_turn_of_a_recurrent_model_costs_no_more_than_time() -> No
     assert slots(session) == before
     expected = generator.generate(input_ids=prompt, max_tokens=12).token_ids
     assert session.generate(input_ids=prompt, max_tokens=12).token_ids == expected
+
+
+def test_a_draft_with_another_tokenizer_serves_a_session() -> None:
+    tokenizer = make_tokenizer("a b c d e f ab abc de cd", "<t>")
+    other = make_tokenizer("f e bc d abc c b ef a", "<s>")
+    models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
+    config = SpecStackConfig(SPARSE, session=replace(EAGER, recall_threshold=0.0, max_recalled_chunks=40))
+    generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=other)
+    plain = make_model(seed=1, vocab=16)
+    text, session, restored = "abcdefdeab" * 60, generator.session(), 0
+    fed: list[int] = []
+    generator.draft.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for turn in range(4):
+        fed.clear()
+        result = session.generate(text, max_tokens=5, gamma=2)
+        ids, positions = slots(session)
+        assert reference_session.answers_by_slots(plain, ids, positions, 5) == result.token_ids
+        assert (result.metrics.num_cached_tokens > 0) is (turn > 0)
+        # Once all that was dropped is recalled, nothing is left to score.
+        is_whole = result.metrics.num_kept_tokens == result.metrics.num_prompt_tokens
+        assert is_whole or result.metrics.num_scored_tokens
+        assert (sum(fed) < 2 * (WINDOW + 64)) is (turn > 0), "the draft reads only what is new, and the scoring queries"
+        restored += result.metrics.num_recalled_tokens
+        text += result.text + "cdef"
+    assert restored
 
 
 @pytest.mark.parametrize("seed", others_nightly(range(6), usual=[1, 4]))

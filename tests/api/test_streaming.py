@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel, TextIteratorStreamer, TextStreamer
 
-from spec_stack import SpecStackGenerator, StepOutput
-from tests.support.models import random_prompt
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator, StepOutput
+from tests.support.models import make_model, random_prompt
+from tests.support.nightly import others_nightly
 
 PROMPT = "def read_lines(path):\n"
 
@@ -107,13 +109,13 @@ def test_an_awaited_stream_refuses_at_once_and_is_closed_with_the_loop(
     assert len(session.generate(input_ids=random_prompt(20), max_tokens=3).token_ids) == 3
 
 
-def test_prompts_come_in_every_shape_of_one_row(embedded: SpecStackGenerator) -> None:
-    ids = embedded.tokenizer(PROMPT).input_ids
-    expected = embedded.generate(PROMPT, max_tokens=4).token_ids
-    shapes = [ids, tuple(ids), np.array(ids), torch.tensor(ids), torch.tensor([ids])]
-    assert all(embedded.generate(input_ids=shape, max_tokens=4).token_ids == expected for shape in shapes)
+def test_what_a_tokenizer_returns_can_be_handed_on(embedded: SpecStackGenerator) -> None:
     inputs = embedded.tokenizer(PROMPT, return_tensors="pt")
-    assert embedded.generate(**inputs, max_tokens=4).token_ids == expected
+    assert set(inputs) == {"input_ids", "attention_mask"}
+    expected = embedded.generate(PROMPT, max_tokens=8).token_ids
+    assert embedded.generate(**inputs, max_tokens=8).token_ids == expected
+    outputs: Iterator[StepOutput] = embedded.stream(**inputs, max_tokens=8)
+    assert [token_id for output in outputs for token_id in output.token_ids] == expected
 
 
 @pytest.mark.parametrize(("before", "behind"), [(3, 0), (0, 2), (2, 2)])
@@ -144,3 +146,16 @@ def test_a_mask_or_a_batch_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         embedded.generate(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", others_nightly(range(4), usual=[0]))
+def test_no_answer_of_several_prompts_hangs_on_the_others(seed: int) -> None:
+    config = SpecStackConfig(PrefillConfig(granularity="chunks", keep_rate=0.3, chunk_size=8, min_prompt_tokens=24))
+    generator = SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config)
+    rng = random.Random(seed)
+    document = random_prompt(90, seed=seed)
+    prompts = [[*document[: rng.randrange(20, 90)], *random_prompt(20, seed=index)] for index in range(25)]
+    expected = [generator.generate(input_ids=prompt, max_tokens=3, gamma=0).token_ids for prompt in prompts]
+    order = rng.sample(range(25), 25)
+    results = [generator.generate(input_ids=prompts[index], max_tokens=3, gamma=0) for index in order]
+    assert [result.token_ids for result in results] == [expected[index] for index in order]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from spec_stack import PrefillConfig, SpecStackConfig
+from spec_stack.bench.prompts import questions_of
 from spec_stack.binomial import upper_bound
-from spec_stack.calibrate.loss import LOST_NATS, THRESHOLDS, Rung, find_bound, questions_of, rungs_of, with_bound
+from spec_stack.calibrate.loss import LOST_NATS, THRESHOLDS, Rung, find_bound, rungs_of, with_bound
 from spec_stack.cli.main import main
 from spec_stack.engine.engine import Engine, PrefilledPrompt
 from spec_stack.engine.pair import ModelPair

@@ -293,6 +293,13 @@ def test_what_is_wrong_shows_before_the_models_are_loaded(
     assert shown.count("\n") == 1
 
 
+def test_the_doctor_says_whether_the_pair_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert "the pair fits together" in capsys.readouterr().out
+    assert main(["doctor", "--json", "--precision", "int3"]) == 1
+    assert "unknown precision" in json.loads(capsys.readouterr().out)["problem"]
+
+
 @pytest.mark.parametrize("seed", range(len(MODULES)))
 def test_a_hidden_fact_stands_once_in_a_document_of_the_asked_length(embedded: SpecStackGenerator, seed: int) -> None:
     fact = hide_fact(embedded.tokenizer, 3000, seed)
@@ -314,6 +321,17 @@ def test_the_demo_reports_both_modes_side_by_side() -> None:
     table = format_demo(report)
     for label in ("time to first token", "decoding", "share of the prompt kept", "accepted", "Q: What is the"):
         assert label in table
+
+
+@pytest.mark.parametrize("nowhere", ["missing/calibration.json", "/proc/calibration.json"])
+def test_a_calibration_that_could_not_be_written_is_not_begun(
+    nowhere: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = str(tmp_path / nowhere)
+    assert main(["calibrate", "--out", nowhere]) == 2
+    message = capsys.readouterr().err
+    assert nowhere in message or "--out" in message
+    assert "asking every head" not in message
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,10 @@ from spec_stack.cli.arguments import build_parser, prefill_of
 from spec_stack.cli.main import main
 
 CODE = (Path(__file__).parents[1] / "support" / "other_code_to_prune.txt").read_text()
+FORMS: list[Any] = [
+    [{"role": "user", "content": CODE}],
+    {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": CODE}]}], "temperature": 0.5},
+]
 
 
 def test_a_text_from_standard_input_is_shortened(
@@ -28,6 +32,19 @@ def test_a_text_from_standard_input_is_shortened(
     assert len(captured.out) < len(CODE) / 2
     assert captured.err.startswith("kept ")
     assert "message 0: characters 0-" in captured.err
+
+
+@pytest.mark.parametrize("given", FORMS, ids=["messages", "a request's body"])
+def test_messages_keep_their_form(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: Any) -> None:
+    path = tmp_path / "messages.json"
+    path.write_text(json.dumps(given))
+    assert main(["prune", str(path), "--max-tokens", "250", "--device", "cpu"]) == 0
+    shorter = json.loads(capsys.readouterr().out)
+    assert type(shorter) is type(given)
+    if isinstance(given, dict):
+        assert {**shorter, "messages": None} == {**given, "messages": None}
+        shorter, given = shorter["messages"], given["messages"]
+    assert len(json.dumps(shorter)) < len(json.dumps(given)) / 2
 
 
 def test_bytes_that_are_no_text_are_refused_by_name(

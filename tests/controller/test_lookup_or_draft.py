@@ -9,8 +9,13 @@ import pytest
 
 from spec_stack.controller.base import StepContext
 from spec_stack.controller.ngram import NgramPolicy, NgramToken
+from spec_stack.controller.registry import make_policy
 from spec_stack.controller.throughput import Throughput
 from tests.support.controller_data import step
+from tests.support.simulated_pair import Costs, Text, run_text, run_texts
+
+# A drafted token takes a quarter of a plain step, whatever is verified beside it.
+COSTS = Costs({1: 0.1, 17: 0.1}, drafted_s=0.025, read_s=0.0025, prefill_s=0.003)
 
 
 def taught_gate() -> NgramPolicy:
@@ -53,3 +58,16 @@ def test_a_draft_that_has_to_read_waits_longer_where_much_was_copied_lately() ->
     waits = [steps_before_it_reads(num_copied) for num_copied in (0, 1, 14)]
     assert waits[0] == 0
     assert waits[0] < waits[1] <= waits[2] < 50
+
+
+def test_a_look_up_is_used_where_the_draft_does_not_want_to_propose() -> None:
+    copied = list(range(10, 90))
+    row = {
+        "task": "edit", "prompt": [1, *copied, 2, 10, 11, 12], "text": copied[3:], "draft": [7] * 77,
+        "conf": [0.4] * 77, "ent": [3.0] * 77, "tails": {},
+    }  # fmt: skip
+    text = Text.parse(row)
+    gate, policy = NgramPolicy(), make_policy("throughput")
+    for _ in range(3):
+        run = run_text(text, policy, "both", gate, COSTS)
+    assert run.decode_s < 0.3 * run_texts([text], lambda: make_policy("fixed", gamma=0), "model", COSTS)[0].decode_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_stack.bench.oracles import oracle
 from spec_stack.bench.replay import merge_runs, replay
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext
@@ -26,6 +28,18 @@ from spec_stack.controller.registry import (
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
 from tests.support.controller_data import Greedy, StepCosts, context, step
+
+
+def test_importing_the_controller_loads_no_torch_and_no_scikit_learn() -> None:
+    code = (
+        "import sys, spec_stack.controller, spec_stack.controller.registry, spec_stack.controller.throughput, "
+        "spec_stack.controller.predictor, spec_stack.bench.replay, spec_stack.bench.training, "
+        "spec_stack.controller.speckv, spec_stack.records, spec_stack.bench.oracles, "
+        "spec_stack.controller.batch; "
+        "print([name for name in ('torch', 'transformers', 'sklearn', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_registry_itself_loads_no_policy_and_not_even_numpy() -> None:
@@ -95,6 +109,11 @@ def test_what_a_policy_chooses_is_cut_in_replay(chosen: int, most: int) -> None:
     score = replay(text, ThreeAtMost(chosen), CHEAP_DRAFT, max_gamma=5)
     assert max(score.gammas) == most
     assert score.num_tokens == text.end
+
+
+def test_no_policy_clips_for_itself() -> None:
+    for name in POLICIES:
+        assert "context.max_gamma)" not in inspect.getsource(type(make_policy(name)).choose), name
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
@@ -188,6 +207,12 @@ def test_an_object_that_is_no_policy_is_refused_with_what_to_write() -> None:
 def test_bad_options_are_refused_when_the_policy_is_built(make: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_policy(make, **options)
+
+
+def test_fixed_proposes_its_gamma_and_never_stops_early() -> None:
+    policy = make_policy("fixed", gamma=4)
+    assert policy.choose(context()) == 4
+    assert policy.keep_drafting(context(), DraftSignals([9.0], [0.01]))
 
 
 def test_heuristic_adds_two_after_full_acceptance_and_takes_one_otherwise() -> None:
@@ -293,6 +318,13 @@ def test_throughput_drafts_further_where_drafting_is_cheaper() -> None:
     assert cheap > dear + 1
 
 
+def test_throughput_switches_a_useless_draft_off_and_loses_little() -> None:
+    rate, gamma = run(make_policy("throughput"), 0.05, DEAR_DRAFT)
+    plain, _ = run(make_policy("fixed", gamma=0), 0.05, DEAR_DRAFT)
+    assert gamma < 0.5
+    assert rate > 0.98 * plain
+
+
 @pytest.mark.parametrize("costs", [CHEAP_DRAFT, StepCosts(0.0, 0.01, 0.02, 0.001)])
 def test_throughput_beats_every_fixed_gamma_where_signals_tell_right_from_wrong(costs: StepCosts) -> None:
     rate, _ = run(make_policy("throughput"), 0.8, costs)
@@ -306,3 +338,31 @@ def test_throughput_threshold_is_the_rate_times_the_cost_of_a_token() -> None:
         policy.observe(step(gamma, gamma))
     tokens, seconds = 20 * (15 + 6), 20 * (0.01 * 15 + 0.03 * 6)
     assert policy.threshold(context()) == pytest.approx(tokens / seconds * 0.01, rel=0.1)
+
+
+def test_prefill_records_leave_the_cost_estimates_alone() -> None:
+    long, short = Throughput(), Throughput()
+    for gamma in (0, 2, 4, 1, 3, 5) * 5:
+        long.observe(step(8, 0, draft_s=3.0, verify_s=50.0, is_prefill=True))
+        short.observe(step(8, 0, is_prefill=True))
+        for policy in (long, short):
+            policy.observe(step(gamma, gamma))
+    for num_drafted in range(6):
+        assert long.threshold(context(), num_drafted) == short.threshold(context(), num_drafted)
+
+
+def test_throughput_follows_costs_that_change() -> None:
+    policy = Throughput()
+    for draft_s in (0.001, 0.02):
+        for gamma in (0, 2, 4, 1, 3, 5) * 40:
+            policy.observe(step(gamma, gamma // 2, draft_s=draft_s * gamma))
+    tokens, seconds = 6 + 6, 0.02 * 15 + 0.03 * 6
+    assert policy.threshold(context()) == pytest.approx(tokens / seconds * 0.02, rel=0.15)
+
+
+def test_no_policy_does_better_than_the_oracle() -> None:
+    text = merge_runs(Greedy(3).record("a", 16)).texts[0]
+    costs = CHEAP_DRAFT
+    best = oracle(text, costs).seconds
+    for name in POLICIES:
+        assert replay(text, make_policy(name), costs).seconds >= best - 1e-12

@@ -15,6 +15,7 @@ import spec_stack
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.speckv import SpecKV
+from spec_stack.controller.step_times import StepCost
 from spec_stack.controller.throughput import Throughput
 
 SHIPPED = Path(spec_stack.__file__).parent / "assets" / "draft" / "spec_stack_predictor.json"
@@ -170,6 +171,15 @@ def test_one_stall_does_not_slow_the_steps_after_it(at: int, stall_s: float) -> 
     assert speeds[1] > 0.9 * speeds[0]
 
 
+def test_a_stalled_sample_moves_the_cost_by_its_tolerance_at_most() -> None:
+    model = StepCost()
+    for gamma in (2, 4, 6, 3) * 10:
+        model.observe(gamma, gamma * PER_TOKEN_S, VERIFY_S)
+    assert model.per_token_s() == pytest.approx(PER_TOKEN_S, rel=0.05)
+    model.observe(4, 5.0, 5.0)
+    assert model.per_token_s() < 2 * PER_TOKEN_S
+
+
 def record(**changes: object) -> StepRecord:
     values: dict[str, object] = {
         "request_id": "r", "step": 1, "policy": "throughput", "precision": "fp32", "task": "", "is_prefill": False,
@@ -289,6 +299,16 @@ def test_answers_that_were_short_are_expected_to_be_short_again() -> None:
     assert policy.choose(StepContext(1, 400, last, "fp32", draft_lag=1801)) == 0
 
 
+def test_a_draft_as_dear_as_the_target_is_not_used_however_right_it_is() -> None:
+    policy = Throughput()
+    for _ in range(20):
+        policy.observe(record(num_accepted=4, num_tokens=5, draft_s=4 * VERIFY_S))
+    last = record()
+    chosen = [policy.choose(StepContext(1, 99, last, "fp32", draft_lag=1)) for _ in range(600)]
+    assert sum(gamma > 0 for gamma in chosen) <= 6
+    assert max(chosen) <= 1
+
+
 def test_where_drafting_hardly_pays_a_plain_step_now_and_then_tells_what_it_takes() -> None:
     """While all steps draft equally far, the cost of a plain one is not seen, and drafting could seem to pay."""
     policy, last, chosen = Throughput(max_gamma=8), record(), []
@@ -340,3 +360,23 @@ def test_a_request_that_copies_leaves_the_draft_as_it_was_for_the_next() -> None
         last = opened(each)
         assert each.choose(StepContext(1, 99, last, "fp32", draft_lag=1)) > 0
     assert policy.threshold(USUAL) == pytest.approx(fresh.threshold(USUAL), rel=0.05)
+
+
+def test_a_sure_and_useless_draft_is_let_go_within_a_few_steps() -> None:
+    policy = Throughput()
+    last: StepRecord | None = None
+    drafted = []
+    for number in range(60):
+        context = StepContext(number, 99, last, "fp32", draft_lag=1)
+        most = policy.choose(context)
+        signals = DraftSignals()
+        while len(signals) < most:
+            signals.append(0.05, 0.99)
+            if not policy.keep_drafting(context, signals):
+                break
+        gamma = len(signals)
+        last = record(gamma=gamma, num_accepted=0, num_tokens=1, signals=signals, draft_s=gamma * PER_TOKEN_S)
+        policy.observe(last)
+        drafted.append(gamma)
+    assert sum(drafted) <= 8
+    assert sum(drafted[7:]) <= 4

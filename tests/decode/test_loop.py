@@ -20,7 +20,6 @@ from spec_stack.hf.processors import make_warp
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from tests.support import reference
-from tests.support.forwards import forwards_of, sizes_of
 from tests.support.models import make_model, random_prompt
 from tests.support.nightly import others_nightly
 from tests.support.scoring import score_prompt
@@ -141,7 +140,7 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
         scores = reference.importance(eager, prompt, look.token_ids, prefill.pool_kernel)
     else:
         found = find_candidates(PromptText(prompt))
-        options = {"marked": found.is_question, "opening": found.opening, "pool_kernel": prefill.pool_kernel}
+        options = {"asks": found.asks, "pool_kernel": prefill.pool_kernel}
         scores = reference.question_importance(eager, prompt, (), found.segments, **options)
     positions = reference.selected_positions(scores, 0.3, 8, 1, 1)
     kept = [prompt[position] for position in positions]
@@ -219,10 +218,12 @@ def test_scoring_leaves_the_draft_with_the_kept_tokens_and_the_look_ahead(draft:
 
 
 def test_the_draft_is_fed_only_what_it_has_not_seen(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    sizes: list[int] = []
     generator = SpecStackGenerator(target, draft)
-    with forwards_of(draft) as fed:
-        result = generator.generate(input_ids=random_prompt(20), max_tokens=30, gamma=3, return_records=True)
-    sizes = sizes_of(fed)
+    draft.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    result = generator.generate(input_ids=random_prompt(20), max_tokens=30, gamma=3, return_records=True)
     all_accepted = sum(record.num_accepted == record.gamma for record in (result.records or [])[1:-1])
     # The prompt with the first token, then one at a time; two only after a step whose tokens were all accepted.
     assert sizes[0] == 21
@@ -290,6 +291,15 @@ def test_signals_are_entropy_in_bits_and_the_largest_probability() -> None:
     assert confidence == pytest.approx(0.5, abs=1e-6)
     assert token == 0
     assert entropy_and_confidence(torch.tensor([0.0, -torch.inf, -torch.inf])) == (0.0, 1.0, 0)
+
+
+@pytest.mark.parametrize("gamma", others_nightly([1, 4, 8], usual=[4]))
+def test_the_embedded_pair_is_lossless_too(gamma: int, embedded: SpecStackGenerator) -> None:
+    prompt = embedded.tokenizer("def read_lines(path):\n").input_ids
+    expected = reference.greedy(embedded.target, prompt, 60)
+    result = embedded.generate(input_ids=prompt, max_tokens=60, gamma=gamma, ignore_eos=True)
+    assert result.token_ids == expected
+    assert result.metrics.num_accepted > 10
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from transformers import PreTrainedModel
 
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.verify import verify
 from spec_stack.hf.processors import make_warp
 from spec_stack.types import Proposal
 from tests.support import reference
+from tests.support.models import make_model, make_tokenizer
 from tests.support.nightly import others_nightly
 
 
@@ -132,6 +135,14 @@ def test_rejection_sampling_has_the_enumerated_law(gamma: int) -> None:
     assert chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-3
 
 
+def test_the_enumerated_law_is_the_targets_own_at_the_first_token() -> None:
+    target, draft = random_rows(3, 3), random_rows(2, 4)
+    first = np.zeros(3)
+    for outcome, weight in reference.speculative_law(target, draft).items():
+        first[outcome[0]] += weight
+    np.testing.assert_allclose(first, target[0], atol=1e-12)
+
+
 def test_a_target_equal_to_the_draft_accepts_everything() -> None:
     sampler = make_sampler(0)
     rows = torch.tensor(random_rows(3, 6)).float()
@@ -151,3 +162,75 @@ def test_chosen_tokens_are_judged_exactly_too() -> None:
         verification = verify(logits, Proposal([1, 0]), sampler)
         firsts[1 if verification.num_accepted else verification.next_token] += 1
     assert chisquare([firsts[token] for token in range(3)], target[0] * 6000).pvalue > 1e-3
+
+
+def pair_law(model: PreTrainedModel, kept: list[int], positions: list[int], start: int) -> np.ndarray:
+    """Exact law (vocab, vocab) of the second and third token sampled after a (pruned) prompt."""
+    vocab = model.config.vocab_size
+
+    def probs(new: list[int]) -> np.ndarray:
+        places = [*positions, *range(start, start + len(new))]
+        return reference.logits(model, kept + new, places)[-1].double().softmax(-1).numpy()
+
+    law = np.zeros((vocab, vocab))
+    for first, p_first in enumerate(probs([])):
+        for second, p_second in enumerate(probs([first])):
+            law[second] += p_first * p_second * probs([first, second])
+    return law
+
+
+def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
+    """Two models of next to no words, a prompt of 40 tokens for them."""
+    target_tokenizer = make_tokenizer("a b c ab ca")
+    tokenizers = {"draft_tokenizer": target_tokenizer}
+    if kind == "other":
+        # b, c and a are common; of its proposals none can be ab or ca.
+        tokenizers = {"draft_tokenizer": make_tokenizer("c a cb b")}
+    sizes = (5, {"same": 5, "narrower": 4, "wider": 7, "other": 4}[kind])
+    models = [make_model(seed=seed, vocab=vocab) for seed, vocab in zip((1, 2), sizes, strict=True)]
+    for model in models:
+        model.lm_head.weight.data.mul_(0.25)
+    config = SpecStackConfig(
+        PrefillConfig(keep_rate=0.4, look_ahead=3, chunk_size=4, keep_last=1, granularity="chunks")
+    )
+    letters = "".join("abc"[index] for index in np.random.default_rng(0).integers(3, size=80))
+    prompt = target_tokenizer(letters).input_ids[:40]
+    return SpecStackGenerator(*models, target_tokenizer, config=config, **tokenizers), prompt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pruned", "kind"),
+    [
+        pytest.param(False, "same", marks=pytest.mark.nightly),
+        pytest.param(True, "same", marks=pytest.mark.nightly),
+        pytest.param(False, "narrower", marks=pytest.mark.nightly),
+        pytest.param(True, "wider", marks=pytest.mark.nightly),
+        (True, "other"),
+    ],
+)
+def test_sampled_text_of_the_real_loop_has_the_targets_distribution(pruned: bool, kind: str) -> None:
+    """Three tokens, so that the plain first step, drafted tokens, corrections and bonus tokens all take part; with
+    pruning also the look-ahead as the first proposal, judged over the pruned cache. The draft's vocabulary may be
+    narrower or wider than the target's, or another one."""
+    generator, prompt = make_pair(kind)
+    options = {"gamma": 2, "sparse_prefill": "on" if pruned else "off", "max_tokens": 3, "temperature": 1.0}
+    read: list[int] = []
+    handle = generator.target.register_forward_pre_hook(
+        lambda module, args, kwargs: read.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
+    )
+    metrics = generator.generate(input_ids=prompt, seed=0, **options).metrics
+    handle.remove()
+    assert metrics.num_proposed
+    positions = [position for position in read if position < 40]
+    assert len(positions) == (16 if pruned else 40)
+    law = pair_law(generator.target, [prompt[position] for position in positions], positions, 40)
+
+    num_draws, counts = 250, np.zeros((5, 5))
+    for seed in range(num_draws):
+        result = generator.generate(input_ids=prompt, seed=seed, **options)
+        counts[result.token_ids[1], result.token_ids[2]] += 1
+    common = law * num_draws >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(law[common], law[~common].sum()) * num_draws
+    assert chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3

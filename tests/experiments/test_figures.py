@@ -49,6 +49,13 @@ def test_the_figures_of_a_run_stand_under_the_readmes_with_their_commands(tmp_pa
     )
 
 
+def test_a_length_that_was_not_measured_is_an_empty_cell(tmp_path: Path) -> None:
+    (row,) = (row for row in front_page.ROWS if row.run == "real_end_to_end")
+    cells = {"2048/64": {"n": 3, "pruned": {"over_theirs": [1.5, 1.25, 2.0]}}}
+    (tmp_path / "real_end_to_end.json").write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    assert front_page.cells_of(row, tmp_path, CALIBRATION) == (["1.50 [1.25, 2.00]×", "–", "–"], "3/–/–")
+
+
 def test_a_pair_that_is_half_named_or_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", ["figures", "--out", str(tmp_path), "--target", "x"])
     with pytest.raises(ValueError, match="name both"):

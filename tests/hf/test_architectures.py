@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     NemotronHConfig,
@@ -25,6 +26,7 @@ from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.hf import attention
 from spec_stack.hf import model as hf_model
 from spec_stack.hf.architectures import SUPPORTED, abilities, check_architecture, scoring_limit
+from spec_stack.hf.cache import cache_argument
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.slots import SlotPositions
 from tests.support import matrix, reference, reference_architectures, support_table
@@ -100,6 +102,16 @@ def test_a_prompt_prefilled_with_a_window_equals_an_explicit_mask(
     monkeypatch.setattr(attention, "_WINDOW_BLOCK", 5)
     # Rounding of the recurrent layers is larger over gaps; a token too many or too few is a thousand times that.
     assert matrix.windowed_error(name, window, num_sinks, prefill_chunk, kept) < 4 * TOLERANCE
+
+
+@pytest.mark.parametrize(("window", "num_sinks"), [(9, 3), (7, 3), (8, 4), (8, 2)])
+def test_a_window_or_sinks_off_by_one_token_would_show(
+    window: int, num_sinks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = CachedModel.prefill
+    off = lambda self, ids, positions, *_: prefill(self, ids, positions, window, num_sinks)  # noqa: E731
+    monkeypatch.setattr(CachedModel, "prefill", off)
+    assert matrix.windowed_error("Llama", 8, 3) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", EXACT_DECODING)
@@ -247,6 +259,18 @@ def test_on_cuda_too_only_windows_get_a_mask(name: str) -> None:
         alone = model(prompt).logits[0]
     expected = reference_architectures.logits(make_model(name), prompt[0].tolist(), range(NUM_PROMPT))
     torch.testing.assert_close(alone, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_windows_over_slots_would_be_wrong(name: str) -> None:
+    # The same sparse prefill with transformers' own masks: the tolerance above can tell the two apart.
+    kept = [random_prompt(NUM_PROMPT)[position] for position in KEPT]
+    model = make_model(name)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        made = model(torch.tensor([kept]), position_ids=torch.tensor([KEPT]), **cache_argument(model, cache))
+    by_slot, by_position = made.logits[0], reference_architectures.logits(model, kept, KEPT)
+    assert float((by_slot - by_position).abs().max() / by_position.abs().max()) > 100 * TOLERANCE
 
 
 def test_a_draft_whose_every_layer_slides_scores_only_what_it_sees_whole() -> None:

@@ -14,14 +14,14 @@ from transformers import (
     NemotronHConfig,
 )
 
-from spec_stack import SpecStackGenerator
+from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.cli.doctor import diagnose
 from spec_stack.config import HubConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import check_architecture
-from spec_stack.hf.loading import ASSETS, resolve_pair
+from spec_stack.hf.loading import ASSETS, check_pair, resolve_pair
 from tests.support.folders import TOKENIZER_FILES, copy_draft
-from tests.support.models import make_model
+from tests.support.models import FAMILIES, make_model
 from tests.support.tiny_architectures import HAS_OLD_STATES
 
 OLD_STATES = "keeps the state of its layers in an older way; install 5.24"
@@ -143,6 +143,13 @@ def test_ends_of_a_text_that_are_no_token_ids_are_refused(folders: tuple[Path, P
         ModelPair.load(*folders, device="cpu")
 
 
+def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF\3\0")
+    with pytest.raises(ValueError, match="cannot read the model configuration"):
+        ModelPair.load(file, file, device="cpu")
+
+
 def test_missing_and_damaged_weights_are_refused(folders: tuple[Path, Path]) -> None:
     (folders[0] / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="cannot load the weights"):
@@ -184,6 +191,13 @@ def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_to
 def test_an_architecture_that_would_be_wrong_is_refused_with_the_reason(config: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_architecture("draft", config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supported_families_pass(family: str) -> None:
+    check_pair(FAMILIES[family], FAMILIES[family])
+    generator = SpecStackGenerator(make_model(family), make_model(family, seed=3))
+    assert len(generator.generate(input_ids=[3, 4, 5], max_tokens=5).token_ids) == 5
 
 
 def test_the_embedded_pair_is_the_default_and_hub_ids_pass_through() -> None:
@@ -263,6 +277,12 @@ def test_a_model_in_training_is_put_into_evaluation() -> None:
     target, draft = make_model(seed=1).train(), make_model(seed=2).train()
     SpecStackGenerator(target, draft)
     assert not any(module.training for model in (target, draft) for module in model.modules())
+
+
+def test_a_configuration_of_another_kind_is_refused() -> None:
+    for config in (PrefillConfig(), {"prefill": {}}):
+        with pytest.raises(ValueError, match="config must be a SpecStackConfig"):
+            SpecStackGenerator.from_pretrained(config=config)
 
 
 @pytest.fixture

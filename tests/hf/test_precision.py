@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import platform
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -306,3 +307,15 @@ def test_a_precision_without_a_name_is_other_also_in_records(tmp_path: Path) -> 
     gptq = LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4})
     resolved = resolve_precisions(gptq, LlamaConfig(), LoadConfig(), CPU)
     assert [(each.name, each.is_stored) for each in resolved] == [("other", True), ("fp32", False)]
+
+
+@pytest.mark.slow
+def test_a_quantized_pair_prints_nothing_of_kernels_that_it_does_not_need() -> None:
+    code = (
+        "from spec_stack import SpecStackGenerator\n"
+        "generator = SpecStackGenerator.from_pretrained(precision='nf4', device='cpu')\n"
+        "print(generator.generate('def main():', max_tokens=2).metrics.precision)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "nf4\n"
+    assert "kernels" not in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from spec_stack.hf.answer_parser import ForcedCall, ToolFormat
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.structured import Grammars, read_format
 from tests.support import reference
-from tests.support.forwards import forwards_of
 from tests.support.models import make_model
 
 pytest.importorskip("llguidance", reason="needs the extra `structured`")
@@ -109,14 +109,48 @@ def test_sampled_answers_fit_too(embedded: SpecStackGenerator) -> None:
         assert some.finish_reason == "length" or isinstance(json.loads(some.text), dict)
 
 
+@pytest.mark.slow
+def test_every_answer_fits_the_schema(embedded: SpecStackGenerator) -> None:
+    for seed in range(6):
+        options: dict[str, Any] = {"temperature": 1.0 if seed % 2 else 0.0, "seed": seed, "max_tokens": 60}
+        messages = [{"role": "user", "content": f"Person number {seed} as JSON."}]
+        assert fits(embedded.generate(messages=messages, response_format=FORMAT, **options).text), seed
+
+
+# A grammar is one of the processors, whose law tests/hf/test_processors.py shows.
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_sampled_answers_have_the_law_of_plain_decoding(embedded: SpecStackGenerator) -> None:
+    """Of few possible answers, against those of 0 drafted tokens, whose rows are never judged."""
+    form = {"type": "regex", "pattern": "(yes|no|maybe) (yes|no)"}
+    options: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 20, "temperature": 1.5, "response_format": form}
+    counts = [
+        Counter(embedded.generate(gamma=gamma, seed=seed, **options).text for seed in range(first, first + 80))
+        for gamma, first in ((0, 0), (3, 10_000))
+    ]
+    texts = sorted(set(counts[0]) | set(counts[1]))
+    from scipy.stats import chi2_contingency
+
+    table = [[count[text] for text in texts if counts[0][text] + counts[1][text] >= 10] for count in counts]
+    assert len(table[0]) >= 3
+    assert chi2_contingency(table).pvalue > 1e-3
+
+
 def test_the_draft_keeps_to_the_grammar_and_certain_tokens_cost_it_nothing(embedded: SpecStackGenerator) -> None:
     fixed = "the answer is (forty-two|forty-three), and nothing else at all"
-    form = {"type": "regex", "pattern": fixed}
-    with forwards_of(embedded.draft) as fed:
-        result = embedded.generate(messages=MESSAGES, max_tokens=60, gamma=6, response_format=form)
+    sizes: list[int] = []
+    handle = embedded.draft.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    result = embedded.generate(
+        messages=MESSAGES, max_tokens=60, gamma=6, response_format={"type": "regex", "pattern": fixed}
+    )
+    handle.remove()
     assert re.fullmatch(fixed, result.text)
+    for record_size in sizes:
+        assert record_size >= 1
     # Every proposed token had a forward of its own, but for those beside which nothing is allowed.
-    assert len(fed) <= result.metrics.num_proposed
+    assert len(sizes) <= result.metrics.num_proposed
 
 
 def test_a_forced_calls_marks_are_the_tokens_that_the_template_writes() -> None:

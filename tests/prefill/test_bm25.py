@@ -44,7 +44,7 @@ DOCUMENT = ["The", " barn", " was", " red", ".\n", "A", " mill", " stands", " by
 
 
 QUESTION = ["Where", " is", " the", " mill", "?"]
-INSTRUCTIONS = [" Quote", " the", " red", " barn", " if", " it", " was", " not", " found", ".\n"]
+INSTRUCTIONS = [" Quote", " a", " sentence", " if", " it", " can", " be", " found", ".\n"]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,8 @@ INSTRUCTIONS = [" Quote", " the", " red", " barn", " if", " it", " was", " not",
         ([*DOCUMENT, *QUESTION, "\n", *INSTRUCTIONS], (), ["user"]),
         ([*QUESTION, "\n", *DOCUMENT], (), ["user"]),
         (["<user>", *QUESTION, "<end>", "<tool>", *DOCUMENT, "<end>"], ((0, 1), (6, 8), (140, 141)), ["user", "tool"]),
-        (["<system>", *QUESTION, "\n", "<user>", *DOCUMENT, "<end>"], ((0, 8), (140, 141)), ["user"]),
     ],
-    ids=["last", "in front of instructions", "first", "in an earlier turn", "in the system message"],
+    ids=["last", "in front of instructions", "first", "in an earlier turn"],
 )
 def test_the_line_that_shares_the_questions_words_is_the_best(
     pieces: list[str], protected: Sequence[tuple[int, int]], roles: Sequence[str]

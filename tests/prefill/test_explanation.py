@@ -23,14 +23,13 @@ FILLER = "Boats lie in the harbour and gulls sit on the wall.\n"
 LINES = {
     "attention": "A bell rings.\n",
     "rare word": "Zanzibar has nine.\n",
-    "heading": "There are nine.\n",
 }
 DOCUMENT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(60))
 
 
 def explained(seen: str, keep_rate: float, scorer: str = "attention") -> Explanation:
     """A prompt of fillers with one line by each reason; the draft attends most to the lines that hold `seen`."""
-    text = f"# Fetch\n{LINES['heading']}# Next\n" + FILLER * 12 + LINES["rare word"] + LINES["attention"] + FILLER * 12
+    text = "Fetch it.\n" + FILLER * 12 + LINES["rare word"] + FILLER + LINES["attention"] + FILLER * 12
     pieces = re.findall(r"\w+|\s+|[^\w\s]", text + "Does fetch of Zanzibar run?\n")
     config = PrefillConfig(keep_rate=keep_rate, scorer=scorer, chunk_size=1, keep_first=0, keep_last=8)
     importance = torch.full((len(pieces),), 0.01)
@@ -50,14 +49,13 @@ def reasons_of(explanation: Explanation) -> dict[str, str]:
 
 
 def test_each_line_has_the_least_that_sufficed_to_keep_it() -> None:
-    reasons = reasons_of(explained("bell", 0.09))
-    assert reasons["#"] == "protected"
-    assert {reasons[line] for line in (" Fetch\n", LINES["rare word"])} == {"rare word"}
-    assert reasons[LINES["heading"]] == "heading"
+    reasons = reasons_of(explained("bell", 0.06))
+    assert reasons["Fetch"] == "protected"
+    assert reasons[LINES["rare word"]] == "rare word"
     assert reasons[LINES["attention"]] == "attention"
     assert list(reasons.values())[-1] == "ends"
     # The same lines need no rare word where the draft attends to them.
-    assert reasons_of(explained("Zanzibar", 0.09))[LINES["rare word"]] == "attention"
+    assert reasons_of(explained("Zanzibar", 0.06))[LINES["rare word"]] == "attention"
 
 
 class Halved(ByAttention):
@@ -67,8 +65,8 @@ class Halved(ByAttention):
 
 def test_a_rule_of_ones_own_and_bm25_name_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCORERS, "halved", Halved)
-    assert set(reasons_of(explained("bell", 0.09, "halved")).values()) == {"score", "ends", "protected"}
-    assert reasons_of(explained("bell", 0.09, "bm25"))[LINES["rare word"]] == "words"
+    assert set(reasons_of(explained("bell", 0.06, "halved")).values()) == {"score", "ends", "protected"}
+    assert reasons_of(explained("bell", 0.06, "bm25"))[LINES["rare word"]] == "words"
 
 
 @pytest.fixture(scope="module")

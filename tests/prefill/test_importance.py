@@ -109,9 +109,9 @@ def test_the_votes_of_layers_on_several_devices_are_put_together(devices: tuple[
     queries, keys = torch.randn(4, num_queries, 8), torch.randn(2, 50, 8)
     layers = [ScoredLayer(queries.to(device), keys.to(device), 1.0) for device in devices]
     attention = CapturedAttention(dict(enumerate(layers)))
-    for reduction, num_rows in (("max", num_queries), ("mean", 1)):
+    for reduction, shape in (("max", (num_queries, 50)), ("mean", (50,))):
         config = PrefillConfig(head_reduction=reduction, first_scoring_layer=0)
-        assert attention.votes(config, ()).shape == (num_rows, 50)
+        assert attention.votes(config, ()).shape == shape
 
 
 def test_scores_of_half_precision_keys_are_computed_in_fp32() -> None:
@@ -120,26 +120,16 @@ def test_scores_of_half_precision_keys_are_computed_in_fp32() -> None:
     torch.testing.assert_close(attention_to_prompt(queries, keys, 0.25), expected)
 
 
-def test_questions_side_by_side_count_alike() -> None:
+def test_who_asks_by_place_counts_in_full_whatever_the_last_token_attends_to() -> None:
     attention = torch.zeros(400)
-    for (start, stop), worth in (((10, 20), 0.1), ((100, 110), 0.4), ((112, 120), 0.2), ((130, 140), 0.3)):
-        attention[start:stop] = worth
-    spans = [(10, 20), (100, 110), (112, 120), (130, 140)]
-    segments = [
-        Segment(span, span, is_question) for span, is_question in zip(spans, (True, True, True, False), strict=True)
-    ]
-    # The first question is far from the heaviest, and the last segment is none.
-    assert segment_weights(attention, segments, 4) == pytest.approx([0.25, 1, 1, 0.15])
-
-
-def test_who_asks_by_role_counts_in_full_whatever_the_opening_attends_to() -> None:
-    attention = torch.zeros(400)
-    for (start, stop), worth in (((0, 10), 0.8), ((20, 30), 0.02), ((30, 40), 0.01), ((300, 310), 0.4)):
-        attention[start:stop] = worth
+    for (start, stop), seen in (((0, 10), 0.8), ((20, 30), 0.02), ((30, 40), 0.01), ((300, 310), 0.4)):
+        attention[start:stop] = seen
     system, first, second, plan = (Segment(span, span) for span in ((0, 10), (20, 30), (30, 40), (300, 310)))
     asking = [replace(first, asks=True), replace(second, asks=True)]
-    assert segment_weights(attention, [system, *asking, plan], 4) == pytest.approx([1, 1, 0.5, 0.5])
-    assert segment_weights(attention, [system, first, second, plan], 4) == pytest.approx([1, 0.025, 0.0125, 0.5])
+    assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 1, 0.5, 0.25])
+    asking[1] = replace(asking[1], is_question=True)
+    assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 1, 1, 0.25])
+    assert segment_weights(attention, [system, first, second, plan]) == pytest.approx([1, 0.025, 0.0125, 0.5])
 
 
 def captured(num_layers: int, num_segments: int, device: str = "cpu") -> CapturedAttention:
@@ -148,7 +138,7 @@ def captured(num_layers: int, num_segments: int, device: str = "cpu") -> Capture
     queries = torch.randn(num_layers, 4, 2 * num_segments, 8, device=device)
     keys = torch.randn(num_layers, 2, 200, 8, device=device)
     layers = {at: ScoredLayer(queries[at], keys[at], 0.3) for at in range(num_layers)}
-    return CapturedAttention(layers, 2 * num_segments, segments=segments, opening=3)
+    return CapturedAttention(layers, 2 * num_segments, segments=segments)
 
 
 def test_few_operations_reduce_the_attention_and_no_layer_is_waited_for() -> None:
@@ -159,8 +149,8 @@ def test_few_operations_reduce_the_attention_and_no_layer_is_waited_for() -> Non
             attention.importance(PrefillConfig(first_scoring_layer=0))
         launches[num_layers, num_segments] = operators.num_launches
         waits.add(tuple(reads))
-    # The heaviest question, the segments' weights, and whether all is finite.
-    assert waits == {("__int__", "tolist", "__bool__")}
+    # Whether a segment asks, the segments' weights, and whether all is finite.
+    assert waits == {("__bool__", "tolist", "__bool__")}
     assert launches[5, 6] - launches[4, 6] <= 50
     # Two for every layer, and one for the segment's weight.
     assert launches[4, 6] - launches[4, 5] <= 9

@@ -16,7 +16,7 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.attention import CapturedAttention, Parts, question_layers, run, scored_layers
+from spec_stack.prefill.attention import CapturedAttention, Parts, run, scored_layers
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import WINDOW, find_candidates
 from spec_stack.prefill.rule import ScoringInputs
@@ -69,8 +69,8 @@ def candidates_of(
     return {
         "repeated": found.segments[:cut],
         "in_place": found.segments[cut:],
-        "marked": found.is_question,
-        "opening": found.opening,
+        "asks": found.asks,
+        "is_question": found.is_question,
     }
 
 
@@ -153,14 +153,21 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
 
 
 @pytest.mark.parametrize("heads", [((0, 3), (2, 1)), None])
-def test_several_questions_score_apart_and_are_scaled(heads: tuple[tuple[int, int], ...] | None) -> None:
+def test_the_lines_of_the_last_paragraphs_ask_and_the_others_count_half_at_most(
+    heads: tuple[tuple[int, int], ...] | None,
+) -> None:
     prompt = random_prompt(250)
-    pieces = ["?\n" if at in (205, 224) else ".\n" if at in (150, 190, 240) else " w" for at in range(250)]
+    pieces = ["\n" if at in (228, 240) else ".\n\n" if at in (150, 190, 214) else " w" for at in range(250)]
     config = PrefillConfig(**(BASE | {"head_reduction": "mean" if heads else "max", "scoring_heads": heads}))  # type: ignore[arg-type]
     inputs = ScoringInputs(PromptText(prompt, pieces))
     attention, _ = run_draft(open_draft(), inputs, lambda *_: pytest.fail("no look-ahead is needed"), config)
     found = candidates_of(prompt, None, pieces)
-    assert [weight for weight, mark in zip(attention.weights(config), found["marked"], strict=True) if mark] == [1, 1]  # type: ignore[call-overload]
+    weights = {asks: [] for asks in (True, False)}
+    for weight, asks in zip(attention.weights(config), found["asks"], strict=True):  # type: ignore[call-overload]
+        weights[asks].append(weight)
+    assert len(weights[True]) == 4
+    assert max(weights[True]) == 1
+    assert max(weights[False]) <= 0.5
     expected = reference.question_importance(
         make_model(implementation="eager"),
         prompt,
@@ -170,13 +177,6 @@ def test_several_questions_score_apart_and_are_scaled(heads: tuple[tuple[int, in
         pool_kernel=5,
     )
     np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-5)
-
-
-def test_the_last_quarter_of_the_layers_that_chosen_heads_need_finds_the_question() -> None:
-    chosen = PrefillConfig(scoring_heads=((11, 2), (15, 9)))
-    assert question_layers(range(24), chosen) == [12, 13, 14, 15]
-    assert question_layers(range(2), PrefillConfig(scoring_heads=((1, 0),))) == [1]
-    assert question_layers(range(24), PrefillConfig()) == [*range(2, 24)]
 
 
 def test_layers_behind_the_chosen_heads_change_nothing() -> None:
@@ -242,7 +242,7 @@ def test_a_draft_that_has_not_seen_the_prompt_holds_the_kept_tokens_and_reads_th
     assert (draft.next_position, draft.draft_lag(len(PROMPT) + 1)) == (len(PROMPT), len(kept) + 1)
     got = draft.forward([7], [len(PROMPT)], 1)
     expected = reference.logits(make_model(), [*(PROMPT[at] for at in kept), 7], [*kept, len(PROMPT)])
-    torch.testing.assert_close(got, expected[-1:], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(got, expected[-1:], atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

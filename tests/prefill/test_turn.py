@@ -79,7 +79,7 @@ def test_a_given_question_alone_asks(question: tuple[int, int]) -> None:
         range(len(PIECES)), PIECES, question=question, question_ids=range(behind), question_pieces=["why "] * behind
     )
     found = find_candidates(text)
-    asking = [segment for segment, mark in zip(found.segments, found.is_question, strict=True) if mark]
+    asking = [segment for segment, asks in zip(found.segments, found.asks, strict=True) if asks]
     assert asking == [question]
     assert (question in found.repeated) is (question[0] < found.start or question[0] >= len(PIECES))
     # Also where only a follow-up's text is scored.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -16,6 +15,7 @@ from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.audits import is_lost
 from tests.proxy.conftest import Start
 from tests.proxy.test_pruning import CHAT, CODE, LONG, QUESTION, post, reason
+from tests.support.running_app import until
 from tests.support.upstream import FakeUpstream
 
 AUDITED = {"audit_rate": 1.0, "audit_idle_s": 0.01}
@@ -33,13 +33,6 @@ def counted(url: str, outcome: str, route: str = CHAT) -> float:
     lines = httpx2.get(f"{url}/metrics", timeout=60).text.splitlines()
     name = f'spec_stack_audits_total{{outcome="{outcome}",route="{route}"}} '
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_planted_loss_turns_the_route_off_and_it_recovers(

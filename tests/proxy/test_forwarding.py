@@ -8,11 +8,9 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from time import monotonic
 from typing import Any
 
 import httpx2
@@ -25,18 +23,11 @@ from spec_stack.serve.app import build_app
 from tests.proxy.conftest import Start
 from tests.proxy.test_pruning import CHAT, CODE, LONG, post, reason
 from tests.support.ports import free_port
-from tests.support.running_app import RunningApp
+from tests.support.running_app import RunningApp, until
 from tests.support.upstream import EVENTS, MALFORMED, TOO_MANY, FakeUpstream
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "population", "parameters": {"type": "object"}}}]
-
-
-def until(holds: Callable[[], bool], seconds: float = 300.0) -> bool:
-    pause, end = Event(), monotonic() + seconds
-    while not holds() and monotonic() < end:
-        pause.wait(0.02)
-    return holds()
 
 
 def test_streams_pass_byte_by_byte(start: Start) -> None:
@@ -138,15 +129,14 @@ def test_a_client_that_leaves_ends_the_upstream_request(start: Start, upstream: 
         body = json.dumps(HELLO).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nx-behave: {behave}\r\n\r\n"
         client.sendall(head.encode() + body)
-        assert until(lambda: len(upstream.seen) == 1)
+        until(lambda: len(upstream.seen) == 1)
         if behave == "hang_in_stream":
             assert client.recv(100).startswith(b"HTTP/1.1 200")
     assert upstream.left.wait(30)
 
 
 def test_no_path_leads_elsewhere(start: Start, upstream: FakeUpstream) -> None:
-    other = FakeUpstream()
-    try:
+    with FakeUpstream() as other:
         proxy = start(f"{upstream.url}/base/v1/")
         host = other.url.removeprefix("http://")
         for target, arrives in (
@@ -166,8 +156,6 @@ def test_no_path_leads_elsewhere(start: Start, upstream: FakeUpstream) -> None:
                 assert upstream.seen[-1].path == arrives
         assert len(upstream.seen) == 3
         assert not other.seen
-    finally:
-        other.stop()
 
 
 def test_a_long_body_is_refused(start: Start, upstream: FakeUpstream) -> None:
@@ -178,8 +166,7 @@ def test_a_long_body_is_refused(start: Start, upstream: FakeUpstream) -> None:
 
 @pytest.mark.slow
 def test_the_endpoint_of_spec_stack_serve_is_an_upstream_server(embedded: SpecStackGenerator, start: Start) -> None:
-    server = RunningApp(build_app(embedded))
-    try:
+    with RunningApp(build_app(embedded)) as server:
         client = start(server.url).client()
         options: dict[str, Any] = {"model": "spec-stack", "temperature": 0, "max_tokens": 12}
         pruned = client.chat.completions.create(messages=LONG, **options)
@@ -200,8 +187,6 @@ def test_the_endpoint_of_spec_stack_serve_is_an_upstream_server(embedded: SpecSt
         assert chunks[-1].usage.prompt_tokens_details.cached_tokens > pruned.usage.prompt_tokens / 2
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="other", messages=LONG)
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +249,10 @@ class Refusing:
                     connection.shutdown(socket.SHUT_WR)
                 Event().wait(0.3)
 
-    def stop(self) -> None:
+    def __enter__(self) -> Refusing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
 
@@ -278,14 +266,11 @@ class Refusing:
     ],
 )
 def test_a_refusal_before_the_end_of_the_body_is_passed_on(start: Start, answer: bytes, status: int) -> None:
-    server = Refusing(answer)
-    try:
+    with Refusing(answer) as server:
         url = start(f"http://127.0.0.1:{server.port}").url
         for num_bytes in (100, 1_000_000, 12_000_000):
             response = post(url, CHAT, {"messages": [{"role": "user", "content": "x" * num_bytes}]})
             assert (response.status_code, response.content) == (status, b'{"error":"x"}')
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -325,8 +310,7 @@ def test_a_private_authority_is_trusted_where_it_is_named(
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority / "server.pem")
-    server = Refusing(REFUSAL, context)
-    try:
+    with Refusing(REFUSAL, context) as server:
         url = f"https://127.0.0.1:{server.port}"
         assert post(start(url).url, CHAT, HELLO).status_code == 502
         if variable:
@@ -335,8 +319,6 @@ def test_a_private_authority_is_trusted_where_it_is_named(
         for num_bytes in (100, 12_000_000):
             response = post(proxy.url, CHAT, {"messages": [{"role": "user", "content": "x" * num_bytes}]})
             assert (response.status_code, response.content) == (401, b'{"error":"x"}')
-    finally:
-        server.stop()
 
 
 def test_the_way_to_upstream_may_lead_through_a_proxy(

@@ -98,6 +98,28 @@ def test_completions_are_pruned_if_they_are_one_text(pruner: Pruner, start: Star
         assert reason(response).startswith("off: ")
 
 
+def test_only_texts_are_shorter_and_anthropics_messages_are_pruned_too(
+    pruner: Pruner, start: Start, upstream: FakeUpstream
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
+    text = {"type": "text", "text": CODE, "cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": OTHER}]}
+    messages = [{"role": "user", "content": [image, text, result, {"type": "text", "text": QUESTION}]}]
+    url = start().url
+    for path in (CHAT, "/v1/messages"):
+        body = {"system": CODE, "messages": messages, "max_tokens": 3}
+        post(url, path, body)
+        (message,) = upstream.seen[-1].json["messages"]
+        shorter = message["content"][1].pop("text")
+        assert 0 < len(shorter) < len(CODE) / 2
+        assert message["content"][0] == image
+        assert message["content"][1] == {"type": "text", "cache_control": {"type": "ephemeral"}}
+        (part,) = message["content"][2].pop("content")
+        assert 0 < len(part["text"]) < len(OTHER)
+        assert message["content"][2] == {"type": "tool_result", "tool_use_id": "a"}
+        assert upstream.seen[-1].json["system"] == CODE
+
+
 @pytest.mark.parametrize("max_conversations", [8, 0], ids=["kept", "scored anew"])
 def test_a_later_turn_begins_with_what_the_turn_before_kept(
     pruner: Pruner, start: Start, upstream: FakeUpstream, max_conversations: int
@@ -338,14 +360,11 @@ def test_a_draft_that_fails_forwards_the_whole_prompt_and_the_log_quotes_nothing
     upstream: FakeUpstream, caplog: pytest.LogCaptureFixture
 ) -> None:
     pruner = FailingPruner.from_pretrained(device="cpu", config=PrefillConfig(min_prompt_tokens=400))
-    app = RunningApp(build_app(pruner, ProxyConfig(upstream.url, port=0, shutdown_s=1)), 1)
-    try:
+    with RunningApp(build_app(pruner, ProxyConfig(upstream.url, port=0, shutdown_s=1)), 1) as app:
         assert reason(post(app.url, CHAT, {"messages": LONG})) == "off: the draft cannot score the prompt (MemoryError)"
         assert upstream.seen[-1].json == {"messages": LONG}
         assert "my_private_code" not in caplog.text
         assert "scoring failed: MemoryError at " in caplog.text
-    finally:
-        app.stop()
 
 
 class CountingPruner(Pruner):
@@ -367,8 +386,7 @@ class CountingPruner(Pruner):
 
 def test_a_long_history_of_short_turns_is_read_at_once(upstream: FakeUpstream) -> None:
     pruner = CountingPruner.from_pretrained(device="cpu", config=PrefillConfig(keep_rate=0.3, min_prompt_tokens=400))
-    app = RunningApp(build_app(pruner, ProxyConfig(upstream.url, port=0, deadline_s=120, shutdown_s=1)), 1)
-    try:
+    with RunningApp(build_app(pruner, ProxyConfig(upstream.url, port=0, deadline_s=120, shutdown_s=1)), 1) as app:
         chat: list[dict[str, Any]] = []
         for at in range(40):
             chat += [{"role": "user", "content": f"Is {at} prime?"}, {"role": "assistant", "content": f"See {at}."}]
@@ -381,5 +399,3 @@ def test_a_long_history_of_short_turns_is_read_at_once(upstream: FakeUpstream) -
         for stop in range(1, 80, 2):
             conversation.prune(chat[:stop])
         assert upstream.seen[-1].json["messages"] == conversation.prune([*chat, *LONG]).messages
-    finally:
-        app.stop()

@@ -263,6 +263,14 @@ def test_parts_that_are_not_pruned_do_not_end_pruning(
     assert "my-private-notes" not in caplog.text
 
 
+def test_half_a_character_does_not_end_pruning(start: Start, upstream: FakeUpstream) -> None:
+    url = start().url
+    for half in ("\ud83d", "\ude00"):
+        messages = [{"role": "user", "content": f"{CODE}\n{QUESTION} {half}"}]
+        assert reason(post(url, CHAT, {"messages": messages})).startswith("on: ")
+        assert upstream.seen[-1].json["messages"][0]["content"].endswith(f"{QUESTION} {half}")
+
+
 def test_the_log_quotes_no_message(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         response = post(start().url, TEXT, {"prompt": "my private text. " * 30_000})

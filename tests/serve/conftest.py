@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -22,6 +23,17 @@ class Server(RunningApp):
         app = build_app(generator, config, pool)
         self.worker: Worker = app.state.worker
         super().__init__(app, config.shutdown_s)
+
+
+@contextmanager
+def served(generator: SpecStackGenerator, **options: object) -> Iterator[Server]:
+    """A server over a generator with workers of its own."""
+    pool = RequestPool(generator)
+    try:
+        with Server(generator, ServeConfig(port=0, **options), pool) as server:  # type: ignore[arg-type]
+            yield server
+    finally:
+        pool.stop()
 
 
 @pytest.fixture(scope="session")

@@ -25,17 +25,11 @@ from spec_stack.serve.fair_executor import ClientDisconnected
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.worker import SessionStore
 from tests.serve.conftest import Server
+from tests.support.running_app import until
 
 Start = Callable[..., Server]
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Where does Bruno live?"}]
 GREEDY: dict[str, Any] = {"model": "spec-stack", "temperature": 0}
-
-
-def until(holds: Callable[[], bool], seconds: float = 300.0) -> bool:
-    pause, end = threading.Event(), monotonic() + seconds
-    while not holds() and monotonic() < end:
-        pause.wait(0.02)
-    return holds()
 
 
 def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
@@ -90,6 +84,17 @@ def test_samples_have_their_seeds_and_options_reach_the_generator(embedded: Spec
     assert plain.usage.completion_tokens == 8
 
 
+def test_an_answer_by_a_schema_is_the_generators(embedded: SpecStackGenerator, start: Start) -> None:
+    pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}}}
+    schema |= {"required": ["age"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    expected = embedded.generate(messages=CHAT, max_tokens=24, response_format=wanted)
+    given = start().client().chat.completions.create(messages=CHAT, max_tokens=24, response_format=wanted, **GREEDY)
+    assert given.choices[0].message.content == expected.text
+    assert set(json.loads(expected.text)) == {"age"}
+
+
 def test_a_schema_over_the_grammar_compilers_limits_is_a_400_that_names_the_limit(start: Start) -> None:
     pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
     wide = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(900)}}
@@ -114,7 +119,7 @@ def test_a_conversation_goes_on_in_its_session_and_in_nobody_elses(embedded: Spe
     expected = embedded.generate(messages=longer, max_tokens=16).text
     assert own.choices[0].message.content == foreign.choices[0].message.content == expected
     one.completions.create(prompt="import os", max_tokens=4, **GREEDY)
-    assert until(lambda: len(server.worker.sessions) == 2)
+    until(lambda: len(server.worker.sessions) == 2)
 
 
 def test_a_clients_answers_are_remembered_for_n_gram_lookup(embedded: SpecStackGenerator) -> None:
@@ -357,13 +362,10 @@ def test_a_stream_that_fails_ends_with_an_error(embedded: SpecStackGenerator, po
 
     tokenizer.decode = tokenizer.convert_ids_to_tokens = tokenizer.batch_decode = fails
     generator = SpecStackGenerator(embedded.pair.target, embedded.pair.draft, tokenizer)
-    server = Server(generator, ServeConfig(port=0), pool)
-    create = server.client().chat.completions.create
-    try:
+    with Server(generator, ServeConfig(port=0), pool) as server:
+        create = server.client().chat.completions.create
         with pytest.raises(openai.APIError, match="could not answer"):
             list(create(model="spec-stack", messages=CHAT, logprobs=True, stream=True))
-    finally:
-        server.stop()
 
 
 def test_special_tokens_in_messages_are_taken_out_where_the_server_is_told_to(
@@ -406,8 +408,7 @@ def test_an_answer_that_its_client_has_written_otherwise_costs_that_answer_alone
 ) -> None:
     config = replace(embedded.config, prefill=replace(PrefillConfig(), min_prompt_tokens=200, keep_rate=float(keep)))
     generator = SpecStackGenerator(embedded.target, embedded.draft, embedded.tokenizer, config=config)
-    server = Server(generator, ServeConfig(), pool)
-    try:
+    with Server(generator, ServeConfig(), pool) as server:
         client = server.client()
         document = "The shop opens at nine. It sells pens, paper and ink. " * 40
         ask = partial(client.chat.completions.create, max_tokens=12, **GREEDY)
@@ -425,8 +426,6 @@ def test_an_answer_that_its_client_has_written_otherwise_costs_that_answer_alone
             assert longer.choices[0].message.content == expected
         other = ask(messages=[{"role": "user", "content": f"{document}\nWhen does it open?"}])
         assert other.usage.prompt_tokens_details.cached_tokens == 0
-    finally:
-        server.stop()
 
 
 def test_a_model_can_be_asked_about(start: Start) -> None:
@@ -473,7 +472,7 @@ def test_a_stream_that_is_closed_ends_the_work_and_the_next_request_is_served(st
     next(iter(stream))
     assert server.worker.queue.is_busy
     stream.close()
-    assert until(lambda: not server.worker.queue.is_busy)
+    until(lambda: not server.worker.queue.is_busy)
     assert server.client().completions.create(prompt="a", max_tokens=1, **GREEDY).choices
 
 
@@ -490,7 +489,7 @@ def test_a_full_line_is_refused_while_others_wait_their_turn(start: Start) -> No
     threads = [threading.Thread(target=ask, args=(key,)) for key in ("one", "two")]
     for thread in threads:
         thread.start()
-    assert until(lambda: len(server.worker.queue) == 2)
+    until(lambda: len(server.worker.queue) == 2)
     with pytest.raises(openai.RateLimitError, match="waiting already") as caught:
         server.client("three").completions.create(prompt="a", max_tokens=1, **GREEDY)
     assert caught.value.response.headers["retry-after"] == "1"
@@ -508,9 +507,9 @@ def test_a_client_that_leaves_the_queue_is_counted(start: Start) -> None:
     next(iter(stream))
     leaving = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     leaving.request("POST", "/v1/completions", b'{"prompt": "a"}', {"Content-Type": "application/json"})
-    assert until(lambda: len(server.worker.queue) == 1)
+    until(lambda: len(server.worker.queue) == 1)
     leaving.close()
-    assert until(lambda: len(server.worker.queue) == 0)
+    until(lambda: len(server.worker.queue) == 0)
     assert server.worker.queue.is_busy
     scraping = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     scraping.request("GET", "/metrics")
@@ -525,7 +524,7 @@ def test_health_and_metrics_tell_how_it_goes(start: Start) -> None:
     connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     connection.request("GET", "/health")
     assert json.loads(connection.getresponse().read()) == {"status": "ok"}
-    assert until(lambda: not server.worker.queue.is_busy)
+    until(lambda: not server.worker.queue.is_busy)
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()
     assert 'spec_stack_requests_total{outcome="ok"} 1.0' in lines

@@ -11,8 +11,9 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.process_pool import RequestPool
-from tests.proxy.test_audits import counted, until
+from tests.proxy.test_audits import counted
 from tests.serve.conftest import Server
+from tests.support.running_app import until
 
 pytestmark = pytest.mark.slow
 CHAT = "/v1/chat/completions"
@@ -31,9 +32,8 @@ def test_a_route_whose_answers_are_lost_is_dense(embedded: SpecStackGenerator, p
     generator = SpecStackGenerator(
         embedded.target, embedded.draft, embedded.tokenizer, config=config, calibration=False
     )
-    server = Server(generator, ServeConfig(port=0, audit_rate=1.0, audit_max_loss=0.1, audit_idle_s=0.01), pool)
-    url = server.url
-    try:
+    with Server(generator, ServeConfig(port=0, audit_rate=1.0, audit_max_loss=0.1, audit_idle_s=0.01), pool) as server:
+        url = server.url
         for number in range(5):
             # The embedded pair loses codes of rooms.
             messages = [{"role": "user", "content": f"{ROOMS}\nContinue, please: {number}."}]
@@ -48,5 +48,3 @@ def test_a_route_whose_answers_are_lost_is_dense(embedded: SpecStackGenerator, p
         assert reason.startswith(f"off: audits of {CHAT} found more lost answers")
         assert text == generator.generate(messages=messages, max_tokens=12, sparse_prefill="off").text
         assert asked(url, messages, keep_rate=0.1)[1].startswith("on: ")
-    finally:
-        server.stop()

@@ -22,12 +22,11 @@ from transformers import PreTrainedModel
 from spec_stack import SpecStackGenerator
 from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, ToolFormat
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.protocol import REQUESTS
 from spec_stack.serve.responses import BUILDERS, ResponseBuilder
 from spec_stack.tokenizers.pieces import Pieces
 from spec_stack.types import StepOutput, TokenLogprobs
-from tests.serve.conftest import Server
+from tests.serve.conftest import Server, served
 from tests.support.models import byte_fallback_tokenizer, make_model
 
 CHAT, TEXT = REQUESTS
@@ -192,11 +191,8 @@ def server() -> Iterator[Server]:
     models: list[PreTrainedModel] = [make_model(seed=seed, vocab=len(tokenizer)) for seed in (1, 2)]
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     generator = SpecStackGenerator(*models, tokenizer)
-    pool = RequestPool(generator)
-    running = Server(generator, ServeConfig(port=0, cors_origins=[ORIGIN]), pool)
-    yield running
-    running.stop()
-    pool.stop()
+    with served(generator, cors_origins=[ORIGIN]) as running:
+        yield running
 
 
 def ask(server: Server, method: str, path: str, fields: Any = None, **headers: str) -> tuple[int, Any, Message]:

@@ -73,11 +73,8 @@ def test_a_server_with_room_in_its_queue_is_ready(start: Start) -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 def test_the_proxy_is_alive_before_it_is_ready(proxy: Callable[[str], str], path: str) -> None:
-    upstream = FakeUpstream()
-    try:
+    with FakeUpstream() as upstream:
         assert HTTP.get(proxy(upstream.url) + path).status_code == 200
-    finally:
-        upstream.stop()
     answer = HTTP.get(proxy(f"http://127.0.0.1:{free_port()}") + path)
     assert answer.status_code == (200 if path == "/health" else 503)
     assert path == "/health" or answer.json()["status"].startswith("upstream does not answer: ConnectError")
@@ -122,15 +119,12 @@ def test_errors_have_ids_and_probes_are_no_lines_of_info(start: Start, lines: Li
 
 
 def test_the_proxy_passes_its_id_on_and_upstreams_back(proxy: Callable[[str], str], lines: Lines) -> None:
-    upstream = FakeUpstream()
-    try:
+    with FakeUpstream() as upstream:
         url = proxy(upstream.url)
         response = HTTP.post(url + CHAT, json=BODY, headers={"x-request-id": "mine"})
         assert upstream.seen[-1].headers["x-request-id"] == response.headers["x-request-id"] == "mine"
         response = HTTP.post(url + CHAT, json=BODY, headers={"x-request-id": "not well formed"})
         assert upstream.seen[-1].headers["x-request-id"] == response.headers["x-request-id"] != "not well formed"
-    finally:
-        upstream.stop()
     assert lines(2)[-1]["path"] == CHAT
 
 

@@ -11,9 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance", reason="needs the extra `structured`")
 
-from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.process_pool import RequestPool
-from tests.serve.conftest import Server
+from tests.serve.conftest import Server, served
 from tests.support.thinking import THOUGHT, thinker
 from tests.support.tools import TOOLS
 
@@ -29,11 +27,8 @@ SCHEMA = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "requir
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     generator = thinker()
-    pool = RequestPool(generator)
-    running = Server(generator, ServeConfig(port=0), pool)
-    yield running
-    running.stop()
-    pool.stop()
+    with served(generator) as running:
+        yield running
 
 
 @pytest.mark.parametrize(
@@ -61,3 +56,17 @@ def test_the_content_keeps_to_the_format_whole_and_streamed(asked: dict[str, Any
     deltas = [chunk.choices[0].delta for chunk in create(**ASKED, **asked, stream=True) if chunk.choices]
     assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
+
+
+def test_a_schema_that_cannot_be_enforced_is_a_400_that_names_the_keyword(server: Server) -> None:
+    create = server.client().chat.completions.create
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for asked in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}},
+        {"tools": [tool], "tool_choice": "required"},
+    ):
+        more: dict[str, Any] = asked
+        with pytest.raises(Exception, match=r'cannot be compiled: Unimplemented keys: \["uniqueItems"\]') as refused:
+            create(**ASKED, **more)
+        assert refused.value.status_code == 400

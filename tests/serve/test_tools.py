@@ -14,9 +14,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("llguidance", reason="forced calls need the extra `structured`")
 
 from spec_stack import SpecStackGenerator
-from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.process_pool import RequestPool
-from tests.serve.conftest import Server
+from tests.serve.conftest import Server, served
 from tests.support.tools import TEMPLATE, TOOLS
 
 CHAT = [{"role": "user", "content": "Where is it warm?"}]
@@ -31,11 +29,8 @@ def server() -> Iterator[Server]:
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", calibration=False)
     generator.tokenizer.chat_template = ROLES + TEMPLATE
     generator = SpecStackGenerator(generator.pair.target, generator.pair.draft, generator.tokenizer)
-    pool = RequestPool(generator)
-    running = Server(generator, ServeConfig(port=0), pool)
-    yield running
-    running.stop()
-    pool.stop()
+    with served(generator) as running:
+        yield running
 
 
 def test_a_forced_call_is_the_same_whole_and_streamed(server: Server) -> None:

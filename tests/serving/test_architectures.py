@@ -76,12 +76,12 @@ def test_a_pair_of_this_architecture_is_pruned_as_plain_transformers_would(
     pieces = Pieces(reference.tokenizer).of(prompt)
     question = reference_question.question_of(pieces, line_borders(pieces), special_spans(prompt))
     scores = oracle.question_importance(
-        model, prompt, question.repeated, question.in_place, question.marked, question.opening, mean=True
+        model, prompt, question.repeated, question.in_place, question.asks, question.is_question, mean=True
     )
     sizes = PrefillConfig.chunk_size, PrefillConfig.keep_first, PrefillConfig.keep_last
     chunks = [(start, min(start + sizes[0], len(prompt))) for start in range(0, len(prompt), sizes[0])]
     worth = [float(scores[start:stop].mean()) for start, stop in chunks]
-    raised = reference_question.raised(worth, pieces, chunks, question.words())
+    raised = reference_question.raised(worth, pieces, chunks, [-1] * len(chunks), question.words())
     kept = oracle.selected_positions([raised[at // sizes[0]] for at in range(len(prompt))], 0.3, *sizes)
     reply = server.generate(prompt, 12, sparse_prefill="on", explain=True, gamma=4)
     assert _positions(reply) == kept

@@ -111,7 +111,7 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         # New text that is not pruned is scored by its own queries.
         found = question.since(start + 1)
     wanted = question_importance(
-        eager_draft, longer, found.repeated, found.in_place, found.marked, found.opening, mean=True
+        eager_draft, longer, found.repeated, found.in_place, found.asks, found.is_question, mean=True
     )
     chunks = [(at, min(at + PrefillConfig.chunk_size, start)) for at in range(0, start, PrefillConfig.chunk_size)]
     asked = question.since(start).words()
@@ -122,7 +122,7 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         PrefillConfig.chunk_size,
         settings["recall_threshold"],
         settings["max_recalled_chunks"],
-        reference_question.recalled(pieces, chunks, asked),
+        reference_question.shared(pieces, chunks, [-1] * len(chunks), asked, short_word=0.5),
         settings["recall_word_threshold"],
     )
     assert _positions(reply)[: len(given) + len(expected)] == sorted([*given, *expected])

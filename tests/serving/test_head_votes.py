@@ -15,7 +15,7 @@ from spec_stack.prefill.importance import (
     ScoredLayer,
     Segment,
     attention_to_prompt,
-    opening_attention,
+    last_attention,
     over_queries,
     pool,
 )
@@ -70,7 +70,7 @@ def test_the_votes_are_those_of_each_head_by_itself(heads: Any) -> None:
 def test_the_sum_over_chosen_heads_is_that_of_each_head_by_itself() -> None:
     torch.manual_seed(2)
     layers, heads = _layers(6), ((0, 5), (1, 0), (1, 1))
-    expected = torch.zeros(2, 50)
+    expected = torch.zeros(50)
     for index, head in heads:
         own = layers[index].queries[head : head + 1], layers[index].keys[head // 3][None]
         expected += over_queries(attention_to_prompt(*own, 0.3, None, 3), SEGMENTS, WEIGHTS)[0]
@@ -92,9 +92,9 @@ def test_ranks_that_share_the_heads_find_together_what_one_finds_alone(vote: Any
     each = [rank.votes(config, WEIGHTS) for rank in ranks]
     torch.testing.assert_close(torch.maximum(*each) if vote == "max" else sum(each), alone)
     everyone = PrefillConfig()
-    opening = [opening_attention(rank.voting(everyone), 3, 1) for rank in ranks]
-    whole = opening_attention(_attention(layers).voting(everyone), 3, 1)
-    torch.testing.assert_close((opening[0] + opening[1]) / 2, whole)
+    last = [last_attention(rank.voting(everyone), 3) for rank in ranks]
+    whole = last_attention(_attention(layers).voting(everyone), 3)
+    torch.testing.assert_close((last[0] + last[1]) / 2, whole)
 
 
 @pytest.mark.parametrize("heads", [None, ((0, 5), (1, 0), (1, 1))])

@@ -76,14 +76,15 @@ def question_importance(
     prompt: Sequence[int],
     repeated: Sequence[tuple[int, int]],
     in_place: Sequence[tuple[int, int]],
-    marked: Sequence[bool],
-    opening: int,
+    asks: Sequence[bool],
+    is_question: Sequence[bool] = (),
     *,
     heads: Sequence[tuple[int, int]] | None = None,
     mean: bool = False,
     pool_kernel: int = 1,
     skipped: int = 0,
     prefill: Hides | None = None,
+    not_asking: float = 0.5,
 ) -> np.ndarray:
     """Importance by the queries of segments, by loops over the attention matrices of one eager forward over the prompt
     with the repeated segments behind it.
@@ -103,25 +104,21 @@ def question_importance(
         whole = attentions[layer][0, head, query].double().numpy()
         return np.asarray(whole[:size] / (whole[:size].sum() + 1 - whole.sum()))
 
-    finding = behind
-    if heads is not None:
-        # The last quarter of the layers up to the last chosen head.
-        depth = 1 + max(layer for layer, _ in heads)
-        finding = [(layer, head) for layer, head in every if depth - max(1, depth // 4) <= layer < depth]
-    looks = np.mean([row(*each, query) for each in finding for query in range(size - opening, size)], axis=0)
+    voting = behind if heads is None else list(heads)
+    finding = {layer for layer, _ in voting}
+    looks = np.mean([row(*each, size - 1) for each in every if each[0] in finding], axis=0)
     spans = [*repeated, *in_place]
-    others = [[looks[at] for at in range(start, min(stop, size - opening))] for start, stop in spans]
+    others = [[looks[at] for at in range(start, min(stop, size - 1))] for start, stop in spans]
     means = [float(np.mean(each)) if each else None for each in others]
-    seen = [None if each is None else each * (5 if mark else 1) for each, mark in zip(means, marked, strict=True)]
-    largest = max(each for each in seen if each is not None)
-    asked = [(seen[at] or 0.0, -at) for at, mark in enumerate(marked) if mark]
-    if asked:
-        value, place = max(asked)
-        first, last = spans[-place]
-        for at, (start, stop) in enumerate(spans):
-            if marked[at] and seen[at] is not None and start - last <= 64 and first - stop <= 64:
-                seen[at] = value
-    weights = [1.0 if each is None else each / largest for each in seen]
+    largest = max(each for each in means if each is not None)
+    most = max((each for each, own in zip(means, asks, strict=True) if own and each is not None), default=0.0)
+    weights = [
+        1.0 if each is None else each / most if own else each / largest * (not_asking if any(asks) else 1)
+        for each, own in zip(means, asks, strict=True)
+    ]
+    weights = [
+        1.0 if mark else weight for weight, mark in zip(weights, is_question or [False] * len(spans), strict=True)
+    ]
     queries, at = [], size
     for start, stop in repeated:
         queries.append(range(at, at + stop - start))
@@ -132,42 +129,22 @@ def question_importance(
         half = pool_kernel // 2
         return np.array([values[max(0, token - half) : token + half + 1].mean() for token in range(size)])
 
-    full = [at for at, weight in enumerate(weights) if weight >= 1 and marked[at]]
-    alone = [
-        [0.0 if at in full and at != question else weight for at, weight in enumerate(weights)] for question in full
-    ]
-
-    def by_question(rows: Callable[[int], np.ndarray], weights: Sequence[float]) -> np.ndarray:
-        best, others, num_others = np.zeros(size), np.zeros(size), 0.0
+    def of(rows: Callable[[int], np.ndarray]) -> np.ndarray:
+        best = np.zeros(size)
         for span, own, weight in zip(spans, queries, weights, strict=True):
             for query in own:
-                seen = rows(query)
-                others += (1 - weight) * seen
-                num_others += 1 - weight
-                outside = seen.copy()
+                outside = rows(query).copy()
                 outside[slice(*span)] = 0
                 best = np.maximum(best, weight * outside)
-        return np.maximum(best - 4 * others / max(num_others, 1), 0)
+        kept = best.copy()
+        for (start, stop), weight in zip(spans, weights, strict=True):
+            if weight >= 1:
+                kept[start:stop] = np.sort(best)[size - (stop - start) :].mean()
+        return kept
 
-    def of(rows: Callable[[int], np.ndarray]) -> np.ndarray:
-        every = []
-        for each in alone if len(alone) > 1 else [weights]:
-            found = by_question(rows, each)
-            kept = found.copy()
-            for (start, stop), weight in zip(spans, weights, strict=True):
-                if weight >= 1:
-                    kept[start:stop] = np.sort(found)[size - (stop - start) :].mean()
-            every.append(kept)
-        return np.array(every)
-
-    voting = behind if heads is None else list(heads)
     if mean:
-        found = np.mean([of(partial(row, *each)) for each in voting], axis=0)
-    else:
-        found = of(lambda query: np.max([pooled(row(*each, query)) for each in voting], axis=0))
-    if len(found) > 1:
-        found = np.array([each / np.sort(each)[-32:].mean() for each in found])
-    return np.asarray(found.max(axis=0))
+        return np.asarray(np.mean([of(partial(row, *each)) for each in voting], axis=0))
+    return of(lambda query: np.max([pooled(row(*each, query)) for each in voting], axis=0))
 
 
 def importance_by_characters(

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Question:
-    """The segments of a prompt that may hold its question, and the tokens of the request."""
+    """The segments of a prompt that may hold its question, and the tokens of the request and of the newest plan."""
 
-    pieces: Sequence[str]
     repeated: list[Span]
     in_place: list[Span]
-    opening: int
+    asking: set[Span]
+    questions: set[Span]
     request: Sequence[int]
+    plan: Sequence[int]
     is_last: bool
 
     @property
-    def marked(self) -> list[bool]:
-        return [_asks(self.pieces, span) for span in [*self.repeated, *self.in_place]]
+    def asks(self) -> list[bool]:
+        return [span in self.asking for span in [*self.repeated, *self.in_place]]
+
+    @property
+    def is_question(self) -> list[bool]:
+        return [span in self.questions for span in [*self.repeated, *self.in_place]]
 
     def since(self, first: int) -> Question:
         """The segments with a token of the text from `first` on, and the request where others are behind it."""
@@ -34,19 +39,10 @@ class Question:
         repeated, in_place = ([each for each in spans if stays(each)] for spans in (self.repeated, self.in_place))
         return replace(self, repeated=repeated, in_place=in_place)
 
-    def words(self, half_life: int = 12, short: int = 32) -> dict[int, float]:
+    def words(self) -> dict[int, float]:
         """The weight of every token of the question."""
         spans = [*self.repeated, *self.in_place]
-        own = [span for span in spans if span[0] in self.request]
-        ends_so = bool(own) and _asks(self.pieces, own[-1])
-        questions = [span for span in (own if ends_so else spans) if _asks(self.pieces, span)]
-        weights = {at: 1.0 for span in questions for at in range(*span)}
-        if own and not ends_so:
-            begin, end = self.request[0], self.request[-1]
-            for at in (at for span in own for at in range(*span)):
-                is_first = own[0][0] == begin and at < own[0][1] <= begin + short
-                weights[at] = 1.0 if is_first else weights.get(at, 2 ** ((at - end) / half_life))
-        return weights
+        return {at: 1.0 for span in spans for at in range(*span) if span in self.asking or span[0] in self.plan}
 
 
 def question_of(
@@ -56,21 +52,20 @@ def question_of(
     roles: Sequence[str] = ("user",),
     window: int = 160,
     lead: int = 64,
-    most_opening: tuple[int, int] = (8, 4),
+    fewest: int = 4,
 ) -> Question:
     """Look at every token: of whose turn it is, of which line, and how far from that turn's ends."""
     size = len(pieces)
     is_free = [not any(start <= at < stop for start, stop in template) for at in range(size)]
     spoken = [list(each) for free, each in groupby(range(size), is_free.__getitem__) if free]
-    opening = min((size - 1 - spoken[-1][-1] if spoken else 0) or most_opening[1], most_opening[0], size)
-    turns = [each for each in zip(roles, spoken, strict=True) if each[1][0] < size - opening]
+    turns = [each for each in zip(roles, spoken, strict=True) if each[1][0] < size - 1]
     turns = turns or [("user", list(range(size)))]
     users = [turn for role, turn in turns if role == "user"] or [turns[-1][1]]
     last_role, last = turns[-1]
     system = turns[0][1][0]
     places = [list(range(max(0, system - lead), system))]
-    near = [*users[-2:-1], *[turn for role, turn in turns[:-1] if role == "assistant"][-1:]]
-    for turn in near:
+    plans = [turn for role, turn in turns[:-1] if role == "assistant"][-1:]
+    for turn in [*users[-2:-1], *plans]:
         places += [turn] if len(turn) <= lead else [turn[: lead // 2], turn[-(lead // 2) :]]
     if users[-1] is last:
         places.append([at for at in last[:lead] if at < size - window])
@@ -79,95 +74,87 @@ def question_of(
     is_result = last_role == "tool" and users[-1] is not last
     in_place = [] if is_result else [at for at in last if at >= size - window]
     ends = set(borders)
-    repeated = _lines(pieces, ends, sorted(place for place in places if place))
-    return Question(pieces, repeated, _lines(pieces, ends, [in_place]), opening, users[-1], users[-1] is last)
+    repeated, window_lines = _lines(ends, sorted(place for place in places if place)), _lines(ends, [in_place])
+    own = [span for span in [*repeated, *window_lines] if span[0] in users[-1]]
+
+    def long_enough(spans: list[Span]) -> list[Span]:
+        return [each for each in spans if each[1] - each[0] >= fewest or (own and each == own[-1])] or spans
+
+    plan = plans[0] if plans and plans[0][0] > users[-1][-1] else []
+    asking, questions = _asking(pieces, own, users[-1][0], lead)
+    repeated, window_lines = long_enough(repeated), long_enough(window_lines)
+    return Question(repeated, window_lines, asking, questions, users[-1], plan, users[-1] is last)
 
 
-def _lines(pieces: Sequence[str], ends: set[int], places: Sequence[Sequence[int]]) -> list[Span]:
-    """The lines of these tokens that are long enough to ask, or have a question mark; all where none is."""
+def _lines(ends: set[int], places: Sequence[Sequence[int]]) -> list[Span]:
+    """The lines of these tokens."""
     spans: list[list[int]] = []
     for place in places:
         for index, at in enumerate(place):
             if index == 0 or at in ends:
                 spans.append([at, at])
             spans[-1][1] = at + 1
-    lines = [(start, stop) for start, stop in spans]
-    return [span for span in lines if span[1] - span[0] >= 4 or _asks(pieces, span)] or lines
+    return [(start, stop) for start, stop in spans]
+
+
+def _asking(pieces: Sequence[str], own: Sequence[Span], begin: int, most: int) -> tuple[set[Span], set[Span]]:
+    """The lines of a request that end it, and its first one. A distance, a blank line behind a long paragraph, a second
+    blank line, and another line before a question end what ends it."""
+    blanks = [at for at, (_, stop) in enumerate(own[:-1]) if _is_blank(pieces, stop)]
+    paragraphs = [range(*ends) for ends in pairwise([0, *(at + 1 for at in blanks), len(own)])]
+    near = set(paragraphs[-1])
+    if len(paragraphs) > 1 and own[paragraphs[-2][-1]][1] - own[paragraphs[-2][0]][0] <= most // 2:
+        near |= set(paragraphs[-2])
+    asking: set[Span] = set()
+    questions: set[Span] = set()
+    for at, (start, stop) in enumerate(own):
+        behind = own[at:]
+        marks = [_asks(pieces, span) for span in behind]
+        is_near = at in near and behind[-1][1] - start <= most and not (marks[-1] and not all(marks))
+        is_first = at == 0 and start == begin and (_is_blank(pieces, stop) or marks[0])
+        if is_near or is_first or len(behind) == 1:
+            asking.add((start, stop))
+        if marks[0] and (is_near or len(behind) == 1):
+            questions.add((start, stop))
+    return asking, questions
+
+
+def _is_blank(pieces: Sequence[str], stop: int) -> bool:
+    return re.search(r"\n[^\S\n]*\n[ \t]*\Z", "".join(pieces[max(0, stop - 2) : stop])) is not None
 
 
 def _asks(pieces: Sequence[str], span: Span) -> bool:
-    """Whether a text ends with a question mark behind a word, whatever closes it."""
     text = "".join(pieces[slice(*span)]).rstrip()
-    while text and text[-1] in "\"'`*_)]?!\u2019\u201d\u00bb\u300d\u300f\uff09" and not text.endswith("?"):
-        text = text[:-1]
-    if text.endswith(("\uff1f", "\u061f", "\u2e2e")):
-        return True
-    before = text.rstrip("?").removesuffix("\u00a0")
-    return (
-        text.endswith(("?", "\u037e"))
-        and bool(before)
-        and (before[-1].isalnum() or before[-1] in "_\"'`*\u2019\u201d\u00bb")
-    )
+    return text[-1:] in ("?", "\uff1f", "\u061f", "\u037e") and text != ""
 
 
 def raised(
-    worth: Sequence[float], pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Mapping[int, float]
+    scores: Sequence[float],
+    pieces: Sequence[str],
+    spans: Sequence[tuple[int, int]],
+    heads: Sequence[int],
+    asked: Mapping[int, float],
+    most: float = 2,
 ) -> list[float]:
-    """The score of every unit. spans: its tokens. asked: the weights of the question's tokens."""
-    sums = shared(pieces, spans, asked)
+    """The score of every unit. spans: its tokens. heads: the unit that is kept with each, or -1. asked: the weights of
+    the question's tokens."""
+    sums = shared(pieces, spans, heads, asked)
     largest = max(sums)
-    own = [each * (1 + 2 * (share / largest if largest else 0)) for each, share in zip(worth, sums, strict=True)]
-    scores = list(own)
-    for above, below in _sections(sums, pieces, spans):
-        for at in below:
-            scores[at] = max(scores[at], 0.8 * own[above])
-    return scores
+    shares = [share / largest if largest else 0.0 for share in sums]
+    own = [each * (1 + most * share) for each, share in zip(scores, shares, strict=True)]
+    return [max(own[at], shares[head] * own[head]) if head >= 0 else own[at] for at, head in enumerate(heads)]
 
 
-def recalled(pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Mapping[int, float]) -> list[float]:
-    """What every unit of old text scores by words for recall."""
-    sums = shared(pieces, spans, asked)
-    scores = list(sums)
-    for above, below in _sections(sums, pieces, spans):
-        for at in [above, *below] if sums[above] >= 1 / 3 else []:
-            scores[at] = max(scores[at], 1.0)
-    return scores
-
-
-def _sections(
-    sums: Sequence[float], pieces: Sequence[str], spans: Sequence[tuple[int, int]]
-) -> Iterator[tuple[int, list[int]]]:
-    """Named headings with the units below them: up to 64 tokens, none behind a heading like it that is no deeper."""
-    text, ends = "".join(pieces), [0]
-    for piece in pieces:
-        ends.append(ends[-1] + len(piece))
-    # From the line break on: a token may hold it with the next line's indentation.
-    begins = [text.rfind("\n", 0, ends[start]) + 1 for start, _ in spans]
-    lines = [text[begin : ends[stop]].rstrip() for begin, (_, stop) in zip(begins, spans, strict=True)]
-    for above, line in enumerate(lines):
-        if not max(sums) or sums[above] < 0.5 * max(sums) or not _is_heading(line):
-            continue
-        below = []
-        for at in range(above + 1, len(spans)):
-            if spans[at][1] - spans[above][1] > 64 or (_is_heading(lines[at]) and _closes(lines[at], line)):
-                break
-            below.append(at)
-        yield above, below
-
-
-def _is_heading(line: str) -> bool:
-    return re.search(r"\A\s*#|[:{\uff1a]\s*\Z", line) is not None
-
-
-def _closes(line: str, heading: str) -> bool:
-    (space, marks), (own_space, own_marks) = (re.findall(r"\A(\s*)(#*)", each)[0] for each in (line, heading))
-    if bool(marks) != bool(own_marks):
-        return False
-    return len(marks) <= len(own_marks) if marks else len(space) <= len(own_space)
-
-
-def shared(pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Mapping[int, float]) -> list[float]:
-    """The sums of the rare words' weights, each over the root of the number of units that hold the word."""
+def shared(
+    pieces: Sequence[str],
+    spans: Sequence[tuple[int, int]],
+    heads: Sequence[int],
+    asked: Mapping[int, float],
+    fewest_letters: int = 5,
+    short_word: float = 1,
+) -> list[float]:
+    """The sums of the rare words' weights, each over the number of units that hold the word; a head's words count for
+    its units too."""
     weights: dict[str, float] = {}
     for start in asked:
         if start - 1 not in asked:
@@ -176,21 +163,24 @@ def shared(pieces: Sequence[str], spans: Sequence[tuple[int, int]], asked: Mappi
                 stop += 1
             for word, token in _words(pieces, range(start, stop)):
                 weights[word] = max(weights.get(word, 0.0), asked[token])
-    bodies = [
-        {word for word, _ in _words(pieces, [at for at in range(*span) if asked.get(at, 0.0) < 0.5])} for span in spans
-    ]
+    bodies = [{word for word, _ in _words(pieces, [at for at in range(*span) if at not in asked])} for span in spans]
     sums = [0.0] * len(spans)
     for word, weight in weights.items():
         holders = [at for at, body in enumerate(bodies) if word in body]
-        for at in holders if len(holders) <= 6 else []:
-            sums[at] += weight * (0.5 if _is_short(word) else 1) / len(holders) ** 0.5
+        own = weight * (short_word if _is_short(word, fewest_letters) else 1)
+        for at in range(len(spans)):
+            above = at
+            while above >= 0 and above not in holders:
+                above = heads[above]
+            if above >= 0:
+                sums[at] += own / len(holders)
     return sums
 
 
-def _is_short(word: str) -> bool:
-    """Whether a word has fewer than five letters, numbers and scripts without spaces apart."""
+def _is_short(word: str, fewest: int) -> bool:
+    """Whether a word has fewer letters, numbers and scripts without spaces apart."""
     return (
-        1 <= len(word) <= 4
+        1 <= len(word) < fewest
         and word.isalpha()
         and not re.match("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]", word)
     )

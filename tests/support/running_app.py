@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Self
 
 import uvicorn
 from openai import OpenAI
 
 
+def until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
+    """Wait for something that happens soon."""
+    pause, end = threading.Event(), monotonic() + seconds
+    while not holds():
+        assert monotonic() < end
+        pause.wait(0.02)
+
+
 class RunningApp:
-    """One that runs until `stop`."""
+    """One that runs until `stop`, or to the end of its block."""
 
     def __init__(self, app: Any, shutdown_s: float = 10.0, **settings: Any) -> None:
         config = uvicorn.Config(
@@ -33,3 +43,9 @@ class RunningApp:
         self._server.should_exit = True
         self.thread.join(60)
         assert not self.thread.is_alive()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

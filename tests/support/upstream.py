@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 
 _HEAD = b'data: {"id":"1","object":"chat.completion.chunk","created":1,"model":"m",  "choices":['
 _USAGE = b'"usage":{"prompt_tokens":7,"completion_tokens":2,"total_tokens":9}'
@@ -38,8 +38,8 @@ class ReceivedRequest:
 
 @dataclass
 class FakeUpstream:
-    """Runs until `stop`. says: the answer to a body. left: set when a client has left a stream or a response that does
-    not come."""
+    """Runs until `stop`, or to the end of its block. says: the answer to a body. left: set when a client has left a
+    stream or a response that does not come."""
 
     seen: list[ReceivedRequest] = field(default_factory=list)
     says: Callable[[Any], str] = field(default=lambda body: "Vienna")
@@ -63,6 +63,12 @@ class FakeUpstream:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -11,7 +11,7 @@ from spec_stack.prefill.segments import Segments
 
 
 class ByAttention(SelectionRule):
-    """The mean importance of a segment, raised where the segment or its heading shares rare words with the question.
+    """The mean importance of a segment, raised where it shares rare words with the question.
 
     SpecPrefill (https://arxiv.org/abs/2502.02789, section 3.2.3) scores by importance alone, as do its queries here.
     """

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.question import question_and_bodies
+from spec_stack.prefill.question import words_of_segments
 from spec_stack.prefill.rule import ScoringInputs, SelectionRule
 from spec_stack.prefill.segments import Segments
 
@@ -21,13 +21,15 @@ _K1, _B = 1.5, 0.75
 
 
 class ByBM25(SelectionRule):
-    """BM25 of each segment for the question's words (`queries.question_words`); without text, for its tokens."""
+    """BM25 of each segment, with the heads kept with it, for the question's words (`queries.question_words`); without
+    text, for its tokens."""
 
     needs_attention: ClassVar[bool] = False
 
     def score(self, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
-        asked, bodies = question_and_bodies(inputs, segments)
-        scores = torch.tensor(bm25(bodies, asked), dtype=torch.float32)
+        question = inputs.asked()
+        _, with_heads = words_of_segments(inputs, question, segments)
+        scores = torch.tensor(bm25(with_heads, question.words), dtype=torch.float32)
         inputs.note_part("words", scores)
         return scores
 
