@@ -14,7 +14,7 @@ from spec_stack.prefill.alignment import Span
 
 MOST_WEIGHTS = 1 << 26
 """Most attention weights of several key heads that are held at once: a quarter of a gigabyte in fp32."""
-# The most weight of a segment that does not ask by its place (experiments/results/selection_sweep.json).
+# The most weight of a segment that does not ask by its place (experiments/LOG.md, "Selection with fewer numbers").
 _NOT_ASKING = 0.5
 NO_LAYER = "no attention layer that sees the whole prompt was captured; the draft cannot score it"
 

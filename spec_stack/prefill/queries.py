@@ -13,17 +13,18 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between
 from spec_stack.prefill.segments import line_borders
 
-# WINDOW, _LEAD and _FEWEST: half and double are in experiments/results/selection_sweep.json.
 WINDOW = 160
 """Tokens at the end of a prompt whose own queries score it."""
 # Tokens of a place before the window that the draft reads again behind the prompt, and most at the request's end that
-# ask. Half of it is a segment where the texts are not known.
+# ask (32 lose 3 of 104 prompts: experiments/LOG.md, "Selection with fewer numbers"). Half of it is a short paragraph,
+# and a segment where the texts are not known.
 _LEAD = 64
 MOST_REPEATED = 5 * _LEAD
 """Most tokens that the draft reads again behind a prompt: the system message's end, an earlier request, both ends of
 the last one, and the newest plan of the assistant."""
 _QUESTION_MARKS = ("?", "\uff1f", "\u061f", "\u037e")
-# Fewest tokens of a segment that does not end its request. A template's own line is shorter, and an attention sink.
+# Fewest tokens of a segment that does not end its request. A template's own line is shorter, and an attention sink; 8
+# lose 2 of 26 prompts (same place).
 _FEWEST = 4
 
 

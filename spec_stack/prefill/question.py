@@ -11,7 +11,7 @@ from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import Segments
 from spec_stack.prefill.words import ONE_CHARACTER, Question, words_of
 
-# What the largest score by rare words adds to a factor of 1 (experiments/results/selection_sweep.json).
+# What the largest score by rare words adds to a factor of 1 (experiments/LOG.md, "Selection with fewer numbers").
 _RARE_WORDS = 2.0
 # Recall alone: shorter words count half, as most are function words, which are rare in a short text
 # (experiments/LOG.md, "Recall by the words of selection").

@@ -72,7 +72,9 @@ def test_runs_at_several_gammas_merge_to_the_text_behind_them() -> None:
     assert len(differing) <= merged.num_unknown
     assert text.signal(0, 0, text.run_length(0, 8)) == (greedy.entropy[0], greedy.confidence[0])
     wrong = greedy.correct.index(False)
-    assert text.tails[wrong].confidence == greedy.tails[wrong][: len(text.tails[wrong])]
+    tail = text.tails[wrong].confidence
+    assert tail == greedy.tails[wrong][: len(tail)]
+    assert [text.signal(wrong, 1 + at, 0)[1] for at in range(len(tail))] == tail
 
 
 @pytest.mark.parametrize("gamma", [2, 4, 6, 8])

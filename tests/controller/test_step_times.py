@@ -46,6 +46,9 @@ def test_costs_are_recovered_in_spite_of_stalls() -> None:
         model.observe(gamma, 0.01 * gamma * rng.uniform(0.9, 1.1), stall * (0.03 + 0.001 * gamma))
     assert model.per_token_s() == pytest.approx(0.011, rel=0.15)
     assert model.seconds(4) == pytest.approx(0.03 + 4 * 0.011, rel=0.15)
+    # Also right after one in both models.
+    model.observe(4, 5.0, 5.0)
+    assert model.per_token_s() < 2 * 0.011
 
 
 def test_one_gamma_alone_and_a_plain_step_give_the_price_of_a_token() -> None:
