@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -15,11 +16,11 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.attention import CapturedAttention, scored_layers
+from spec_stack.prefill.attention import CapturedAttention, Parts, run, scored_layers
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import WINDOW, find_candidates
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.scoring import num_layers_needed, run_draft
+from spec_stack.prefill.scoring import ScoringQueries, capture_in_parts, num_layers_needed, run_draft
 from spec_stack.types import Proposal
 from tests.support import reference, reference_architectures
 from tests.support.models import make_model, random_prompt
@@ -286,3 +287,37 @@ def test_bm25_prune_for_a_draft_that_sees_too_little_to_score() -> None:
         metrics = generator.generate(input_ids=PROMPT, max_tokens=6, sparse_prefill="on", gamma=2).metrics
         reasons.append((metrics.sparse_prefill, metrics.sparse_prefill_reason))
     assert [is_on for is_on, _ in reasons] == [False, True], reasons
+
+
+@pytest.mark.parametrize("queries_of", ["prompt", "look_ahead"])
+@pytest.mark.parametrize("size", [1, 40, 1000])
+def test_parts_of_any_size_score_a_prompt_alike(size: int, queries_of: str) -> None:
+    config, num_parts = PrefillConfig(**{**BASE, "scoring_queries": queries_of}), 0
+    text, draft = PromptText(LONG), open_draft()
+    queries = ScoringQueries.of(text, config)
+    look_ahead = partial(propose, sampler=Sampler(), end_ids=())
+
+    def drafted(committed_ids: Sequence[int], most: int) -> Parts[Proposal]:
+        yield
+        return look_ahead(draft, committed_ids, most)
+
+    def counted() -> Parts[CapturedAttention]:
+        nonlocal num_parts
+        parts = capture_in_parts(draft, queries, drafted, config, most_of_a_part=lambda _: size)
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                captured, proposal, _ = end.value
+                assert len(proposal.token_ids) == (config.look_ahead if queries_of == "look_ahead" else 0)
+                return queries.attention(scored_layers(captured, len(text)))
+            num_parts += 1
+            yield
+
+    found = run(counted()).importance(config)
+    other = open_draft()
+    whole, _ = run_draft(other, ScoringInputs(text), partial(look_ahead, other), config)
+    torch.testing.assert_close(found, whole.importance(config), rtol=1e-4, atol=1e-6)
+    # The last part has all scoring queries, and a look-ahead one of its own.
+    num_last = max(size, len(text) - queries.start)
+    assert num_parts == -(-len(text) // num_last) + (queries_of == "look_ahead")
