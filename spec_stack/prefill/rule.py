@@ -94,7 +94,11 @@ class ScoringInputs:
         """The question's words, by `question_words` of the text from token `first` on."""
         if self.question is not None:
             return self.question
-        return read_question(self.text, question_words(self.candidates.reaching(first)))
+        found = self.candidates.reaching(first)
+        # Where texts are not known, a segment may begin in the text before.
+        old = {at for start, stop in found.segments if start < first < stop for at in range(start, first)}
+        words = {at: weight for at, weight in question_words(found).items() if at not in old}
+        return read_question(self.text, words)
 
     def note_part(self, name: str, scores: torch.Tensor) -> None:
         """Tell the observer, if any, the scores (num_segments,) after what is named raised them."""

@@ -266,7 +266,7 @@ def test_a_restored_chunk_stays_when_text_behind_it_is_edited() -> None:
 
 def test_recalled_tokens_and_the_new_text_are_one_forward_and_nothing_is_prefilled_again() -> None:
     prompt, question = random_prompt(200), random_prompt(5, seed=8)
-    generator = make_generator(session=EAGER)
+    generator = make_generator(session=replace(EAGER, max_recalled_chunks=12))
     session = generator.session()
     prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3).token_ids, *question]
     held, num_cached = slots(session)[1], 202
@@ -398,7 +398,8 @@ def test_a_stream_closed_early_keeps_what_it_handed_out() -> None:
 
 def test_a_call_made_before_the_session_went_elsewhere_goes_on_from_where_it_is() -> None:
     session, other = make_generator().session(), make_generator().session()
-    session.generate(input_ids=random_prompt(50), max_tokens=2)
+    for each in (session, other):
+        each.generate(input_ids=random_prompt(50), max_tokens=2)
     early = session.stream(input_ids=[*random_prompt(50), 5], max_tokens=4)
     for each in (session, other):
         each.generate(input_ids=[*random_prompt(30), *random_prompt(20, seed=1)], max_tokens=2)
