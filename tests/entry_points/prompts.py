@@ -162,7 +162,8 @@ def by_text(generator: SpecStackGenerator, row: Row) -> dict[str, Any]:
     found: dict[str, Any] = {"prompt": text, "question": row.question}
     if row.protected:
         start = text.index(row.protected)
-        found["protected"] = [(start, start + len(row.protected))]
+        # With the break, as `Pruner` protects lines.
+        found["protected"] = [(start, start + len(row.protected) + 1)]
     return found
 
 
@@ -173,7 +174,7 @@ def by_ids(generator: SpecStackGenerator, row: Row) -> dict[str, Any]:
         text = rendered(generator, row)
         start = text.index(row.protected)
         offsets = generator.tokenizer(text, return_offsets_mapping=True).offset_mapping
-        inside = [at for at, (a, b) in enumerate(offsets) if a < start + len(row.protected) and b > start]
+        inside = [at for at, (a, b) in enumerate(offsets) if a <= start + len(row.protected) and b > start]
         found["protected"] = [(inside[0], inside[-1] + 1)]
     return found
 
