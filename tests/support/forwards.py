@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Forward:
+    """positions: empty where the model takes none."""
+
     token_ids: list[int]
     positions: list[int]
 
@@ -22,7 +24,8 @@ def forwards_of(*models: PreTrainedModel) -> Iterator[list[Forward]]:
     seen: list[Forward] = []
 
     def note(module: Any, args: Any, named: dict[str, Any]) -> None:
-        seen.append(Forward(named["input_ids"][0].tolist(), named["position_ids"][0].tolist()))
+        positions = named.get("position_ids")
+        seen.append(Forward(named["input_ids"][0].tolist(), [] if positions is None else positions[0].tolist()))
 
     hooks = [model.register_forward_pre_hook(note, with_kwargs=True) for model in models]
     try:
