@@ -21,7 +21,10 @@ ALLOWED = {
     "controller": {"config", "settings"},
     "prefill": {"config", "devices", "settings", "types", "controller.base"},
     "decode": {"config", "settings", "types", "controller.base", "controller.ngram"},
-    "hf": {"config", "devices", "settings.warning", "types", "controller", "decode", "prefill.prompt_text"},
+    "hf": {
+        *("config", "devices", "settings.warning", "types", "controller", "decode"),
+        *("prefill.prompt_text", "prefill.alignment"),
+    },
     "tokenizers": {"types", "prefill", "hf"},
     "engine": {
         "config",
@@ -75,6 +78,7 @@ ALLOWED = {
         "serve.config",
         "serve.fair_executor",
         "serve.http",
+        "serve.logs",
         "serve.protocol",
     },
     "sglang": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -16,6 +16,8 @@ _RARE_WORDS = 2.0
 # Recall alone: shorter words count half, as most are function words, which are rare in a short text
 # (experiments/LOG.md, "Recall by the words of selection").
 _FEWEST_LETTERS, _SHORT_WORD = 5, 0.5
+# Recall alone, by the same entry: most segments that hold a rare word, which counts over the root of their number.
+_MOST_SEGMENTS = 6
 
 Words = Sequence[Sequence[Hashable]]
 
@@ -49,24 +51,29 @@ def raise_named(scores: torch.Tensor, inputs: ScoringInputs, segments: Segments)
 def score_for_recall(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
     """Scores (num_segments,), fp32, of a conversation's old segments: rare words in common with the new text's
     question, short ones half."""
-    return shared_rare_words(inputs, segments, segments.num_tokens, _SHORT_WORD)
+
+    def share(word: Hashable, number: int) -> float:
+        return (_SHORT_WORD if _is_short(word) else 1.0) / number**0.5 if number <= _MOST_SEGMENTS else 0.0
+
+    return shared_rare_words(inputs, segments, segments.num_tokens, share)
+
+
+def _by_number(word: Hashable, number: int) -> float:
+    return 1 / number
 
 
 def shared_rare_words(
-    inputs: ScoringInputs, segments: Segments, first: int = 0, short_word: float = 1.0
+    inputs: ScoringInputs, segments: Segments, first: int = 0, share: Callable[[Hashable, int], float] = _by_number
 ) -> torch.Tensor:
-    """Rare words in common with the question (num_segments,), fp32: each gives its weight, divided by the number of
-    segments that hold it, to these and to those whose head holds it.
+    """Rare words in common with the question (num_segments,), fp32: each gives a share of its weight to the segments
+    that hold it, and to those whose head holds it.
 
-    first: as in `ScoringInputs.asked`. short_word: what a short word counts.
+    first: as in `ScoringInputs.asked`. share: of a word that so many segments hold.
     """
     question = inputs.asked(first)
     own, with_heads = words_of_segments(inputs, question, segments)
     num_with = Counter(word for words in own for word in question.words.keys() & words)
-    rare = {
-        word: question.words[word] * (short_word if _is_short(word) else 1.0) / number
-        for word, number in num_with.items()
-    }
+    rare = {word: question.words[word] * share(word, number) for word, number in num_with.items()}
     sums = [sum(rare.get(word, 0.0) for word in dict.fromkeys(words)) for words in with_heads]
     return torch.tensor(sums, dtype=torch.float32)
 

@@ -78,13 +78,13 @@ def evidence_at_other_lengths() -> list[str]:
     return found
 
 
-def speed_without_loss() -> list[str]:
-    speeds, rows = headlines.shipped(result("real_speed")), []
-    for length, num_tokens in (("2k", "2048"), ("4k", "4096"), ("8k", "8192")):
-        own = result(f"answers_positions_{length}")["shapes"]["all"]["over_dense"]["calibrated 0.1"]
-        over = headlines.around(own["right_over"], "+.2f")
-        sooner = f"{speeds[num_tokens]['ttft_ratio'][0]:.2f}×"
-        rows.append(row([f"facts in documents, {length.upper()}", str(own["n"]), "0.1", over, sooner]))
+def whole_answers() -> list[str]:
+    cells, rows = result("real_end_to_end")["cells"], []
+    for length in (2048, 4096, 8192):
+        found = [cells[f"{length}/{num_tokens}"] for num_tokens in (16, 64, 256)]
+        speeds = [(cell["n"], cell["pruned"]["over_theirs"]) for cell in found]
+        shown = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" if n > 1 else f"{mean:.2f}" for n, (mean, low, high) in speeds]
+        rows.append(row([f"{length // 1024}K", *shown]))
     return rows
 
 
@@ -125,8 +125,7 @@ def answers_to_multi_hop_questions() -> list[str]:
         f"BM25 0.2 {over['BM25 0.2']}, random lines 0.2 {over['random 0.2']}",
         f"dense {arms['dense']['score']:.3f};",
     ]
-    lost = f"{over['calibrated 0.3']} of {arms['dense']['score']:.2f}"
-    return [*found, row(["MuSiQue", "100", "0.3", lost, "not to be had"])]
+    return found
 
 
 def turns_behind_the_proxy() -> list[str]:
@@ -165,7 +164,7 @@ def steps_on_a_gpu() -> list[str]:
         evidence_of_multi_hop_questions,
         answers,
         evidence_at_other_lengths,
-        speed_without_loss,
+        whole_answers,
         decoding_by_task,
         turns_on_a_server,
         answers_to_multi_hop_questions,

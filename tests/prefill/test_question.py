@@ -146,7 +146,8 @@ def recall_scores(old: str, new: str) -> tuple[list[str], Segments, ScoringInput
 def test_recall_scores_are_those_by_hand(question: str) -> None:
     pieces, segments, inputs = recall_scores("".join(PROMPTS.get(question, RECORDS)), question)
     asked = question_words(inputs.candidates.reaching(segments.num_tokens))
-    expected = reference_question.shared(pieces, list(segments), heads_of(segments), asked, short_word=0.5)
+    spans, heads = list(segments), heads_of(segments)
+    expected = reference_question.shared(pieces, spans, heads, asked, short_word=0.5, power=0.5, most_units=6)
     assert score_for_recall(inputs, segments).tolist() == pytest.approx(expected)
 
 

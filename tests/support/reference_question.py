@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -152,9 +153,11 @@ def shared(
     asked: Mapping[int, float],
     fewest_letters: int = 5,
     short_word: float = 1,
+    power: float = 1,
+    most_units: float = math.inf,
 ) -> list[float]:
-    """The sums of the rare words' weights, each over the number of units that hold the word; a head's words count for
-    its units too."""
+    """The sums of the rare words' weights, each over a power of the number of units that hold the word, at most
+    most_units; a head's words count for its units too."""
     weights: dict[str, float] = {}
     for start in asked:
         if start - 1 not in asked:
@@ -173,7 +176,7 @@ def shared(
             while above >= 0 and above not in holders:
                 above = heads[above]
             if above >= 0:
-                sums[at] += own / len(holders)
+                sums[at] += own / len(holders) ** power if len(holders) <= most_units else 0.0
     return sums
 
 
