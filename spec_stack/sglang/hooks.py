@@ -6,6 +6,7 @@ Under another algorithm each hook only forwards.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -102,6 +103,9 @@ def _sampling_params(**asked: Any) -> SamplingParams:
     custom = asked.get("custom_params")
     with log_and_continue("reading a request's options", "the scheduler reads them again", ValueError):
         if _is_on():
+            if isinstance(custom, Mapping) and isinstance(entry := custom.get(KEY), Mapping | list):
+                # Whatever fails below: under msgpack a nested value ends SGLang's scheduler.
+                asked["custom_params"] = {**custom, KEY: json.dumps(entry)}
             options, by_header = RequestOptions.parse(custom, _config()), asked_options()
             if by_header and not (options.sparse_prefill or options.keep_rate):
                 options = RequestOptions.parse({KEY: {**options.as_asked(), **by_header}}, _config())

@@ -254,11 +254,10 @@ def describe(
     num_pool_tokens: of the draft's pool, None before it is allocated.
     """
     config, args = launch.config, launch.args
-    rows, own_rows = launch.target.vocab_size, launch.small.vocab_size
-    report: dict[str, Any] = {"vocabularies": f"{rows} embedding rows in both"}
+    report: dict[str, Any] = {"vocabularies": f"{launch.target.vocab_size} embedding rows in both"}
     if launch.must_fit:
-        padded = "the draft's are fitted to the target's"
-        report["vocabularies"] = f"one tokenizer, {rows} and {own_rows} embedding rows: {padded}"
+        rows = f"{launch.target.vocab_size} and {launch.small.vocab_size} embedding rows"
+        report["vocabularies"] = f"one tokenizer, {rows}: the draft's are fitted to the target's"
     report["prompts"] = pruning_note(config, launch.refusal, unrecognised)
     report["attention"] = str(args.decode_attention_backend or args.attention_backend)
     warnings = []
