@@ -122,7 +122,7 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         PrefillConfig.chunk_size,
         settings["recall_threshold"],
         settings["max_recalled_chunks"],
-        reference_question.shared(pieces, chunks, [-1] * len(chunks), asked, short_word=0.5),
+        reference_question.shared(pieces, chunks, [-1] * len(chunks), asked, short_word=0.5, power=0.5, most_units=6),
         settings["recall_word_threshold"],
     )
     assert _positions(reply)[: len(given) + len(expected)] == sorted([*given, *expected])
