@@ -167,7 +167,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse_args()
     found = run(options)
-    settings = {name: value for name, value in vars(options).items() if name not in ("out", "target", "draft")}
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "target", "draft", "rows")}
     report = {"experiment": "bench", **describe(), "sglang": version("sglang"), "settings": settings, "parts": found}
     print_report(report, options.out)
 
