@@ -467,9 +467,9 @@ class SessionConfig:
     )
     recall_word_threshold: float | None = option(
         0.9,
-        "sum of rare words in common with the new text's question, each over the number of segments that hold it and "
-        "short ones half, from which a dropped segment is recalled whatever its attention. None uses "
-        "attention alone",
+        "sum of rare words in common with the new text's question, each over the root of the number of segments that "
+        "hold it, six at most, and short ones half, from which a dropped segment is recalled whatever its attention. "
+        "None uses attention alone",
     )
 
     def __post_init__(self) -> None:

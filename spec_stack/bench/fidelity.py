@@ -22,6 +22,7 @@ from spec_stack.config import PrefillConfig
 from spec_stack.engine.conversation import single_turn
 from spec_stack.engine.engine import Engine, PrefilledPrompt, token_logprobs
 from spec_stack.engine.request import Call
+from spec_stack.prefill.queries import has_mark
 from spec_stack.prefill.rule import Observer, ScoringInputs
 from spec_stack.prefill.turn import Plan
 
@@ -362,10 +363,10 @@ class _QuestionFinder(Observer):
         self.kind = self.question = ""
 
     def scored(self, inputs: ScoringInputs) -> None:
-        """Take the heaviest segment that asks for the question, one with a question mark where there is one."""
+        """Take the heaviest segment that asks, of those with a question mark if there are any."""
         found, weights = inputs.candidates, inputs.weights_by_attention(self._config) or inputs.weights_by_words()
         asking = [span for span, asks in zip(found.segments, found.asks, strict=True) if asks]
-        marked = [span for span in asking if "".join((inputs.pieces or [])[slice(*span)]).rstrip().endswith("?")]
+        marked = [span for span in asking if has_mark(inputs.pieces, span)]
         start, stop = max(marked or asking or found.segments, key=lambda span: weights.get(span, 0.0))
         self.question = " ".join("".join((inputs.pieces or [])[start:stop]).split())[:_QUESTION_CHARACTERS]
         if stop <= found.start:

@@ -92,7 +92,7 @@ class HeadRanking:
     def needs(self, setting: Setting, case: Case) -> float:
         """A prompt's needed share, with heads chosen on other families."""
         without = () if case.task.is_guard else (case.task.kind,)
-        return need(case, case.judged.by_head[self.best(setting, without)].mean(dim=0))
+        return need(case, case.judged.score(self.best(setting, without)))
 
     def cost(self, setting: Setting) -> int:
         """Number of layers that a setting runs."""

@@ -16,7 +16,7 @@ from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.question import raise_named
+from spec_stack.prefill.question import NamedSegments
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import run_draft
@@ -31,10 +31,10 @@ BY_HEAD = PrefillConfig(head_reduction="mean")
 class ScoredPrompt:
     """A prompt's scores per segment after the draft's pass.
 
-    heads: (num_heads, 2), layer and head of each row. by_head: (num_heads, num_segments), the segment's score by each
-    head alone. default: (num_segments,), scores of the default rule. costs: (num_segments,), tokens
-    of a segment that are not kept anyway. wanted: (num_segments,) bool, segments with evidence that is not kept anyway.
-    num_tokens: (2,), of the prompt and of its always kept ends.
+    heads: (num_heads, 2), layer and head of each row. by_head: (num_heads, num_segments), the segment's mean importance
+    by each head alone. default: (num_segments,), scores of the default rule. costs: (num_segments,), tokens of a
+    segment that are not kept anyway. wanted: (num_segments,) bool, segments with evidence that is not kept anyway.
+    num_tokens: (2,), of the prompt and of its always kept ends. named: what the question names; None is nothing.
     """
 
     heads: torch.Tensor
@@ -43,11 +43,21 @@ class ScoredPrompt:
     costs: torch.Tensor
     wanted: torch.Tensor
     num_tokens: torch.Tensor
+    named: NamedSegments | None = None
 
     @cached_property
     def alone(self) -> torch.Tensor:
         """Needed share of the prompt by each head alone, (num_heads,)."""
-        return needed(self, self.by_head)
+        return needed(self, self._raised(self.by_head))
+
+    def score(self, rows: Sequence[int]) -> torch.Tensor:
+        """Scores (num_segments,) of the rule with these rows' heads."""
+        return self._raised(self.by_head[list(rows)].mean(dim=0))
+
+    def _raised(self, scores: torch.Tensor) -> torch.Tensor:
+        if self.named is None:
+            return scores
+        return self.named.raised_by_heads(self.named.raised_by_words(scores))
 
 
 def needed(judged: ScoredPrompt, scores: torch.Tensor) -> torch.Tensor:
@@ -77,13 +87,12 @@ def judge(pair: ModelPair, draft_cache: CachedModel, prompt: EncodedHaystack) ->
     wanted = _marked(segments, prompt.spans)
     return ScoredPrompt(
         heads=torch.tensor(list(by_head)),
-        by_head=raise_named(
-            torch.stack([segments.worth(importance, BY_HEAD) for importance in by_head.values()]), evidence, segments
-        ),
+        by_head=torch.stack([segments.worth(importance, BY_HEAD) for importance in by_head.values()]),
         default=make_rule(PrefillConfig.scorer).score(evidence, segments, PrefillConfig()),
         costs=_count(segments, ~is_free),
         wanted=_count(segments, wanted & ~is_free) > 0,
         num_tokens=torch.tensor([segments.num_tokens, int(is_paid_end.sum())]),
+        named=NamedSegments.of(evidence, segments),
     )
 
 

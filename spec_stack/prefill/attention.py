@@ -79,8 +79,8 @@ class CapturedAttention:
 
     layers: by index, with this rank's heads. num_in_place: the first queries, of the prompt's own last tokens. ranges:
     for every target token its half-open range of draft tokens, for another tokenizer. segments: of the queries, in
-    draft tokens; empty where all count alike. candidates: of the whole
-    prompt, in target tokens, that the segments come from.
+    draft tokens; empty where all count alike. candidates: of the whole prompt, in target tokens, that the segments come
+    from.
     """
 
     layers: Mapping[int, ScoredLayer]

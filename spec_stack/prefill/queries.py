@@ -160,10 +160,10 @@ def _asking(request: list[Span], begin: int, pieces: Sequence[str] | None) -> di
         near = [*near, *before]
     asking: dict[Span, bool] = {}
     for each in request[:1]:
-        if each[0] == begin and (_ends_paragraph(pieces, each[1]) or _has_mark(pieces, each)):
+        if each[0] == begin and (_ends_paragraph(pieces, each[1]) or has_mark(pieces, each)):
             asking[each] = False
     for each in near:
-        mark = _has_mark(pieces, each)
+        mark = has_mark(pieces, each)
         if each != near[0] and ((asking[near[0]] and not mark) or near[0][1] - each[0] > _LEAD):
             break
         asking[each] = mark
@@ -175,7 +175,7 @@ def _ends_paragraph(pieces: Sequence[str] | None, stop: int) -> bool:
     return pieces is not None and "".join(pieces[max(0, stop - 2) : stop]).rstrip(" \t").count("\n") > 1
 
 
-def _has_mark(pieces: Sequence[str] | None, segment: Span) -> bool:
+def has_mark(pieces: Sequence[str] | None, segment: Span) -> bool:
     """Whether a segment ends with a question mark."""
     return pieces is not None and "".join(pieces[slice(*segment)]).rstrip().endswith(_QUESTION_MARKS)
 
@@ -187,12 +187,12 @@ def _ends(start: int, stop: int) -> list[Span]:
     return [(start, start + _LEAD // 2), (stop - _LEAD // 2, stop)]
 
 
-def question_words(found: Candidates) -> dict[int, float]:
-    """The question's tokens and their weights: those of the segments that ask, and of the newest plan."""
+def question_tokens(found: Candidates) -> set[int]:
+    """The question's tokens: those of the segments that ask, and of the newest plan."""
     first, last = found.plan
     pairs = zip(found.segments, found.asks, strict=True)
     asking = [each for each, asks in pairs if asks or (not found.is_given and first <= each[0] < last)]
-    return {at: 1.0 for segment in asking for at in range(*segment)}
+    return {at for segment in asking for at in range(*segment)}
 
 
 def _borders(num_tokens: int, pieces: Sequence[str] | None) -> list[int]:

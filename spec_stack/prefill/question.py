@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -37,15 +38,38 @@ def raise_named(scores: torch.Tensor, inputs: ScoringInputs, segments: Segments)
     """
     if inputs.pieces is None:
         return scores
-    shared = shared_rare_words(inputs, segments)
-    shares = (shared / shared.max().clamp(min=torch.finfo(shared.dtype).tiny)).to(scores)
-    raised = scores * (1 + _RARE_WORDS * shares)
+    named = NamedSegments.of(inputs, segments)
+    raised = named.raised_by_words(scores)
     inputs.note_part("rare word", raised)
-    heads = torch.tensor([segments.head(at) for at in range(len(segments))], device=scores.device)
-    of_heads = torch.where(heads < 0, 0.0, (shares * raised)[..., heads.clamp(min=0)])
-    raised = raised.maximum(of_heads)
+    raised = named.raised_by_heads(raised)
     inputs.note_part("head", raised)
     return raised
+
+
+@dataclass(frozen=True)
+class NamedSegments:
+    """What the question names. shares: of the most rare words that a segment shares with it. heads: the segment that is
+    kept with each, or -1. Both (num_segments,).
+    """
+
+    shares: torch.Tensor
+    heads: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: ScoringInputs, segments: Segments) -> NamedSegments:
+        """Of a prompt; without text nothing is named."""
+        shared = torch.zeros(len(segments)) if inputs.pieces is None else shared_rare_words(inputs, segments)
+        heads = torch.tensor([segments.head(at) for at in range(len(segments))])
+        return cls(shared / shared.max().clamp(min=torch.finfo(shared.dtype).tiny), heads)
+
+    def raised_by_words(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores * (1 + _RARE_WORDS * self.shares.to(scores))
+
+    def raised_by_heads(self, raised: torch.Tensor) -> torch.Tensor:
+        """Scores that are raised by words, at least the head's times its share."""
+        heads = self.heads.to(raised.device)
+        of_heads = (self.shares.to(raised) * raised)[..., heads.clamp(min=0)]
+        return raised.maximum(torch.where(heads < 0, 0.0, of_heads))
 
 
 def score_for_recall(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
@@ -65,15 +89,15 @@ def _by_number(word: Hashable, number: int) -> float:
 def shared_rare_words(
     inputs: ScoringInputs, segments: Segments, first: int = 0, share: Callable[[Hashable, int], float] = _by_number
 ) -> torch.Tensor:
-    """Rare words in common with the question (num_segments,), fp32: each gives a share of its weight to the segments
-    that hold it, and to those whose head holds it.
+    """Rare words in common with the question (num_segments,), fp32: each gives a share to the segments that hold it,
+    and to those whose head holds it.
 
     first: as in `ScoringInputs.asked`. share: of a word that so many segments hold.
     """
     question = inputs.asked(first)
     own, with_heads = words_of_segments(inputs, question, segments)
-    num_with = Counter(word for words in own for word in question.words.keys() & words)
-    rare = {word: question.words[word] * share(word, number) for word, number in num_with.items()}
+    num_with = Counter(word for words in own for word in question.words.intersection(words))
+    rare = {word: share(word, number) for word, number in num_with.items()}
     sums = [sum(rare.get(word, 0.0) for word in dict.fromkeys(words)) for words in with_heads]
     return torch.tensor(sums, dtype=torch.float32)
 

@@ -17,7 +17,7 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.explanation import Explanation
 from spec_stack.prefill.prompt_text import PromptText
-from spec_stack.prefill.queries import Candidates, find_candidates, question_words
+from spec_stack.prefill.queries import Candidates, find_candidates, question_tokens
 from spec_stack.prefill.segments import Segments
 from spec_stack.prefill.words import Question, read_question
 from spec_stack.types import Selection
@@ -91,14 +91,13 @@ class ScoringInputs:
         return ScoringInputs(self.text.starting_at(first), None, importance, self.observer, question)
 
     def asked(self, first: int = 0) -> Question:
-        """The question's words, by `question_words` of the text from token `first` on."""
+        """The question's words, by `question_tokens` of the text from token `first` on."""
         if self.question is not None:
             return self.question
         found = self.candidates.reaching(first)
         # Where texts are not known, a segment may begin in the text before.
         old = {at for start, stop in found.segments if start < first < stop for at in range(start, first)}
-        words = {at: weight for at, weight in question_words(found).items() if at not in old}
-        return read_question(self.text, words)
+        return read_question(self.text, question_tokens(found) - old)
 
     def note_part(self, name: str, scores: torch.Tensor) -> None:
         """Tell the observer, if any, the scores (num_segments,) after what is named raised them."""
@@ -122,8 +121,8 @@ class ScoringInputs:
     def weights_by_words(self, first: int = 0) -> dict[Span, float]:
         """Weights, 0 to 1, of the scoring segments without a draft. first: as in `asked`."""
         found = self.candidates.reaching(first)
-        asked = question_words(found)
-        return {span: max(asked.get(at, 0.0) for at in range(*span)) for span in found.segments}
+        asking = question_tokens(found)
+        return {span: float(not asking.isdisjoint(range(*span))) for span in found.segments}
 
     def weights_by_attention(self, config: PrefillConfig) -> dict[Span, float]:
         """Weights, 0 to 1, of the scoring queries' segments, in prompt tokens; empty without a pass of the draft."""

@@ -127,6 +127,7 @@ def cut_text(text: str, size: Size) -> list[Unit]:
     _find_keys(lines)
     _find_blocks(lines, size)
     _find_names(lines)
+    _find_documents(lines)
     units: list[Unit] = []
     unit_of = [0] * len(lines)
     at = 0
@@ -371,7 +372,7 @@ def _find_blocks(lines: Sequence[_Line], size: Size) -> None:
 
 
 def _find_names(lines: Sequence[_Line]) -> None:
-    """What is told by a line that names it: a record of several units, a document in a stream of YAML."""
+    """The lines of a record of several units need the line that names it."""
     # Records that are not over, each with the line that names it or -1.
     records: list[list[int]] = []
     for at, line in enumerate(lines):
@@ -385,12 +386,19 @@ def _find_names(lines: Sequence[_Line]) -> None:
             records.append([at, at if is_name else -1])
     for record in reversed(records):
         _tell(lines, *record)
+
+
+def _find_documents(lines: Sequence[_Line]) -> None:
+    """The blocks of a document in a stream of YAML need the line that names it."""
     documents = [0, *(at + 1 for at, line in enumerate(lines) if line.content == "---"), len(lines)]
     for start, stop in pairwise(documents) if len(documents) > 2 else ():
         names = [at for at in range(start, stop) if _NAME.match(lines[at].content)]
-        name = min(names, key=lambda at: lines[at].indent, default=-1)
+        if not names:
+            continue
+        name = min(names, key=lambda at: lines[at].indent)
+        top = _top(lines, name)
         for at in range(start, stop):
-            if name >= 0 and lines[at].head < 0 and _TOP_KEY.match(lines[at].content) and at != _top(lines, name):
+            if lines[at].head < 0 and at != top and _TOP_KEY.match(lines[at].content):
                 lines[at].head = name
 
 

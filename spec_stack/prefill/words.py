@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,11 +20,11 @@ ONE_CHARACTER = re.compile(f"[{_CHARACTERS}]")
 class Question:
     """A prompt's question.
 
-    words: their weights, up to 1; without text, tokens in place of words. tokens: the question's own tokens, which are
-    not searched for its words.
+    words: without text, tokens in place of words. tokens: the question's own tokens, which are not searched for its
+    words.
     """
 
-    words: Mapping[Hashable, float]
+    words: frozenset[Hashable]
     tokens: frozenset[int]
 
     def starting_at(self, first: int) -> Question:
@@ -32,33 +32,21 @@ class Question:
         return Question(self.words, frozenset(at - first for at in self.tokens if at >= first))
 
 
-def read_question(text: PromptText, weights: Mapping[int, float]) -> Question:
-    """The words of these tokens, each with the largest weight of the tokens that it ends in."""
-    words: dict[Hashable, float] = {}
-    for run in _runs(sorted(weights)):
-        for word, token in _words_by_token(text, run):
-            words[word] = max(words.get(word, 0.0), weights[token])
-    return Question(words, frozenset(weights))
+def read_question(text: PromptText, tokens: Collection[int]) -> Question:
+    """The question of these tokens."""
+    words = {word for run in _runs(sorted(tokens)) for word in words_of(text, run)}
+    return Question(frozenset(words), frozenset(tokens))
 
 
 def words_of(text: PromptText, tokens: Sequence[int]) -> Sequence[Hashable]:
-    """The words of these tokens, in order."""
-    if text.pieces is None:
-        return [text.token_ids[at] for at in tokens]
-    return _WORD.findall("".join([text.pieces[at] for at in tokens]).lower())
+    """The words of these tokens, those of a question behind the text included, in order."""
+    pieces = text.all_pieces
+    if pieces is None:
+        return [text.all_ids[at] for at in tokens]
+    return _WORD.findall("".join([pieces[at] for at in tokens]).lower())
 
 
 def _runs(tokens: Sequence[int]) -> list[range]:
     """Increasing tokens as runs without gaps."""
     cuts = [0, *(at for at in range(1, len(tokens)) if tokens[at] != tokens[at - 1] + 1), len(tokens)]
     return [range(tokens[start], tokens[stop - 1] + 1) for start, stop in pairwise(cuts) if start < stop]
-
-
-def _words_by_token(text: PromptText, tokens: Sequence[int]) -> list[tuple[Hashable, int]]:
-    """The words of these tokens, each with the token in which it ends."""
-    if text.pieces is None:
-        return [(text.all_ids[at], at) for at in tokens]
-    pieces = text.all_pieces or ()
-    owner = [at for at in tokens for _ in pieces[at].lower()]
-    joined = "".join(pieces[at] for at in tokens).lower()
-    return [(match.group(), owner[match.end() - 1]) for match in _WORD.finditer(joined)]

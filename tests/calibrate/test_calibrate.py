@@ -125,10 +125,11 @@ def test_what_is_judged_is_what_the_selection_rules_give_whatever_was_judged_bef
         segments = make_segments(len(prompt.token_ids), evidence.pieces, config)
         expected = make_rule(config.scorer).score(evidence, segments, config)
         torch.testing.assert_close(judged.default, expected, rtol=2e-3, atol=2e-3)
-        heads, rows = [(int(layer), int(head)) for layer, head in judged.heads.tolist()], [5]
+        # Heads of the layer that weighs the default's question; calibration judges all heads by its weights.
+        heads, rows = [(int(layer), int(head)) for layer, head in judged.heads.tolist()], [5, 4, 7]
         config = PrefillConfig(**fields_of([heads[row] for row in rows]))
         expected = make_rule(config.scorer).score(look(pair, prompt, config), segments, config)
-        torch.testing.assert_close(judged.by_head[rows].mean(dim=0), expected, rtol=2e-3, atol=1e-5)
+        torch.testing.assert_close(judged.score(rows), expected, rtol=2e-3, atol=1e-5)
         wanted = {
             at for at, (start, stop) in enumerate(segments) for low, high in prompt.spans if start < high and low < stop
         }

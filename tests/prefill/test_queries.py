@@ -11,7 +11,7 @@ import torch
 
 from spec_stack.prefill.importance import Segment, over_queries
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between
-from spec_stack.prefill.queries import find_candidates, question_words
+from spec_stack.prefill.queries import find_candidates, question_tokens
 from spec_stack.prefill.segments import line_borders
 from tests.support import reference_question
 
@@ -41,7 +41,7 @@ def test_the_question_is_where_a_slow_reader_finds_it(seed: int) -> None:
         new, slow = found.reaching(first), expected.since(first)
         assert [*new.segments] == [*slow.repeated, *slow.in_place]
         assert (new.num_repeated, [*new.asks], [*new.is_question]) == (len(slow.repeated), slow.asks, slow.is_question)
-        assert question_words(new) == slow.words()
+        assert question_tokens(new) == slow.words()
 
 
 @pytest.mark.parametrize("num_results", range(1, 11))
@@ -124,9 +124,9 @@ def test_the_newest_plan_names_what_to_look_for_behind_the_request() -> None:
         pieces += [*words, f"<{role}>\n"]
     text = PromptText(range(len(pieces)), pieces, between([each.span for each in turns], len(pieces)), turns=turns)
     found = find_candidates(text)
-    assert {pieces[at] for at in question_words(found)} == {*["tidy", "it", "up", "now", "the", "port", "of", "mesh"]}
+    assert {pieces[at] for at in question_tokens(found)} == {*["tidy", "it", "up", "now", "the", "port", "of", "mesh"]}
     given = find_candidates(replace(text, question=turns[0].span))
-    assert {pieces[at] for at in question_words(given)} == {*["tidy", "it", "up"]}
+    assert {pieces[at] for at in question_tokens(given)} == {*["tidy", "it", "up"]}
 
 
 def test_the_segment_that_counts_most_is_as_important_as_the_best_of_the_prompt() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from spec_stack import PrefillConfig
 from spec_stack.prefill.prompt_text import PromptText
-from spec_stack.prefill.queries import question_words
+from spec_stack.prefill.queries import question_tokens
 from spec_stack.prefill.question import raise_named, score_for_recall
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import ScoringInputs
@@ -70,7 +70,7 @@ def test_scores_are_those_by_hand(question: str) -> None:
     pieces = pieces_of("".join(PROMPTS[question]) + question)
     evidence, segments = evidence_of(pieces, len(pieces))
     worth = torch.rand(2, len(segments), generator=torch.Generator().manual_seed(3))
-    asked = question_words(evidence.candidates)
+    asked = question_tokens(evidence.candidates)
     for own, raised in zip(worth, raise_named(worth, evidence, segments), strict=True):
         expected = reference_question.raised(own.tolist(), pieces, list(segments), heads_of(segments), asked)
         assert raised.tolist() == pytest.approx(expected)
@@ -145,7 +145,7 @@ def recall_scores(old: str, new: str) -> tuple[list[str], Segments, ScoringInput
 @pytest.mark.parametrize("question", [*PROMPTS, "Tell me the total of ord-4017.", "And the order ord-4003?"])
 def test_recall_scores_are_those_by_hand(question: str) -> None:
     pieces, segments, inputs = recall_scores("".join(PROMPTS.get(question, RECORDS)), question)
-    asked = question_words(inputs.candidates.reaching(segments.num_tokens))
+    asked = question_tokens(inputs.candidates.reaching(segments.num_tokens))
     spans, heads = list(segments), heads_of(segments)
     expected = reference_question.shared(pieces, spans, heads, asked, short_word=0.5, power=0.5, most_units=6)
     assert score_for_recall(inputs, segments).tolist() == pytest.approx(expected)

@@ -89,15 +89,15 @@ def by_chunks(launch: Launcher) -> Server:
     )
 
 
-@pytest.mark.parametrize("num_new", [20, 90, 700])
+@pytest.mark.parametrize(("num_new", "seed"), [(20, 875), (90, 875), (700, 880)])
 def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recalled(
-    by_chunks: Server, reference: Reference, eager_draft: Any, num_new: int
+    by_chunks: Server, reference: Reference, eager_draft: Any, num_new: int, seed: int
 ) -> None:
     """By attention matrices and lists, also where the new text is pruned itself."""
     server = by_chunks
     settings = server.state()["settings"]["recall"]
     prompt, first = _first_turn(server, reference, 870 + num_new)
-    longer = [*prompt, *first["output_ids"], *reference.user_turn(num_new, 875)]
+    longer = [*prompt, *first["output_ids"], *reference.user_turn(num_new, seed)]
     reply = server.generate(longer, 8, explain=True, follow_up="recall")
     start = _report(reply)["num_cached_tokens"]
     assert start == len(longer) - num_new - 1
@@ -126,9 +126,7 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         settings["recall_word_threshold"],
     )
     assert _positions(reply)[: len(given) + len(expected)] == sorted([*given, *expected])
-    assert len(expected) == _report(reply)["num_recalled_tokens"]
-    # Behind a long new text the question's last lines want nothing of the old one.
-    assert expected or num_new == 700
+    assert len(expected) == _report(reply)["num_recalled_tokens"] > 0
     assert reply["output_ids"] == reference.tokens_over(longer, _report(reply)["kept_spans"], 8)
 
 

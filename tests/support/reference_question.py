@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -40,10 +40,10 @@ class Question:
         repeated, in_place = ([each for each in spans if stays(each)] for spans in (self.repeated, self.in_place))
         return replace(self, repeated=repeated, in_place=in_place)
 
-    def words(self) -> dict[int, float]:
-        """The weight of every token of the question."""
+    def words(self) -> set[int]:
+        """The tokens of the question."""
         spans = [*self.repeated, *self.in_place]
-        return {at: 1.0 for span in spans for at in range(*span) if span in self.asking or span[0] in self.plan}
+        return {at for span in spans for at in range(*span) if span in self.asking or span[0] in self.plan}
 
 
 def question_of(
@@ -134,11 +134,11 @@ def raised(
     pieces: Sequence[str],
     spans: Sequence[tuple[int, int]],
     heads: Sequence[int],
-    asked: Mapping[int, float],
+    asked: Collection[int],
     most: float = 2,
 ) -> list[float]:
-    """The score of every unit. spans: its tokens. heads: the unit that is kept with each, or -1. asked: the weights of
-    the question's tokens."""
+    """The score of every unit. spans: its tokens. heads: the unit that is kept with each, or -1. asked: the
+    question's tokens."""
     sums = shared(pieces, spans, heads, asked)
     largest = max(sums)
     shares = [share / largest if largest else 0.0 for share in sums]
@@ -150,27 +150,26 @@ def shared(
     pieces: Sequence[str],
     spans: Sequence[tuple[int, int]],
     heads: Sequence[int],
-    asked: Mapping[int, float],
+    asked: Collection[int],
     fewest_letters: int = 5,
     short_word: float = 1,
     power: float = 1,
     most_units: float = math.inf,
 ) -> list[float]:
-    """The sums of the rare words' weights, each over a power of the number of units that hold the word, at most
+    """The sums of the rare words, each counted over a power of the number of units that hold the word, at most
     most_units; a head's words count for its units too."""
-    weights: dict[str, float] = {}
+    question: set[str] = set()
     for start in asked:
         if start - 1 not in asked:
             stop = start
             while stop in asked:
                 stop += 1
-            for word, token in _words(pieces, range(start, stop)):
-                weights[word] = max(weights.get(word, 0.0), asked[token])
+            question.update(word for word, _ in _words(pieces, range(start, stop)))
     bodies = [{word for word, _ in _words(pieces, [at for at in range(*span) if at not in asked])} for span in spans]
     sums = [0.0] * len(spans)
-    for word, weight in weights.items():
+    for word in sorted(question):
         holders = [at for at, body in enumerate(bodies) if word in body]
-        own = weight * (short_word if _is_short(word, fewest_letters) else 1)
+        own = short_word if _is_short(word, fewest_letters) else 1
         for at in range(len(spans)):
             above = at
             while above >= 0 and above not in holders:

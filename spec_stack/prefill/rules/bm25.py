@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import ClassVar
 
 import torch
@@ -21,7 +21,7 @@ _K1, _B = 1.5, 0.75
 
 
 class ByBM25(SelectionRule):
-    """BM25 of each segment, with the heads kept with it, for the question's words (`queries.question_words`); without
+    """BM25 of each segment, with the heads kept with it, for the question's words (`queries.question_tokens`); without
     text, for its tokens."""
 
     needs_attention: ClassVar[bool] = False
@@ -34,19 +34,16 @@ class ByBM25(SelectionRule):
         return scores
 
 
-def bm25(bodies: Sequence[Sequence[Hashable]], asked: Mapping[Hashable, float]) -> list[float]:
-    """BM25 of each body of words for the weighted question words; an empty body has 0."""
+def bm25(bodies: Sequence[Sequence[Hashable]], asked: Collection[Hashable]) -> list[float]:
+    """BM25 of each body of words for the question words; an empty body has 0."""
     counts = [Counter(body) for body in bodies]
     num_bodies = sum(map(bool, counts))
     average = sum(map(len, bodies)) / max(1, num_bodies)
-    num_with = Counter(word for count in counts for word in count.keys() & asked.keys())
-    rarity = {
-        word: weight * math.log(1 + (num_bodies - num_with[word] + 0.5) / (num_with[word] + 0.5))
-        for word, weight in asked.items()
-    }
+    num_with = Counter(word for count in counts for word in count.keys() & asked)
+    rarity = {word: math.log(1 + (num_bodies - num_with[word] + 0.5) / (num_with[word] + 0.5)) for word in asked}
     scores = []
     for body, count in zip(bodies, counts, strict=True):
         damping = _K1 * (1 - _B + _B * len(body) / average) if average else 0.0
-        found = count.keys() & asked.keys()
+        found = count.keys() & asked
         scores.append(sum(rarity[word] * count[word] * (_K1 + 1) / (count[word] + damping) for word in found))
     return scores
