@@ -97,8 +97,8 @@ def test_a_rejection_by_rounding_draws_from_the_target() -> None:
     assert verify(logits, Proposal([0], logits[:1].softmax(-1)), Rigged(1.0)).next_token in (0, 2)
 
 
-def make_sampler(seed: int) -> Sampler:
-    return Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(seed))
+def make_sampler(seed: int, shaper: RecordedPrefixes | None = None) -> Sampler:
+    return Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(seed), shaper)
 
 
 def observed_law(target: np.ndarray, draft: np.ndarray, num_draws: int, sampler: Sampler) -> Counter[tuple[int, ...]]:
@@ -119,11 +119,13 @@ def random_rows(num: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("gamma", others_nightly([0, 1, 2], usual=[0, 2]))
-def test_rejection_sampling_has_the_enumerated_law(gamma: int) -> None:
+def test_rejection_sampling_has_the_enumerated_law(gamma: int, in_order: bool) -> None:
     target, draft = random_rows(gamma + 1, 1), random_rows(max(gamma, 1), 2)[:gamma]
     law = reference.speculative_law(target, draft)
-    counts = observed_law(target, draft, 6000, make_sampler(5))
+    # With a shaper rows are judged one by one.
+    counts = observed_law(target, draft, 6000, make_sampler(5, RecordedPrefixes() if in_order else None))
     assert set(counts) <= set(law)
     expected = np.array(list(law.values())) * 6000
     observed = np.array([counts[outcome] for outcome in law])
