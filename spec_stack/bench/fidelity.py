@@ -22,7 +22,6 @@ from spec_stack.config import PrefillConfig
 from spec_stack.engine.conversation import single_turn
 from spec_stack.engine.engine import Engine, PrefilledPrompt, token_logprobs
 from spec_stack.engine.request import Call
-from spec_stack.prefill.queries import has_mark
 from spec_stack.prefill.rule import Observer, ScoringInputs
 from spec_stack.prefill.turn import Plan
 
@@ -366,7 +365,7 @@ class _QuestionFinder(Observer):
         """Take the heaviest segment that asks, of those with a question mark if there are any."""
         found, weights = inputs.candidates, inputs.weights_by_attention(self._config) or inputs.weights_by_words()
         asking = [span for span, asks in zip(found.segments, found.asks, strict=True) if asks]
-        marked = [span for span in asking if has_mark(inputs.pieces, span)]
+        marked = [span for span, mark in zip(found.segments, found.is_marked, strict=True) if mark]
         start, stop = max(marked or asking or found.segments, key=lambda span: weights.get(span, 0.0))
         self.question = " ".join("".join((inputs.pieces or [])[start:stop]).split())[:_QUESTION_CHARACTERS]
         if stop <= found.start:

@@ -16,6 +16,8 @@ MOST_WEIGHTS = 1 << 26
 """Most attention weights of several key heads that are held at once: a quarter of a gigabyte in fp32."""
 # The most weight of a segment that does not ask by its place (experiments/LOG.md, "Selection with fewer numbers").
 _NOT_ASKING = 0.5
+# The factor of a question mark (same place, "Question marks, again").
+_QUESTION_MARK = 5.0
 NO_LAYER = "no attention layer that sees the whole prompt was captured; the draft cannot score it"
 
 
@@ -88,13 +90,14 @@ def choose_heads(layer: ScoredLayer, heads: Sequence[int]) -> ScoredLayer:
 class Segment:
     """Half-open rows of the captured queries, and the span of the prompt's tokens that they are the queries of.
 
-    asks: whether it is of the question by its place. is_question: whether it counts in full, whatever the last token
-    attends to.
+    asks: whether it is of the question by its place or its question mark. is_marked: whether it asks with a question
+    mark. is_question: whether it counts in full, whatever the last token attends to.
     """
 
     rows: Span
     span: Span
     asks: bool = False
+    is_marked: bool = False
     is_question: bool = False
 
 
@@ -116,10 +119,13 @@ def segment_weights(attention: torch.Tensor, segments: Sequence[Segment]) -> lis
 
     Of those that ask by their place the heaviest has weight 1, and the others have half at most: behind a tool's
     results the last token attends to the system message and to what is near, 2 to 50 times as much as to the user's
-    question. Where none asks, the heaviest has weight 1. Several questions at a request's end count alike.
+    question. Where none asks, the heaviest has weight 1. A question mark counts five times. Several questions at a
+    request's end count alike.
     """
     others = attention.cpu()[:-1]
     seen = torch.stack([others[slice(*segment.span)].mean() for segment in segments])
+    is_marked = torch.tensor([segment.is_marked for segment in segments])
+    seen = seen.where(~is_marked, _QUESTION_MARK * seen)
     asks, known = torch.tensor([segment.asks for segment in segments]), seen.nan_to_num()
     most = _NOT_ASKING if bool(asks.any()) else 1.0
     largest = torch.where(asks, known.where(asks, 0.0).max(), known.max() / most)
@@ -134,16 +140,20 @@ def over_queries(attention: torch.Tensor, segments: Sequence[Segment], weights: 
 
     Without segments the mean, as in the paper. With segments the maximum over queries of attention times the segment's
     weight. A segment's queries do not score the segment itself. Segments with weight 1, the question, get the mean of
-    the largest scores.
+    the largest scores; if there are several, the largest scores of all of them are alike.
     """
     if not segments:
         return attention.mean(dim=-2)
     own = torch.stack([attention[..., slice(*segment.rows), :].amax(dim=-2) for segment in segments], dim=-2)
     for index, segment in enumerate(segments):
         own[..., index, slice(*segment.span)] = 0
+    at = [index for index, weight in enumerate(weights) if weight >= 1]
+    questions = [segments[index].span for index in at]
+    sizes = [min(stop - start, attention.shape[-1]) for start, stop in questions]
+    if len(at) > 1:
+        largest = own[..., at, :].topk(min(sizes), dim=-1).values.mean(dim=-1, keepdim=True)
+        own[..., at, :] *= largest.amax(dim=-2, keepdim=True) / largest.clamp(min=torch.finfo(own.dtype).tiny)
     importance = own.mul_(to_device(torch.tensor(weights), attention.device)[:, None]).amax(dim=-2)
-    questions = [segment.span for segment, weight in zip(segments, weights, strict=True) if weight >= 1]
-    sizes = [min(stop - start, importance.shape[-1]) for start, stop in questions]
     best = [importance.topk(size, dim=-1).values.mean(dim=-1, keepdim=True) for size in sizes]
     for (start, stop), mean in zip(questions, best, strict=True):
         importance[..., start:stop] = mean

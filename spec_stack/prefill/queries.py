@@ -5,7 +5,8 @@ Every short candidate place is scored; `importance.segment_weights` weighs it by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -22,7 +23,11 @@ _LEAD = 64
 MOST_REPEATED = 5 * _LEAD
 """Most tokens that the draft reads again behind a prompt: the system message's end, an earlier request, both ends of
 the last one, and the newest plan of the assistant."""
-_QUESTION_MARKS = ("?", "\uff1f", "\u061f", "\u037e")
+# A mark that ends a segment, directly behind a word: `name?.length`, `a ? b : c`, `?id=7` and `parse()?` ask nothing.
+_QUESTION_MARK = re.compile(
+    "(?:[\\w\"'\u2019\u201d\u00bb*`][\u00a0\u202f]?[?\u037e]|[\uff1f\u061f\u2e2e])"
+    "[\"'`*_)\\]\u2019\u201d\u00bb\u300d\u300f\uff09?!]*\\s*\\Z"
+)
 # Fewest tokens of a segment that does not end its request. A template's own line is shorter, and an attention sink; 8
 # lose 2 of 26 prompts (same place).
 _FEWEST = 4
@@ -32,8 +37,9 @@ _FEWEST = 4
 class Candidates:
     """The segments of a prompt of num_tokens that may hold its question.
 
-    segments: half-open spans of tokens, in order. asks: whether each is of the question, by its place. is_question:
-    whether it counts in full, whatever the last token attends to. num_repeated: so many first segments are before the
+    segments: half-open spans of tokens, in order. asks: whether each is of the question, by its place or its
+    question mark. is_marked: whether it asks with a question mark. is_question: whether it counts in full, whatever the
+    last token attends to. num_repeated: so many first segments are before the
     window, and are repeated behind the prompt. start: first token of the window. request: the last user message. plan:
     the newest turn of the assistant behind it, if any. is_given: the caller named the question, which alone asks.
     """
@@ -41,6 +47,7 @@ class Candidates:
     num_tokens: int
     segments: tuple[Span, ...]
     asks: tuple[bool, ...]
+    is_marked: tuple[bool, ...]
     is_question: tuple[bool, ...]
     num_repeated: int
     start: int
@@ -68,6 +75,7 @@ class Candidates:
             self,
             segments=segments,
             asks=tuple(self.asks[index] for index in at),
+            is_marked=tuple(self.is_marked[index] for index in at),
             is_question=tuple(self.is_question[index] for index in at),
             num_repeated=num_repeated,
             start=max(self.start, min(borders)),
@@ -100,7 +108,8 @@ class Candidates:
             before.insert(0, (start, stop))
         segments = (*before, *in_place)
         asks = tuple(segment == (start, stop) for segment in segments)
-        return replace(self, segments=segments, asks=asks, is_question=asks, num_repeated=len(before), is_given=True)
+        found = replace(self, segments=segments, num_repeated=len(before), is_given=True)
+        return replace(found, asks=asks, is_marked=asks, is_question=asks)
 
 
 def find_candidates(text: PromptText) -> Candidates:
@@ -133,11 +142,14 @@ def find_candidates(text: PromptText) -> Candidates:
     own = [segment for segment in (*before, *in_place) if begin <= segment[0] < end]
     before, in_place = _long_enough(before, own), _long_enough(in_place, own)
     segments = (*before, *in_place)
-    asking = _asking(own, begin, pieces)
+    system = [segment for segment in before if segment[1] <= turns[0].span[0]]
+    asking = dict.fromkeys(_marked([*system, *own], pieces), False) | _asking(own, begin, pieces)
     plan = plans[-1] if plans and plans[-1][0] >= end else (0, 0)
     asks = tuple(segment in asking for segment in segments)
-    marks = tuple(asking.get(segment, False) for segment in segments)
-    found = Candidates(num_tokens, segments, asks, marks, len(before), start, request.span, plan)
+    marked = {*_marked(asking, pieces)}
+    is_marked = tuple(segment in marked for segment in segments)
+    is_question = tuple(asking.get(segment, False) for segment in segments)
+    found = Candidates(num_tokens, segments, asks, is_marked, is_question, len(before), start, request.span, plan)
     return found if text.question is None else found.asking(text.question)
 
 
@@ -147,26 +159,26 @@ def _long_enough(segments: list[Span], request: list[Span]) -> list[Span]:
 
 
 def _asking(request: list[Span], begin: int, pieces: Sequence[str] | None) -> dict[Span, bool]:
-    """The segments of a request that ask, and whether each is a question at its end: up to _LEAD tokens of its last
-    paragraph and of a short one before it, or where it ends with a question mark the questions at its end; and its
-    first line, if that is a question or a paragraph."""
+    """The segments of a request that ask by their place, and whether each is a question at its end: up to _LEAD tokens
+    of its last paragraph, or where it ends with a question mark the questions at its end; a short paragraph before
+    that; and its first line, if that is a paragraph."""
     paragraphs: list[list[Span]] = [[]]
     for each in reversed(request):
         if paragraphs[-1] and _ends_paragraph(pieces, each[1]):
             paragraphs.append([])
         paragraphs[-1].append(each)
     near, before = paragraphs[0], [*paragraphs, []][1]
-    if before and before[0][1] - before[-1][0] <= _LEAD // 2:
-        near = [*near, *before]
     asking: dict[Span, bool] = {}
     for each in request[:1]:
-        if each[0] == begin and (_ends_paragraph(pieces, each[1]) or has_mark(pieces, each)):
+        if each[0] == begin and _ends_paragraph(pieces, each[1]):
             asking[each] = False
     for each in near:
-        mark = has_mark(pieces, each)
+        mark = bool(_marked([each], pieces))
         if each != near[0] and ((asking[near[0]] and not mark) or near[0][1] - each[0] > _LEAD):
             break
         asking[each] = mark
+    if before and before[0][1] - before[-1][0] <= _LEAD // 2:
+        asking = dict.fromkeys(before, False) | dict.fromkeys(_marked(before, pieces), True) | asking
     return asking
 
 
@@ -175,9 +187,11 @@ def _ends_paragraph(pieces: Sequence[str] | None, stop: int) -> bool:
     return pieces is not None and "".join(pieces[max(0, stop - 2) : stop]).rstrip(" \t").count("\n") > 1
 
 
-def has_mark(pieces: Sequence[str] | None, segment: Span) -> bool:
-    """Whether a segment ends with a question mark."""
-    return pieces is not None and "".join(pieces[slice(*segment)]).rstrip().endswith(_QUESTION_MARKS)
+def _marked(segments: Iterable[Span], pieces: Sequence[str] | None) -> list[Span]:
+    """The segments that end with a question mark."""
+    if pieces is None:
+        return []
+    return [each for each in segments if _QUESTION_MARK.search("".join(pieces[slice(*each)]))]
 
 
 def _ends(start: int, stop: int) -> list[Span]:
@@ -188,10 +202,11 @@ def _ends(start: int, stop: int) -> list[Span]:
 
 
 def question_tokens(found: Candidates) -> set[int]:
-    """The question's tokens: those of the segments that ask, and of the newest plan."""
-    first, last = found.plan
-    pairs = zip(found.segments, found.asks, strict=True)
-    asking = [each for each, asks in pairs if asks or (not found.is_given and first <= each[0] < last)]
+    """The question's tokens: those of the segments that ask, with a question mark if any does; and of the newest
+    plan."""
+    first, last = (0, 0) if found.is_given else found.plan
+    pairs = zip(found.segments, found.is_marked if any(found.is_marked) else found.asks, strict=True)
+    asking = [each for each, asks in pairs if asks or first <= each[0] < last]
     return {at for segment in asking for at in range(*segment)}
 
 

@@ -14,10 +14,10 @@ from spec_stack.prefill.words import ONE_CHARACTER, Question, words_of
 
 # What the largest score by rare words adds to a factor of 1 (experiments/LOG.md, "Selection with fewer numbers").
 _RARE_WORDS = 2.0
-# Recall alone: shorter words count half, as most are function words, which are rare in a short text
-# (experiments/LOG.md, "Recall by the words of selection").
+# Shorter words count half: most are function words, which are rare in a short text (experiments/LOG.md, "Recall by the
+# words of selection" and "Question marks, again").
 _FEWEST_LETTERS, _SHORT_WORD = 5, 0.5
-# Recall alone, by the same entry: most segments that hold a rare word, which counts over the root of their number.
+# Recall alone, by the first of these: most segments that hold a rare word, which counts over the root of their number.
 _MOST_SEGMENTS = 6
 
 Words = Sequence[Sequence[Hashable]]
@@ -74,30 +74,30 @@ class NamedSegments:
 
 def score_for_recall(inputs: ScoringInputs, segments: Segments) -> torch.Tensor:
     """Scores (num_segments,), fp32, of a conversation's old segments: rare words in common with the new text's
-    question, short ones half."""
+    question."""
 
-    def share(word: Hashable, number: int) -> float:
-        return (_SHORT_WORD if _is_short(word) else 1.0) / number**0.5 if number <= _MOST_SEGMENTS else 0.0
+    def share(number: int) -> float:
+        return 1 / number**0.5 if number <= _MOST_SEGMENTS else 0.0
 
     return shared_rare_words(inputs, segments, segments.num_tokens, share)
 
 
-def _by_number(word: Hashable, number: int) -> float:
+def _by_number(number: int) -> float:
     return 1 / number
 
 
 def shared_rare_words(
-    inputs: ScoringInputs, segments: Segments, first: int = 0, share: Callable[[Hashable, int], float] = _by_number
+    inputs: ScoringInputs, segments: Segments, first: int = 0, share: Callable[[int], float] = _by_number
 ) -> torch.Tensor:
-    """Rare words in common with the question (num_segments,), fp32: each gives a share to the segments that hold it,
-    and to those whose head holds it.
+    """Rare words in common with the question (num_segments,), fp32: each gives a share, a short one half of it, to the
+    segments that hold it, and to those whose head holds it.
 
     first: as in `ScoringInputs.asked`. share: of a word that so many segments hold.
     """
     question = inputs.asked(first)
     own, with_heads = words_of_segments(inputs, question, segments)
     num_with = Counter(word for words in own for word in question.words.intersection(words))
-    rare = {word: share(word, number) for word, number in num_with.items()}
+    rare = {word: share(number) * (_SHORT_WORD if _is_short(word) else 1.0) for word, number in num_with.items()}
     sums = [sum(rare.get(word, 0.0) for word in dict.fromkeys(words)) for words in with_heads]
     return torch.tensor(sums, dtype=torch.float32)
 

@@ -204,8 +204,10 @@ class ScoringQueries:
         repeated = pairwise(accumulate(sizes, initial=num_in_place))
         in_place = [(max(start - first, 0), stop - first) for start, stop in spans[found.num_repeated :]]
         segments = [
-            Segment(row, span, asks, mark)
-            for row, span, asks, mark in zip([*repeated, *in_place], spans, found.asks, found.is_question, strict=True)
+            Segment(row, span, *flags)
+            for row, span, *flags in zip(
+                [*repeated, *in_place], spans, found.asks, found.is_marked, found.is_question, strict=True
+            )
             if row[0] < row[1] and span[0] < span[1]
         ]
         return CapturedAttention(layers, num_in_place, ranges, tuple(segments), found, ranks)
