@@ -129,6 +129,8 @@ def test_who_asks_by_place_counts_in_full_whatever_the_last_token_attends_to() -
     assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 1, 0.5, 0.25])
     asking[1] = replace(asking[1], is_question=True)
     assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 1, 1, 0.25])
+    asking[1] = replace(second, asks=True, is_marked=True)
+    assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 0.4, 1, 0.25])
     assert segment_weights(attention, [system, first, second, plan]) == pytest.approx([1, 0.025, 0.0125, 0.5])
 
 

@@ -40,7 +40,8 @@ def test_the_question_is_where_a_slow_reader_finds_it(seed: int) -> None:
     for first in (0, *rng.sample(range(len(pieces)), k=min(4, len(pieces)))):
         new, slow = found.reaching(first), expected.since(first)
         assert [*new.segments] == [*slow.repeated, *slow.in_place]
-        assert (new.num_repeated, [*new.asks], [*new.is_question]) == (len(slow.repeated), slow.asks, slow.is_question)
+        assert new.num_repeated == len(slow.repeated)
+        assert ([*new.asks], [*new.is_marked], [*new.is_question]) == (slow.asks, slow.is_marked, slow.is_question)
         assert question_tokens(new) == slow.words()
 
 
@@ -75,6 +76,9 @@ LONG = "word " * 90 + ".\n\n"
         (f"{DOCUMENT}Where is it? And why?", ["Where is it?", " And why?"]),
         (f"Which is it?\n{LONG}Be brief.", ["Which is it?\n", "Be brief."]),
         (f"Give me line 7.\n\n{LONG}Line 8 too.\nBe brief.", ["Give me line 7.\n\n", "Line 8 too.\n", "Be brief."]),
+        (f"{DOCUMENT}Where is it?\n\n{'A word of it. ' * 30}Stop.", ["Where is it?\n\n", " Stop."]),
+        (f"{DOCUMENT}a = b ? c : d\nf(x?.y, ?id=7)\n\n{LONG}Give me line 7.", ["Give me line 7."]),
+        (f"Is it so?\nSee below.\n{DOCUMENT}{LONG}", ["Is it so?\n"]),
         (f"Give me line 7.\n\n{LONG}{LONG}", ["Give me line 7.\n\n"]),
     ],
 )

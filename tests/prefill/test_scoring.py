@@ -71,6 +71,7 @@ def candidates_of(
         "in_place": found.segments[cut:],
         "asks": found.asks,
         "is_question": found.is_question,
+        "is_marked": found.is_marked,
     }
 
 
@@ -175,6 +176,33 @@ def test_the_lines_of_the_last_paragraphs_ask_and_the_others_count_half_at_most(
         heads=heads,
         mean=heads is not None,
         pool_kernel=5,
+    )
+    np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("heads", [((0, 3), (2, 1)), None])
+@pytest.mark.parametrize("marks", [(240, 249), (200, 249), (140,), (140, 215)])
+def test_question_marks_count_five_times_and_those_at_the_end_alike(
+    heads: tuple[tuple[int, int], ...] | None, marks: tuple[int, ...]
+) -> None:
+    prompt = random_prompt(250)
+    breaks = {150: ".\n\n", 230: ".\n"} | dict.fromkeys(marks, "?") | {at + 1: "\n" for at in marks if at < 249}
+    pieces = [breaks.get(at, " w") for at in range(250)]
+    config = PrefillConfig(**(BASE | {"head_reduction": "mean" if heads else "max", "scoring_heads": heads}))  # type: ignore[arg-type]
+    attention, _ = run_draft(
+        open_draft(), ScoringInputs(PromptText(prompt, pieces)), lambda *_: pytest.fail("no look-ahead"), config
+    )
+    found = candidates_of(prompt, None, pieces)
+    assert sum(found["is_marked"]) == len(marks)  # type: ignore[call-overload]
+    eager = make_model(implementation="eager")
+    expected = reference.question_importance(
+        eager,
+        prompt,
+        **found,  # type: ignore[arg-type]
+        heads=heads,
+        mean=heads is not None,
+        pool_kernel=5,
+        question_mark=5,
     )
     np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-5)
 

@@ -76,7 +76,14 @@ def test_a_pair_of_this_architecture_is_pruned_as_plain_transformers_would(
     pieces = Pieces(reference.tokenizer).of(prompt)
     question = reference_question.question_of(pieces, line_borders(pieces), special_spans(prompt))
     scores = oracle.question_importance(
-        model, prompt, question.repeated, question.in_place, question.asks, question.is_question, mean=True
+        model,
+        prompt,
+        question.repeated,
+        question.in_place,
+        question.asks,
+        question.is_question,
+        question.is_marked,
+        mean=True,
     )
     sizes = PrefillConfig.chunk_size, PrefillConfig.keep_first, PrefillConfig.keep_last
     chunks = [(start, min(start + sizes[0], len(prompt))) for start in range(0, len(prompt), sizes[0])]

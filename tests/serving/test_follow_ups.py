@@ -111,7 +111,14 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         # New text that is not pruned is scored by its own queries.
         found = question.since(start + 1)
     wanted = question_importance(
-        eager_draft, longer, found.repeated, found.in_place, found.asks, found.is_question, mean=True
+        eager_draft,
+        longer,
+        found.repeated,
+        found.in_place,
+        found.asks,
+        found.is_question,
+        found.is_marked,
+        mean=True,
     )
     chunks = [(at, min(at + PrefillConfig.chunk_size, start)) for at in range(0, start, PrefillConfig.chunk_size)]
     asked = question.since(start).words()

@@ -78,6 +78,7 @@ def question_importance(
     in_place: Sequence[tuple[int, int]],
     asks: Sequence[bool],
     is_question: Sequence[bool] = (),
+    is_marked: Sequence[bool] = (),
     *,
     heads: Sequence[tuple[int, int]] | None = None,
     mean: bool = False,
@@ -85,6 +86,7 @@ def question_importance(
     skipped: int = 0,
     prefill: Hides | None = None,
     not_asking: float = 0.5,
+    question_mark: float = 5,
 ) -> np.ndarray:
     """Importance by the queries of segments, by loops over the attention matrices of one eager forward over the prompt
     with the repeated segments behind it.
@@ -109,7 +111,8 @@ def question_importance(
     looks = np.mean([row(*each, size - 1) for each in every if each[0] in finding], axis=0)
     spans = [*repeated, *in_place]
     others = [[looks[at] for at in range(start, min(stop, size - 1))] for start, stop in spans]
-    means = [float(np.mean(each)) if each else None for each in others]
+    marks = [question_mark if mark else 1.0 for mark in is_marked or [False] * len(spans)]
+    means = [float(np.mean(each)) * mark if each else None for each, mark in zip(others, marks, strict=True)]
     largest = max(each for each in means if each is not None)
     most = max((each for each, own in zip(means, asks, strict=True) if own and each is not None), default=0.0)
     weights = [
@@ -130,12 +133,17 @@ def question_importance(
         return np.array([values[max(0, token - half) : token + half + 1].mean() for token in range(size)])
 
     def of(rows: Callable[[int], np.ndarray]) -> np.ndarray:
-        best = np.zeros(size)
-        for span, own, weight in zip(spans, queries, weights, strict=True):
-            for query in own:
-                outside = rows(query).copy()
-                outside[slice(*span)] = 0
-                best = np.maximum(best, weight * outside)
+        by_segment = []
+        for span, own in zip(spans, queries, strict=True):
+            outside = np.max([rows(query) for query in own], axis=0)
+            outside[slice(*span)] = 0
+            by_segment.append(outside)
+        questions = [at for at, weight in enumerate(weights) if weight >= 1]
+        shortest = min((spans[at][1] - spans[at][0] for at in questions), default=0)
+        sharpest = {at: np.sort(by_segment[at])[size - shortest :].mean() for at in questions}
+        for at in questions[: len(questions) * (len(questions) > 1)]:
+            by_segment[at] = by_segment[at] * (max(sharpest.values()) / max(sharpest[at], 1e-30))
+        best = np.max([weight * own for weight, own in zip(weights, by_segment, strict=True)], axis=0)
         kept = best.copy()
         for (start, stop), weight in zip(spans, weights, strict=True):
             if weight >= 1:

@@ -13,11 +13,13 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Question:
-    """The segments of a prompt that may hold its question, and the tokens of the request and of the newest plan."""
+    """The segments of a prompt that may hold its question, and the tokens of the request and of the newest plan.
+    marked: those that ask with a question mark. questions: those of them that count in full."""
 
     repeated: list[Span]
     in_place: list[Span]
     asking: set[Span]
+    marked: set[Span]
     questions: set[Span]
     request: Sequence[int]
     plan: Sequence[int]
@@ -26,6 +28,10 @@ class Question:
     @property
     def asks(self) -> list[bool]:
         return [span in self.asking for span in [*self.repeated, *self.in_place]]
+
+    @property
+    def is_marked(self) -> list[bool]:
+        return [span in self.marked for span in [*self.repeated, *self.in_place]]
 
     @property
     def is_question(self) -> list[bool]:
@@ -43,7 +49,9 @@ class Question:
     def words(self) -> set[int]:
         """The tokens of the question."""
         spans = [*self.repeated, *self.in_place]
-        return {at for span in spans for at in range(*span) if span in self.asking or span[0] in self.plan}
+        asking = [span for span in spans if span in self.marked] or [span for span in spans if span in self.asking]
+        asking += [span for span in spans if span[0] in self.plan]
+        return {at for span in asking for at in range(*span)}
 
 
 def question_of(
@@ -83,8 +91,10 @@ def question_of(
 
     plan = plans[0] if plans and plans[0][0] > users[-1][-1] else []
     asking, questions = _asking(pieces, own, users[-1][0], lead)
+    asking |= {span for span in [*own, *repeated] if (span in own or span[1] <= system) and _asks(pieces, span)}
     repeated, window_lines = long_enough(repeated), long_enough(window_lines)
-    return Question(repeated, window_lines, asking, questions, users[-1], plan, users[-1] is last)
+    marked = {span for span in asking if _asks(pieces, span)}
+    return Question(repeated, window_lines, asking, marked, questions, users[-1], plan, users[-1] is last)
 
 
 def _lines(ends: set[int], places: Sequence[Sequence[int]]) -> list[Span]:
@@ -99,20 +109,21 @@ def _lines(ends: set[int], places: Sequence[Sequence[int]]) -> list[Span]:
 
 
 def _asking(pieces: Sequence[str], own: Sequence[Span], begin: int, most: int) -> tuple[set[Span], set[Span]]:
-    """The lines of a request that end it, and its first one. A distance, a blank line behind a long paragraph, a second
-    blank line, and another line before a question end what ends it."""
+    """The lines of a request that end it, and its first one. A distance, a blank line, and another line before a
+    question end what ends it; a short paragraph before it is not ended."""
     blanks = [at for at, (_, stop) in enumerate(own[:-1]) if _is_blank(pieces, stop)]
     paragraphs = [range(*ends) for ends in pairwise([0, *(at + 1 for at in blanks), len(own)])]
-    near = set(paragraphs[-1])
+    near, before = set(paragraphs[-1]), set()
     if len(paragraphs) > 1 and own[paragraphs[-2][-1]][1] - own[paragraphs[-2][0]][0] <= most // 2:
-        near |= set(paragraphs[-2])
+        before = set(paragraphs[-2])
     asking: set[Span] = set()
     questions: set[Span] = set()
     for at, (start, stop) in enumerate(own):
         behind = own[at:]
         marks = [_asks(pieces, span) for span in behind]
         is_near = at in near and behind[-1][1] - start <= most and not (marks[-1] and not all(marks))
-        is_first = at == 0 and start == begin and (_is_blank(pieces, stop) or marks[0])
+        is_near = is_near or at in before
+        is_first = at == 0 and start == begin and _is_blank(pieces, stop)
         if is_near or is_first or len(behind) == 1:
             asking.add((start, stop))
         if marks[0] and (is_near or len(behind) == 1):
@@ -125,8 +136,11 @@ def _is_blank(pieces: Sequence[str], stop: int) -> bool:
 
 
 def _asks(pieces: Sequence[str], span: Span) -> bool:
-    text = "".join(pieces[slice(*span)]).rstrip()
-    return text[-1:] in ("?", "\uff1f", "\u061f", "\u037e") and text != ""
+    """Whether a line ends with a question mark behind a word or what closes one, and closing marks behind it."""
+    text = "".join(pieces[slice(*span)]).rstrip().rstrip("\"'`*_)]\u2019\u201d\u00bb\u300d\u300f\uff09!")
+    before = text.rstrip("?\u037e").removesuffix("\u00a0").removesuffix("\u202f")
+    is_behind_word = bool(re.search("[\\w\"'\u2019\u201d\u00bb*`]\\Z", before))
+    return text.endswith(("\uff1f", "\u061f", "\u2e2e")) or (text.endswith(("?", "\u037e")) and is_behind_word)
 
 
 def raised(
@@ -152,7 +166,7 @@ def shared(
     heads: Sequence[int],
     asked: Collection[int],
     fewest_letters: int = 5,
-    short_word: float = 1,
+    short_word: float = 0.5,
     power: float = 1,
     most_units: float = math.inf,
 ) -> list[float]:
