@@ -22,7 +22,7 @@ PROMPTS: list[Any] = [
     {"text": f"{CODE}What does step_9 return?\n\n" + "Write plain English.\n" * 12},
     {"prompt": f"{CODE}Continue this file."},
 ]
-KINDS = ["question last", "question first", "question last", "question last"]
+KINDS = ["question last", "question first", "instructions behind the question", "question last"]
 
 
 class Forced:
