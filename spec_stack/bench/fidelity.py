@@ -362,11 +362,9 @@ class _QuestionFinder(Observer):
         self.kind = self.question = ""
 
     def scored(self, inputs: ScoringInputs) -> None:
-        """Take the heaviest segment that asks, of those with a question mark if there are any."""
+        """Take the heaviest segment of the question."""
         found, weights = inputs.candidates, inputs.weights_by_attention(self._config) or inputs.weights_by_words()
-        asking = [span for span, asks in zip(found.segments, found.asks, strict=True) if asks]
-        marked = [span for span, mark in zip(found.segments, found.is_marked, strict=True) if mark]
-        start, stop = max(marked or asking or found.segments, key=lambda span: weights.get(span, 0.0))
+        start, stop = max(found.question or found.segments, key=lambda span: weights.get(span, 0.0))
         self.question = " ".join("".join((inputs.pieces or [])[start:stop]).split())[:_QUESTION_CHARACTERS]
         if stop <= found.start:
             self.kind = "question first"

@@ -6,7 +6,7 @@ Every short candidate place is scored; `importance.segment_weights` weighs it by
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -24,9 +24,9 @@ MOST_REPEATED = 5 * _LEAD
 """Most tokens that the draft reads again behind a prompt: the system message's end, an earlier request, both ends of
 the last one, and the newest plan of the assistant."""
 # A mark that ends a segment, directly behind a word: `name?.length`, `a ? b : c`, `?id=7` and `parse()?` ask nothing.
+_CLOSING = "\"'`*_)]\u2019\u201d\u00bb\u300d\u300f\uff09?!"
 _QUESTION_MARK = re.compile(
-    "(?:[\\w\"'\u2019\u201d\u00bb*`][\u00a0\u202f]?[?\u037e]|[\uff1f\u061f\u2e2e])"
-    "[\"'`*_)\\]\u2019\u201d\u00bb\u300d\u300f\uff09?!]*\\s*\\Z"
+    f"(?:[\\w\"'\u2019\u201d\u00bb*`][\u00a0\u202f]?[?\u037e]|[\uff1f\u061f\u2e2e])[{re.escape(_CLOSING)}]*+\\Z"
 )
 # Fewest tokens of a segment that does not end its request. A template's own line is shorter, and an attention sink; 8
 # lose 2 of 26 prompts (same place).
@@ -58,6 +58,12 @@ class Candidates:
     @property
     def repeated(self) -> tuple[Span, ...]:
         return self.segments[: self.num_repeated]
+
+    @property
+    def question(self) -> list[Span]:
+        """The segments that ask with a question mark, or where none does those that ask."""
+        flags = self.is_marked if any(self.is_marked) else self.asks
+        return [segment for segment, asks in zip(self.segments, flags, strict=True) if asks]
 
     def reaching(self, first: int) -> Candidates:
         """The segments that reach the text from token `first` on, and those of a request that has other turns behind
@@ -140,13 +146,13 @@ def find_candidates(text: PromptText) -> Candidates:
     before = [segment for place in sorted(places) for segment in _cut(borders, *place)]
     in_place = [] if last.role == "tool" and request != last else _cut(borders, start, last.span[1])
     own = [segment for segment in (*before, *in_place) if begin <= segment[0] < end]
+    system = [segment for segment in before if segment[1] <= turns[0].span[0]]
     before, in_place = _long_enough(before, own), _long_enough(in_place, own)
     segments = (*before, *in_place)
-    system = [segment for segment in before if segment[1] <= turns[0].span[0]]
-    asking = dict.fromkeys(_marked([*system, *own], pieces), False) | _asking(own, begin, pieces)
+    marked = {segment for segment in (*system, *own) if _has_mark(pieces, segment)}
+    asking = dict.fromkeys(marked, False) | _asking(own, begin, pieces, marked)
     plan = plans[-1] if plans and plans[-1][0] >= end else (0, 0)
     asks = tuple(segment in asking for segment in segments)
-    marked = {*_marked(asking, pieces)}
     is_marked = tuple(segment in marked for segment in segments)
     is_question = tuple(asking.get(segment, False) for segment in segments)
     found = Candidates(num_tokens, segments, asks, is_marked, is_question, len(before), start, request.span, plan)
@@ -158,7 +164,7 @@ def _long_enough(segments: list[Span], request: list[Span]) -> list[Span]:
     return [each for each in segments if each[1] - each[0] >= _FEWEST or each in request[-1:]] or segments
 
 
-def _asking(request: list[Span], begin: int, pieces: Sequence[str] | None) -> dict[Span, bool]:
+def _asking(request: list[Span], begin: int, pieces: Sequence[str] | None, marked: set[Span]) -> dict[Span, bool]:
     """The segments of a request that ask by their place, and whether each is a question at its end: up to _LEAD tokens
     of its last paragraph, or where it ends with a question mark the questions at its end; a short paragraph before
     that; and its first line, if that is a paragraph."""
@@ -173,12 +179,11 @@ def _asking(request: list[Span], begin: int, pieces: Sequence[str] | None) -> di
         if each[0] == begin and _ends_paragraph(pieces, each[1]):
             asking[each] = False
     for each in near:
-        mark = bool(_marked([each], pieces))
-        if each != near[0] and ((asking[near[0]] and not mark) or near[0][1] - each[0] > _LEAD):
+        if each != near[0] and ((asking[near[0]] and each not in marked) or near[0][1] - each[0] > _LEAD):
             break
-        asking[each] = mark
+        asking[each] = each in marked
     if before and before[0][1] - before[-1][0] <= _LEAD // 2:
-        asking = dict.fromkeys(before, False) | dict.fromkeys(_marked(before, pieces), True) | asking
+        asking = {each: each in marked for each in before} | asking
     return asking
 
 
@@ -187,11 +192,11 @@ def _ends_paragraph(pieces: Sequence[str] | None, stop: int) -> bool:
     return pieces is not None and "".join(pieces[max(0, stop - 2) : stop]).rstrip(" \t").count("\n") > 1
 
 
-def _marked(segments: Iterable[Span], pieces: Sequence[str] | None) -> list[Span]:
-    """The segments that end with a question mark."""
-    if pieces is None:
-        return []
-    return [each for each in segments if _QUESTION_MARK.search("".join(pieces[slice(*each)]))]
+def _has_mark(pieces: Sequence[str] | None, segment: Span) -> bool:
+    """Whether a segment ends with a question mark; linear in its length."""
+    text = "" if pieces is None else "".join(pieces[slice(*segment)]).rstrip()
+    # The mark, with up to two characters before it, is where the closing characters begin or among them.
+    return _QUESTION_MARK.search(text, max(0, len(text.rstrip(_CLOSING)) - 3)) is not None
 
 
 def _ends(start: int, stop: int) -> list[Span]:
@@ -205,9 +210,8 @@ def question_tokens(found: Candidates) -> set[int]:
     """The question's tokens: those of the segments that ask, with a question mark if any does; and of the newest
     plan."""
     first, last = (0, 0) if found.is_given else found.plan
-    pairs = zip(found.segments, found.is_marked if any(found.is_marked) else found.asks, strict=True)
-    asking = [each for each, asks in pairs if asks or first <= each[0] < last]
-    return {at for segment in asking for at in range(*segment)}
+    plan = [segment for segment in found.segments if first <= segment[0] < last]
+    return {at for segment in (*found.question, *plan) for at in range(*segment)}
 
 
 def _borders(num_tokens: int, pieces: Sequence[str] | None) -> list[int]:

@@ -20,6 +20,7 @@ from spec_stack.prefill.importance import (
     choose_heads,
     head_importance,
     largest_attention,
+    over_queries,
     pool,
     segment_weights,
 )
@@ -175,3 +176,15 @@ def test_heads_that_do_not_fit_at_once_score_one_after_the_other(monkeypatch: py
         torch.testing.assert_close((head_importance(layer), largest_attention([layer], 5)), at_once)
     # Two key heads with their query heads, then the third one.
     assert operators.names.count("aten._softmax.default") == 4
+
+
+@pytest.mark.parametrize("sharp", [0.5, 0.02])
+def test_several_questions_share_the_largest_attention(sharp: float) -> None:
+    attention = torch.zeros(3, 60)
+    attention[0, 3:5], attention[1, 7:9], attention[2, 11:13] = sharp, 0.1, 0.4
+    segments = [Segment((at, at + 1), (50 + 2 * at, 52 + 2 * at)) for at in range(3)]
+    found = over_queries(attention, segments, [1.0, 1.0, 0.5])
+    most = max(sharp, 0.1)
+    assert found[[3, 7, 11]].tolist() == pytest.approx([most, most, 0.2])
+    alone = over_queries(attention, segments, [1.0, 0.5, 0.5])
+    assert alone[[3, 7, 11]].tolist() == pytest.approx([sharp, 0.05, 0.2])

@@ -194,16 +194,9 @@ def test_question_marks_count_five_times_and_those_at_the_end_alike(
     )
     found = candidates_of(prompt, None, pieces)
     assert sum(found["is_marked"]) == len(marks)  # type: ignore[call-overload]
-    eager = make_model(implementation="eager")
-    expected = reference.question_importance(
-        eager,
-        prompt,
-        **found,  # type: ignore[arg-type]
-        heads=heads,
-        mean=heads is not None,
-        pool_kernel=5,
-        question_mark=5,
-    )
+    eager, is_mean = make_model(implementation="eager"), heads is not None
+    options = {"heads": heads, "mean": is_mean, "pool_kernel": 5, "question_mark": 5}
+    expected = reference.question_importance(eager, prompt, **found, **options)  # type: ignore[arg-type]
     np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-5)
 
 
