@@ -183,7 +183,7 @@ class Bench:
             kept = select(inputs, replace(self._config, keep_rate=rate)).positions
             token_ids = [ids[at] for at in kept]
             clock.lap()
-            part = answer.under(pair.new_checked_draft(chunk), token_ids, kept, len(ids))
+            part = answer.under(pair.new_draft_cache(chunk, pair.positions), token_ids, kept, len(ids))
             told: Row = {"num_kept": len(kept), "reading_s": clock.lap()}
             told |= {"signals": statistics(answer.logprobs, part, answer.token_ids)}
             if rate < RATES[-1] or changed >= SURE:
