@@ -57,7 +57,7 @@ class ScoringModel(Draft[CapturedLayer], SteppableModel, Protocol):
 
 
 LookAhead = Callable[[Sequence[int], int], Proposal]
-"""Drafts up to so many tokens after the prompt, greedily at any temperature (`decode.propose.propose`): the selection
+"""Drafts up to so many tokens after the prompt, greedily at any temperature (`decode.proposer.propose`): the selection
 depends on them, so rejection sampling would not be exact with drawn ones."""
 PartSize = Callable[[int], int]
 """Most tokens of the next part, given the configured chunk; called before every part."""

@@ -1,6 +1,6 @@
 """The segments of a prompt, kept or dropped whole: lines and sentences of its text, or chunks of equal size.
 
-Pure: tensors and strings. `spec_stack.tokenizers.pieces` makes the `pieces`.
+Pure: tensors and strings. `spec_stack.tokenizers.vocabulary` makes the `pieces`.
 """
 
 from __future__ import annotations
