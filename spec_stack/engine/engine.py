@@ -88,7 +88,7 @@ class Engine:
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
             observer, held = caches.observer, caches.held.positions
             explanation = None if observer is None else observer.explanation(held, selection)
-            draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
+            draft = caches.draft if metrics.num_scored_tokens else caches.draft_for_dense()
             proposer = Proposer(request, draft, ngram_policy, caches.lookups)
             steps = decode(request, caches.target, selection, proposal, policy, proposer)
             try:
