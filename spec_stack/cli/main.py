@@ -182,13 +182,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     pair = generator.pair
     target = f"{arguments.target or 'the embedded target'} ({pair.precision})"
     draft = f"{arguments.draft or 'the embedded draft'} ({pair.draft_precision})"
-    what = _pruning_of(generator.config.prefill)
+    what = describe_pruning(generator.config.prefill)
     logger.info("spec-stack: %s with %s on %s; %s", target, draft, pair.target.device, what)
     serve(generator, config)
     return 0
 
 
-def _pruning_of(config: PrefillConfig) -> str:
+def describe_pruning(config: PrefillConfig) -> str:
     """What is dropped of prompts, in words."""
     if config.sparse_prefill in ("off", "draft_only"):
         return "prompts are read whole"
@@ -211,7 +211,7 @@ def _proxy(arguments: argparse.Namespace) -> int:
     check_address(config.host, config.port)
     pruner = _load_pruner(arguments, prefill)
     draft = f"{arguments.draft or 'the embedded draft'} ({pruner.precision}) on {pruner.device}"
-    logger.info("spec-stack: %s in front of %s; %s", draft, config.upstream, _pruning_of(pruner.config))
+    logger.info("spec-stack: %s in front of %s; %s", draft, config.upstream, describe_pruning(pruner.config))
     serve_proxy(pruner, config)
     return 0
 
