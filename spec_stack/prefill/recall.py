@@ -21,7 +21,7 @@ def recall_dropped(
     """
     if not config.recall or len(held) == num_old:
         return []
-    segments = make_segments(num_old, inputs.pieces and inputs.pieces[:num_old], prefill)
+    segments = make_segments(num_old, inputs.pieces, prefill)
     words = None if config.recall_word_threshold is None else score_for_recall(inputs, segments)
     return recall(inputs.importance, held, segments, prefill, config, words)
 

@@ -160,15 +160,16 @@ def forced_ends(num_tokens: int, config: PrefillConfig) -> set[int]:
 def make_segments(num_tokens: int, pieces: Sequence[str] | None, config: PrefillConfig) -> Segments:
     """Cut a prompt into segments by config.granularity and chunk_size.
 
-    pieces: the text of every token; None without a tokenizer, and chunks replace lines. Raises ValueError for pieces of
-    another length.
+    pieces: the text of every token, and of any behind the prompt; None without a tokenizer, and chunks replace lines.
+    Raises ValueError for fewer pieces.
     """
     if config.granularity == "chunks" or pieces is None:
         return ChunkSegments(num_tokens, config.chunk_size)
-    if len(pieces) != num_tokens:
+    if len(pieces) < num_tokens:
         raise ValueError(f"{len(pieces)} pieces of text for {num_tokens} tokens")
     lines = find_lines(pieces)
-    return Segments(lines.borders, lines.heads, lines.labels)
+    num_lines = bisect_left(lines.borders, num_tokens)
+    return Segments([*lines.borders[:num_lines], num_tokens], lines.heads[:num_lines], lines.labels)
 
 
 @dataclass(frozen=True)

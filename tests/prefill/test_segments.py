@@ -210,8 +210,18 @@ def test_without_text_chunks_take_the_place_of_lines_and_pieces_must_fit() -> No
     assert isinstance(make_segments(20, None, LINES), ChunkSegments)
     assert not isinstance(make_segments(2, ["a\n", "b"], LINES), ChunkSegments)
     assert isinstance(make_segments(2, ["a\n", "b"], replace(LINES, granularity="chunks")), ChunkSegments)
-    with pytest.raises(ValueError, match="3 pieces of text for 2 tokens"):
-        make_segments(2, ["a", "b", "c"], LINES)
+    with pytest.raises(ValueError, match="1 pieces of text for 2 tokens"):
+        make_segments(2, ["a"], LINES)
+
+
+def test_the_first_tokens_of_a_longer_text_have_its_lines() -> None:
+    pieces = ["[a]", "\n", "x = ", "1", "\n", "y = ", "2", "\n", "The end."]
+    whole = make_segments(len(pieces), pieces, LINES)
+    for num_tokens in range(len(pieces)):
+        first = make_segments(num_tokens, pieces, LINES)
+        assert first.borders == [*(border for border in whole.borders if border < num_tokens), num_tokens]
+        assert [first.head(at) for at in range(len(first))] == [whole.head(at) for at in range(len(first))]
+    assert 0 in (whole.head(at) for at in range(len(whole)))
 
 
 settings_of_a_selection = {
