@@ -15,6 +15,7 @@ from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
+from spec_stack.prefill.attention import Parts, run
 from spec_stack.prefill.check import DraftAnswer
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 from spec_stack.prefill.explainer import Explainer
@@ -152,7 +153,7 @@ class Turn:
             first_query=needs.first_query,
         )
         if prefill.max_divergence is not None:
-            answer = DraftAnswer(self.draft, prompt_ids, prefill.check_tokens, request.end_ids)
+            answer = run(DraftAnswer.drafted(self.draft, prompt_ids, prefill.check_tokens, request.end_ids))
             check = partial(self._divergence, answer)
             if proposal.token_ids or request.sampler.shaper is not None:
                 self.draft.rollback(self.draft.next_position - len(prompt_ids))
@@ -171,7 +172,7 @@ class Turn:
             drop_unselected(self.draft, inputs, selection)
         return plan, proposal
 
-    def _divergence(self, answer: DraftAnswer, selection: Selection) -> float:
+    def _divergence(self, answer: DraftAnswer, selection: Selection) -> Parts[float]:
         """Of the draft's answer under what the target has after this selection."""
         request = self._request
         positions = sorted([*self.held.positions[: selection.num_held], *selection.positions])

@@ -8,15 +8,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.prefill.attention import Parts, run
 from spec_stack.prefill.check import Check, checked_selection, told
 from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import recall_dropped
-from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.selection import select
 from spec_stack.types import Selection
@@ -127,6 +127,18 @@ def plan_scored(
 
     check: of the draft; None takes the keep rate as it is.
     """
+    return run(plan_in_parts(needs, inputs, config, recall, place, check))
+
+
+def plan_in_parts(
+    needs: NeedsScore,
+    inputs: ScoringInputs,
+    config: PrefillConfig,
+    recall: SessionConfig | None,
+    place: RecallPlace,
+    check: Check | None,
+) -> Parts[Plan]:
+    """`plan_scored`, in the check's parts."""
     held, recalled, dropped = needs.held, list[int](), list[int]()
     if needs.recalls and recall is not None:
         recalled = recall_dropped(inputs, held.positions, held.num_tokens, config, recall)
@@ -140,8 +152,10 @@ def plan_scored(
         return select_turn(needs.text, held, dropped, None, place)
 
     num_new, reason = len(needs.text) - held.num_tokens, needs.reason
-    checks = partial(checked_selection, config, num_new, by, everything)
-    selection = by(config) if check is None else checks(check, needs.prunes)
+    if check is None:
+        selection = by(config)
+    else:
+        selection = yield from checked_selection(config, num_new, by, everything, check, needs.prunes)
     is_whole = selection.num_new == num_new
     if selection.tried:
         reason = told(selection.tried, not is_whole if needs.prunes else selection.keep_rate < 1, reason)
@@ -227,4 +241,4 @@ def scoring_obstacle(
         obstacle = f"every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
     else:
         return ""
-    return obstacle if needs_attention(config.scorer) else ""
+    return obstacle if needs_draft(config) else ""

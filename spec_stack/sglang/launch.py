@@ -17,7 +17,7 @@ from typing import Any
 from spec_stack.config import how_to_install
 from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.prefill.cost import NEVER
-from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.registry import needs_draft
 from spec_stack.sglang.draft_kv_rows import num_row_slots, pool_slots
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig, with_calibration
 from spec_stack.tokenizers.chat_turns import ChatTurns
@@ -264,7 +264,7 @@ def describe(
     if args.disable_radix_cache:
         warnings.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
     if launch.prunes:
-        num_bytes = _bytes_per_token(launch, config.prefill.num_scoring_layers)
+        num_bytes = _bytes_per_token(launch, config.num_draft_layers)
         size, context = config.draft_pool_tokens or MOST_POOL_TOKENS, launch.target.context_len
         note = f"{size} tokens of {num_bytes} bytes, {size * num_bytes / 1e9:.2f} GB on each rank"
         if config.draft_pool_tokens is None:
@@ -273,7 +273,7 @@ def describe(
             )
         report["draft's pool"] = note
         most = num_pool_tokens or size
-        if most < context and needs_attention(config.prefill.scorer):
+        if most < context and needs_draft(config.prefill):
             warnings.append(
                 f"prompts of over {most} tokens are prefilled densely, since the draft's pool has no room for them; "
                 f"--spec-stack-draft-pool-tokens {context} holds the longest one, in {context * num_bytes / 1e9:.2f} "

@@ -5,6 +5,7 @@ All exist from the launch on. `deploy/` has a dashboard and alerts over them.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from spec_stack.sglang.errors import num_failures
 _MOST_REPORTS = 4096
 _GAMMA_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 _SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+_NATS_BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 _COUNTED = {
     "num_prompt_tokens": ("prompt_tokens_total", "prompt tokens, whole prompts"),
     "num_kept_tokens": ("kept_tokens_total", "prompt tokens that the target prefilled or had cached"),
@@ -55,7 +57,9 @@ class ReportStore:
         self._tokens = {name: _metric("Counter", *told).labels(model_name) for name, told in _COUNTED.items()}
         gamma = _metric("Histogram", "gamma", "tokens drafted per step", buckets=_GAMMA_BUCKETS)
         scoring = _metric("Histogram", "scoring_seconds", "scoring of a prompt", buckets=_SECONDS_BUCKETS)
+        changed = _metric("Histogram", "divergence", "nats a token, at the last rate tried", buckets=_NATS_BUCKETS)
         self._gamma, self._scoring = gamma.labels(model_name), scoring.labels(model_name)
+        self._divergence = changed.labels(model_name)
 
     def close(self, meta_info: Mapping[str, Any], report: Mapping[str, Any], *, is_counted: bool) -> None:
         """Add a reply's final report. is_counted: it belongs to the metrics."""
@@ -74,6 +78,9 @@ class ReportStore:
             self._gamma.observe(gamma)
         if report["num_scored_tokens"]:
             self._scoring.observe(report["scoring_s"])
+        # Not a number would stay in the sum.
+        if (changed := report.get("divergence")) is not None and math.isfinite(changed):
+            self._divergence.observe(changed)
 
     def report_of(self, request_id: object) -> Mapping[str, Any] | None:
         return self._reports.get(str(request_id))

@@ -22,7 +22,7 @@ FAULTS = {
     "setting aside": ("manager", "SparsePrefillManager._unscored"),
     "round": ("manager", "SparsePrefillManager._step"),
     "scoring": ("scoring", "DraftScorer.score"),
-    "placing": ("manager", "decide_scored"),
+    "placing": ("scoring", "decide_in_parts"),
     "forgetting": ("manager", "SparsePrefillManager.forget"),
     "state": ("manager", "SparsePrefillManager.state"),
     "report": ("request", "ReportAssembler.add"),
