@@ -49,7 +49,7 @@ _AUDITOR = "audits"
 def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
     """Build the proxy, whose scoring thread runs from its startup to its shutdown."""
     prompts, upstream = PromptPruner(pruner, config), Upstream(config)
-    audits = Audits(config, prompts.metrics)
+    audits = Audits(config, prompts.metrics.of_app)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

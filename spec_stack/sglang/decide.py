@@ -6,12 +6,13 @@ turns are found by the token prefix; recall is that of a session (`prefill.recal
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -349,8 +350,13 @@ def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[
     if config.scoring_model is None:
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
     if decision.tried:
-        report["tried_rates"] = [asdict(each) for each in decision.tried]
-        report["divergence"] = decision.tried[-1].divergence
+        # JSON has finite numbers alone.
+        found = [each.divergence if math.isfinite(each.divergence) else None for each in decision.tried]
+        rates = [each.keep_rate for each in decision.tried]
+        report["tried_rates"] = [
+            {"keep_rate": rate, "divergence": nats} for rate, nats in zip(rates, found, strict=True)
+        ]
+        report["divergence"] = found[-1]
     if options.explain:
         report["kept_spans"] = tuple(union((at, at + 1) for at in _shown_positions(decision)))
     return report

@@ -9,7 +9,7 @@ import logging
 from array import array
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -421,7 +421,7 @@ class SparsePrefillManager:
     def state(self) -> dict[str, Any]:
         """Settings and counters, as /server_info shows them."""
         return {
-            "settings": asdict(self.config),
+            "settings": self.config.as_json(),
             "why_not": self._launch.refusal or "",
             "num_requests": dict(self._known.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),
