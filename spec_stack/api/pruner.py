@@ -519,7 +519,7 @@ def _config_of(
     if keep_rate is not None and max_tokens is not None:
         raise ValueError("give keep_rate or max_tokens, not both")
     if max_tokens is not None:
-        # Any rate under 1 lets `decide_scoring` agree; the budget sets it.
+        # Any rate under 1 lets `plan_turn` prune; the budget sets it.
         return replace(config, keep_rate=0.5, sparse_prefill="on")
     if keep_rate is not None:
         return replace(config, keep_rate=keep_rate, sparse_prefill="on")

@@ -44,7 +44,7 @@ class Conversation:
         self.lookups = NgramIndex(ngram_cache)
         self.slotted: SlottedDraft | None = None
         # The last turn's prompt behind earlier turns, half-open.
-        self.asked = (0, 0)
+        self.last_turn = (0, 0)
 
     @property
     def num_dense(self) -> int:
@@ -58,7 +58,7 @@ class Conversation:
         other.target = self.target.fork()
         other.draft_cache = self.draft_cache.fork()
         other.slotted = self.slotted and self.slotted.fork()
-        other.asked = self.asked
+        other.last_turn = self.last_turn
         return other
 
     def begin(self, request: Request, config: SessionConfig) -> Turn:
@@ -72,7 +72,7 @@ class Conversation:
         num_cached = min(num_shared(known_ids, prompt_ids), last)
         self._forget_from(num_cached, min(num_shared(self.draft_cache.token_ids, prompt_ids), last))
         # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
-        start = num_cached + 1 if num_cached >= self.asked[1] else min(num_cached, self.asked[0])
+        start = num_cached + 1 if num_cached >= self.last_turn[1] else min(num_cached, self.last_turn[0])
         return Turn(self, self._pair, request, config, Held(num_cached, list(self.target.positions), start))
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
@@ -80,7 +80,7 @@ class Conversation:
         token_ids = [*request.prompt_ids, *answer_ids]
         if self._ngram_cache is not None:
             self._ngram_cache.remember(request.prompt_ids, answer_ids)
-        self.asked = (turn.held.start or 0, len(request.prompt_ids))
+        self.last_turn = (turn.held.start or 0, len(request.prompt_ids))
         # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
         self._forget_from(len(self.token_ids))
@@ -180,7 +180,7 @@ class Turn:
         self._reader = self._pair.new_draft_cache(request.prefill.prefill_chunk, self._pair.positions)
         return answer.divergence(self._reader, token_ids, positions, len(request.prompt_ids))
 
-    def draft_beside_dense(self) -> DraftModel | SlottedDraft:
+    def draft_for_dense(self) -> DraftModel | SlottedDraft:
         """The draft of a dense request: over chosen slots of a long prompt, if its cache can drop slots, else over all
         of the text."""
         prefill, conversation = self._request.prefill, self._conversation

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from spec_stack.serve.audits import Audit, Audits
-from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.config import LOOPBACK, ServeConfig
 from spec_stack.serve.http import (
     IGNORED_HEADER,
     client_of,
@@ -94,7 +94,7 @@ def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> N
     In a script, call it under `if __name__ == "__main__":`, because worker processes import the script.
     """
     config = config or ServeConfig()
-    if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_keys:
+    if config.host not in LOOPBACK and not config.api_keys:
         logger.warning("listening on %s without an API key: whoever reaches this machine may ask", config.host)
     run_app(build_app(generator, config), config, config.port)
 

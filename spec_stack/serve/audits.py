@@ -29,6 +29,8 @@ ROUTE_HEADER = "x-spec-stack-route"
 """Names the route that a request is counted under; by default it is the path."""
 MAX_TOKENS = 64
 """Of an audit's answers."""
+AUDITOR = "audits"
+"""The client that audits wait for in the queue."""
 _MOST_TRIES = 3
 _MOST_ROUTES, _MAX_NAME = 32, 64
 # Audits that decide on a route: the latest so many, and no fewer than so many to turn pruning off.

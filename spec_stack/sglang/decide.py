@@ -24,15 +24,7 @@ from spec_stack.prefill.draft_kv_budget import Ints
 from spec_stack.prefill.prompt_text import PromptText, union
 from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.turn import (
-    Held,
-    NeedsScore,
-    Plan,
-    decide_scoring,
-    plan_in_parts,
-    plan_turn,
-    scoring_obstacle,
-)
+from spec_stack.prefill.turn import Held, NeedsScore, Plan, plan_in_parts, plan_turn, scoring_obstacle, why_whole
 from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.prompt_reader import PromptReader
@@ -214,8 +206,7 @@ class KnownTexts:
 def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Decision | UnscoredPrompt:
     """Decide how a prompt is prefilled. refusal: why it cannot be pruned, or None."""
     num_tokens, config = len(prompt.token_ids), prompt.config
-    is_wanted, reason = decide_scoring(config, num_tokens, ())
-    if not is_wanted:
+    if reason := why_whole(config, num_tokens):
         return Decision.dense(prompt, reason, "disabled")
     has_texts = known.reader.pieces is not None
     refusal = refusal or scoring_obstacle(config, num_tokens, known.max_positions, has_texts=has_texts)

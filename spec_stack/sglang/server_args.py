@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -177,15 +178,19 @@ class ServerConfig:
         _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
         for name in ("policy_options", "max_gamma_by_batch_size"):
             if name in values:
-                values[name] = {_number(key): value for key, value in _mapping(name, values[name]).items()}
+                # JSON has text for keys.
+                items = _mapping(name, values[name]).items()
+                values[name] = {int(key) if str(key).isdigit() else key: value for key, value in items}
         return cls(prefill=_prefill_config(prefill), recall=SessionConfig(**recall), **values)
 
     @classmethod
     def from_environment(cls) -> ServerConfig:
         """The flags of this launch as its other processes inherit them; flags override a file's values."""
         flags = _read_environment()
-        path = flags.pop("config", None)
-        return cls.from_mapping({**(_read_file(path) if path else {}), **flags})
+        if path := flags.pop("config", None):
+            read = partial(Path(path).expanduser().read_text, encoding="utf-8")
+            flags = {**_parse(f"--spec-stack-config {path}", read), **flags}
+        return cls.from_mapping(flags)
 
 
 def with_calibration(
@@ -293,10 +298,6 @@ def _read_environment() -> dict[str, Any]:
     return _parse(f"the environment variable {ENVIRONMENT}", lambda: os.environ.get(ENVIRONMENT, "{}"))
 
 
-def _read_file(path: str) -> dict[str, Any]:
-    return _parse(f"--spec-stack-config {path}", lambda: Path(path).expanduser().read_text(encoding="utf-8"))
-
-
 def _parse(name: str, read: Callable[[], str]) -> dict[str, Any]:
     try:
         return dict(_mapping(name, json.loads(read())))
@@ -314,7 +315,3 @@ def _refuse_unknown(prefix: str, values: Mapping[str, Any], known: list[str]) ->
     unknown = [prefix + name for name in values if name not in known]
     if unknown:
         raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(prefix + name for name in known)}")
-
-
-def _number(key: object) -> object:
-    return int(str(key)) if str(key).isdigit() else key

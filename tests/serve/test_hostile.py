@@ -33,15 +33,16 @@ SHUTDOWN_S, START_S = 1.0, 900.0
 class Process:
     """`spec-stack serve` over the embedded pair."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, log: Path = Path(os.devnull)) -> None:
         self.port = free_port()
         command = [sys.executable, "-m", "spec_stack", "serve", "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            [*command, "--shutdown-s", str(SHUTDOWN_S), *options],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.DEVNULL,
-        )
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [*command, "--shutdown-s", str(SHUTDOWN_S), *options],
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stderr=stderr,
+            )
         end = monotonic() + START_S
         while not self._answers():
             assert self.process.poll() is None

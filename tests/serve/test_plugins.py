@@ -44,7 +44,8 @@ def test_what_a_request_does_not_name_is_as_the_server_was_started(
     (tmp_path / "noted_things.py").write_text(PLUGIN, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SPEC_STACK_PLUGINS", "noted_things")
-    server = Process("--scorer", "noted", "--keep-rate", "0.35", "--min-prompt-tokens", "100", "--policy", "watched")
+    options = ("--scorer", "noted", "--keep-rate", "0.35", "--min-prompt-tokens", "100", "--policy", "watched")
+    server = Process(*options, "--device", "cpu", "--precision", "fp32", log=tmp_path / "said")
     try:
         said = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(60))
         body = chat(messages=[{"role": "user", "content": said + "What does step_17 add?"}], max_tokens=4)[1]
@@ -55,3 +56,6 @@ def test_what_a_request_does_not_name_is_as_the_server_was_started(
     assert status == 200, answer
     assert (tmp_path / "asked").read_text(encoding="utf-8") == "0.35"
     assert (tmp_path / "chose").exists()
+    pair = "the embedded target (fp32) with the embedded draft (fp32) on cpu"
+    pruning = "of prompts of 100 tokens and more a share of 0.35 is kept, which is lossy"
+    assert f" INFO spec-stack: {pair}; {pruning}\n" in (tmp_path / "said").read_text(encoding="utf-8")
