@@ -373,12 +373,11 @@ class SparsePrefillManager:
             return
         except Exception as error:
             failure = error
+            log_failure("scoring a prompt", "nothing of it is dropped")
         pending.scoring_s += perf_counter() - started
         if not all_say_yes(failure is None):
             if failure is not None and self._failures_end_it:
                 raise failure
-            num_tokens = len(needs.prompt.token_ids)
-            logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
             self._fail(pending, failure)
         elif decision is not None:
             self._settle(pending, decision)
