@@ -146,7 +146,8 @@ class Endpoint:
             processed = await self._pool.process(path, body, self._config)
         options = await run_in_threadpool(self._checked_options, processed)
         route = self._audits.route_of(request)
-        why = "" if {"keep_rate", "sparse_prefill"} & given_of(processed.options) else self._audits.why_whole(route)
+        is_set = any(processed.options.get(name) is not None for name in ("keep_rate", "sparse_prefill"))
+        why = "" if is_set else self._audits.why_whole(route)
         asked = {**options, "sparse_prefill": "draft_only"} if why else options
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Json | None]()
 
@@ -195,11 +196,6 @@ class Endpoint:
         except (ValueError, TypeError, OverflowError) as error:
             raise BadRequestError(str(error)) from error
         return options
-
-
-def given_of(options: Mapping[str, Any]) -> set[str]:
-    """The options that a request has set."""
-    return {name for name, value in options.items() if value is not None}
 
 
 def is_pruned(answer: Json) -> bool:

@@ -25,6 +25,7 @@ from spec_stack.prefill.prompt_text import PromptText, union
 from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.turn import Held, NeedsScore, Plan, plan_in_parts, plan_turn, scoring_obstacle, why_whole
+from spec_stack.sglang.draft_prefixes import num_equal
 from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.prompt_reader import PromptReader
@@ -118,10 +119,8 @@ class _Turn:
             return 0
         # A copy: an array that is looked into cannot grow.
         reply = np.array(self.reply[: len(ids) - num_asked], dtype=np.int64)
-        differs = np.flatnonzero(reply != ids[num_asked : num_asked + len(reply)])
-        num_same = int(differs[0]) if len(differs) else len(reply)
         # The reply's last token may have no KV.
-        return num_asked + max(0, num_same - 1)
+        return num_asked + max(0, num_equal(reply, ids[num_asked:]) - 1)
 
 
 class TurnStore:
