@@ -48,7 +48,7 @@ _CHECK_S = 2.0
 def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
     """Build the proxy, whose scoring thread runs from its startup to its shutdown."""
     prompts, upstream = PromptPruner(pruner, config), Upstream(config)
-    audits = Audits(config, prompts.metrics)
+    audits = Audits(config, prompts.metrics.of_app)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

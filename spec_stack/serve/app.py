@@ -62,7 +62,7 @@ def build_app(
     """
     config = config or ServeConfig()
     worker = Worker(generator, config)
-    audits = Audits(config, worker.metrics)
+    audits = Audits(config, worker.metrics.of_app)
     requests = pool or RequestPool(generator)
 
     @asynccontextmanager

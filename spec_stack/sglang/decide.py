@@ -6,12 +6,13 @@ turns are found by the token prefix; recall is that of a session (`prefill.recal
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from spec_stack.prefill.prompt_text import PromptText, union
 from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.turn import Held, NeedsScore, Plan, plan_in_parts, plan_turn, scoring_obstacle, why_whole
+from spec_stack.sglang.draft_prefixes import num_equal
 from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.prompt_reader import PromptReader
@@ -117,10 +119,8 @@ class _Turn:
             return 0
         # A copy: an array that is looked into cannot grow.
         reply = np.array(self.reply[: len(ids) - num_asked], dtype=np.int64)
-        differs = np.flatnonzero(reply != ids[num_asked : num_asked + len(reply)])
-        num_same = int(differs[0]) if len(differs) else len(reply)
         # The reply's last token may have no KV.
-        return num_asked + max(0, num_same - 1)
+        return num_asked + max(0, num_equal(reply, ids[num_asked:]) - 1)
 
 
 class TurnStore:
@@ -340,8 +340,13 @@ def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[
     if config.scoring_model is None:
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
     if decision.tried:
-        report["tried_rates"] = [asdict(each) for each in decision.tried]
-        report["divergence"] = decision.tried[-1].divergence
+        # JSON has finite numbers alone.
+        found = [each.divergence if math.isfinite(each.divergence) else None for each in decision.tried]
+        rates = [each.keep_rate for each in decision.tried]
+        report["tried_rates"] = [
+            {"keep_rate": rate, "divergence": nats} for rate, nats in zip(rates, found, strict=True)
+        ]
+        report["divergence"] = found[-1]
     if options.explain:
         report["kept_spans"] = tuple(union((at, at + 1) for at in _shown_positions(decision)))
     return report

@@ -9,7 +9,7 @@ import logging
 from array import array
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -373,12 +373,11 @@ class SparsePrefillManager:
             return
         except Exception as error:
             failure = error
+            log_failure("scoring a prompt", "nothing of it is dropped")
         pending.scoring_s += perf_counter() - started
         if not all_say_yes(failure is None):
             if failure is not None and self._failures_end_it:
                 raise failure
-            num_tokens = len(needs.prompt.token_ids)
-            logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
             self._fail(pending, failure)
         elif decision is not None:
             self._settle(pending, decision)
@@ -421,7 +420,7 @@ class SparsePrefillManager:
     def state(self) -> dict[str, Any]:
         """Settings and counters, as /server_info shows them."""
         return {
-            "settings": asdict(self.config),
+            "settings": self.config.as_json(),
             "why_not": self._launch.refusal or "",
             "num_requests": dict(self._known.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),

@@ -5,13 +5,15 @@ All exist from the launch on. `deploy/` has a dashboard and alerts over them.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spec_stack.sglang.decide import OUTCOMES
 from spec_stack.sglang.errors import num_failures
+
+if TYPE_CHECKING:
+    from spec_stack.sglang.audits import ServerAudits
 
 # Responses are built right after their reply has ended.
 _MOST_REPORTS = 4096
@@ -44,8 +46,10 @@ _TOTALS = {
 class ReportStore:
     """Finished replies: the newest reports by request id, and metrics of all.
 
-    model_name: the label of the metrics; None keeps none.
+    model_name: the label of the metrics; None keeps none. audits: of pruned replies, if any.
     """
+
+    audits: ServerAudits | None = None
 
     def __init__(self, model_name: str | None) -> None:
         self._model_name = model_name
@@ -78,8 +82,7 @@ class ReportStore:
             self._gamma.observe(gamma)
         if report["num_scored_tokens"]:
             self._scoring.observe(report["scoring_s"])
-        # Not a number would stay in the sum.
-        if (changed := report.get("divergence")) is not None and math.isfinite(changed):
+        if (changed := report.get("divergence")) is not None:
             self._divergence.observe(changed)
 
     def report_of(self, request_id: object) -> Mapping[str, Any] | None:

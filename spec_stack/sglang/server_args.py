@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -88,8 +89,15 @@ class ServerConfig:
         1,
     )
 
+    audit_rate: float = option(
+        0.0,
+        "share of pruned requests that are answered again, shortly and greedily, from the whole and from the pruned "
+        "prompt, while no client of the HTTP server waits; 0 audits nothing",
+    )
+
     def __post_init__(self) -> None:
         check_fields(self)
+        require(0 <= self.audit_rate <= 1, f"audit_rate must be a share, 0 to 1, got {self.audit_rate!r}")
         require(isinstance(self.gammas, tuple), f"gammas must be a list, got {self.gammas!r}")
         for gamma in self.gammas:
             require_int("a gamma of gammas", gamma, 0, MAX_GAMMA)
@@ -111,6 +119,13 @@ class ServerConfig:
     def prunes(self) -> bool:
         """Return whether prompts are pruned by default, as far as the models allow it."""
         return self.prefill.sparse_prefill in ("auto", "on") and self.prefill.keep_rate != 1
+
+    def as_json(self) -> dict[str, Any]:
+        """All settings; an infinity, which JSON lacks, as text."""
+        shown = asdict(self)
+        if shown["prefill"]["max_divergence"] == math.inf:
+            shown["prefill"]["max_divergence"] = "inf"
+        return shown
 
     @property
     def num_draft_layers(self) -> int | None:
@@ -253,6 +268,7 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "calibration": (str, "FILE"),
     "follow_up": (str, "RULE"),
     "draft_pool_tokens": (int, "TOKENS"),
+    "audit_rate": (float, "SHARE"),
 }
 _OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "max_divergence", "draft_kv_budget")
 

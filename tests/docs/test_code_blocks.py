@@ -156,6 +156,7 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
         "calibration": "",
         "follow-up": defaults.follow_up,
         "draft-pool-tokens": "",
+        "audit-rate": f"{defaults.audit_rate:g}",
         "config": "",
     }
     assert {name: default.strip() for name, default in rows.items()} == shown

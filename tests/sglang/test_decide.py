@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -131,6 +133,25 @@ def test_a_checked_prompt_keeps_the_first_rate_under_which_the_answer_holds(
     again = decide(prompt, known)
     assert isinstance(again, Decision)
     assert (again.positions, again.tried) == (plan.positions, plan.tried)
+
+
+@pytest.mark.parametrize("changed", [math.nan, math.inf])
+def test_what_is_no_number_keeps_the_prompt_whole_and_reports_travel_as_json(changed: float) -> None:
+    known, prompt = _known(), _prompt(900, keep_rate=0.1, max_divergence=0.1)
+    needs = decide(prompt, known)
+    assert isinstance(needs, UnscoredPrompt)
+
+    def check(positions: Sequence[int]) -> Parts[float]:
+        yield
+        return changed
+
+    plan = run(decide_in_parts(needs, torch.rand(900), 900, known, check))
+    assert plan.outcome == "answer_changed"
+    request = request_of("a", num_prompt_tokens=900)
+    apply(request, plan, known)
+    report = request.customized_info["spec_stack"][0]
+    assert report["divergence"] is None
+    json.dumps([report, ServerConfig(PrefillConfig(max_divergence=math.inf)).as_json()], allow_nan=False)
 
 
 def test_a_rule_without_a_draft_waits_for_the_drafts_check() -> None:

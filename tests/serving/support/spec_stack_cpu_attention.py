@@ -22,6 +22,7 @@ FAULTS = {
     "setting aside": ("manager", "SparsePrefillManager._unscored"),
     "round": ("manager", "SparsePrefillManager._step"),
     "scoring": ("scoring", "DraftScorer.score"),
+    "checking": ("scoring", "DraftScorer._divergence"),
     "placing": ("scoring", "decide_in_parts"),
     "forgetting": ("manager", "SparsePrefillManager.forget"),
     "state": ("manager", "SparsePrefillManager.state"),
