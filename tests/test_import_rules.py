@@ -91,6 +91,8 @@ ALLOWED = {
         "tokenizers",
         "hf.loading",
         "hf.prompt",
+        "serve.audits",
+        "serve.config",
     },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "bench": {"config", "types", "records", "controller", "prefill", "hf", "engine", "api", "calibrate"},

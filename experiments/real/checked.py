@@ -43,6 +43,7 @@ from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import encode_messages
+from spec_stack.prefill.attention import run
 from spec_stack.prefill.check import DraftAnswer
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
@@ -169,7 +170,7 @@ class Bench:
         draft, clock = pair.new_draft_cache(chunk), _Clock()
         inputs, _ = gather_inputs(draft, ScoringInputs(text), lambda *_: Proposal(), self._config)
         row["scoring_s"] = clock.lap()
-        answer = DraftAnswer(draft, ids, DRAFTED, pair.end_ids)
+        answer = run(DraftAnswer.drafted(draft, ids, DRAFTED, pair.end_ids))
         row["look_ahead_s"] = clock.lap()
         row["drafted"] = pair.tokenizer.decode(answer.token_ids)
         target = pair.open_target(chunk)
@@ -183,7 +184,7 @@ class Bench:
             kept = select(inputs, replace(self._config, keep_rate=rate)).positions
             token_ids = [ids[at] for at in kept]
             clock.lap()
-            part = answer.under(pair.new_draft_cache(chunk, pair.positions), token_ids, kept, len(ids))
+            part = run(answer.under(pair.new_draft_cache(chunk, pair.positions), token_ids, kept, len(ids)))
             told: Row = {"num_kept": len(kept), "reading_s": clock.lap()}
             told |= {"signals": statistics(answer.logprobs, part, answer.token_ids)}
             if rate < RATES[-1] or changed >= SURE:

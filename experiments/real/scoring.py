@@ -20,7 +20,7 @@ from spec_stack.calibrate.judged import open_prompt
 from spec_stack.calibrate.prompts import EncodedHaystack, encode_evidence
 from spec_stack.cli.arguments import window
 from spec_stack.config import ScoringQueries
-from spec_stack.decode.propose import propose
+from spec_stack.decode.proposer import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.model import CachedModel

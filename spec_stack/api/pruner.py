@@ -22,6 +22,7 @@ from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_tokenizer, name_of_model, open_alone
 from spec_stack.hf.prompt import Message, num_shared
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.attention import Parts, run
 from spec_stack.prefill.check import Check, DraftAnswer, told
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
 from spec_stack.prefill.rule import ScoringInputs
@@ -365,7 +366,7 @@ class PrunerConversation:
 
     def _divergence(
         self, prompt: _Prompt, turn: NeedsScore, answer: DraftAnswer, marker: str | None, selection: Selection
-    ) -> float:
+    ) -> Parts[float]:
         """Of the draft's answer under the text that a selection leaves."""
         whole = _whole(prompt, {*turn.held.positions, *selection.positions}, marker)
         token_ids = self._written(prompt, whole, _kept_texts(prompt, whole, marker))
@@ -418,7 +419,7 @@ class PrunerConversation:
             room = max(1, room + (num_left if num_left < 0 else num_left // 2))
             config = replace(config, keep_rate=min(1.0, room / num_new))
         selection = best[1] if best else selection
-        tried = [TriedRate(selection.keep_rate, check(selection))] if check is not None else []
+        tried = [TriedRate(selection.keep_rate, run(check(selection)))] if check is not None else []
         return {*held, *selection.positions}, selection.num_recalled, tried
 
     def _inputs(
@@ -441,7 +442,7 @@ class PrunerConversation:
                     first_query=turn.first_query,
                 )
                 if config.max_divergence is not None:
-                    answer = DraftAnswer(draft, token_ids, config.check_tokens, self._pair.end_ids)
+                    answer = run(DraftAnswer.drafted(draft, token_ids, config.check_tokens, self._pair.end_ids))
                     draft.rollback(draft.next_position - len(token_ids))
                 return inputs, answer
         except BaseException as error:
@@ -518,7 +519,7 @@ def _config_of(
     if keep_rate is not None and max_tokens is not None:
         raise ValueError("give keep_rate or max_tokens, not both")
     if max_tokens is not None:
-        # Any rate under 1 lets `decide_scoring` agree; the budget sets it.
+        # Any rate under 1 lets `plan_turn` prune; the budget sets it.
         return replace(config, keep_rate=0.5, sparse_prefill="on")
     if keep_rate is not None:
         return replace(config, keep_rate=keep_rate, sparse_prefill="on")

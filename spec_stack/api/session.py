@@ -69,16 +69,16 @@ class Session(GenerationMixin):
             raise ValueError(f"ngram_cache must be a SharedNgramCache, got {type(ngram_cache).__name__}")
         self.config = config or engine.config.session
         self.engine = engine
-        self._held: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk, ngram_cache)
+        self._open: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk, ngram_cache)
         self._answering = threading.Lock()
         self._warnings = OnceEach()
 
     @property
     def conversation(self) -> Conversation:
         """The caches of both models. Raises ValueError for a closed session."""
-        if self._held is None:
+        if self._open is None:
             raise ValueError("this session is closed; open another one")
-        return self._held
+        return self._open
 
     @property
     def num_cached_tokens(self) -> int:
@@ -88,8 +88,8 @@ class Session(GenerationMixin):
     @property
     def dropped_positions(self) -> list[int]:
         """Positions of the dropped tokens in order; later turns may recall them."""
-        held = self.conversation
-        return sorted({*range(len(held.token_ids))}.difference(held.target.positions))
+        conversation = self.conversation
+        return sorted({*range(len(conversation.token_ids))}.difference(conversation.target.positions))
 
     def num_continued(self, encoded: EncodedPrompt) -> int:
         """Tokens of the conversation that a prompt continues; 0 for another conversation.
@@ -97,13 +97,13 @@ class Session(GenerationMixin):
         All of them, or those up to the last answer if the client changed it: reasoning left out, or a tool call with
         other whitespace.
         """
-        held, pair = self.conversation, self.engine.pair
-        encoded = encoded if held.encoded is None else splice(pair.tokenizer, encoded, held.encoded)
-        turns = pair.read(held.encoded).turns if held.encoded is not None and held.encoded.text else ()
-        num_least = max((turn.span[1] for turn in turns if turn.role == "user"), default=len(held.token_ids))
-        num_continued = num_shared(held.token_ids, encoded.token_ids[:-1])
+        known, pair = self.conversation, self.engine.pair
+        encoded = encoded if known.encoded is None else splice(pair.tokenizer, encoded, known.encoded)
+        turns = pair.read(known.encoded).turns if known.encoded is not None and known.encoded.text else ()
+        num_least = max((turn.span[1] for turn in turns if turn.role == "user"), default=len(known.token_ids))
+        num_continued = num_shared(known.token_ids, encoded.token_ids[:-1])
         # A repeated question is no conversation: recalled text would change its answer.
-        is_asked_again = num_continued == len(encoded.token_ids) - 1 < len(held.token_ids)
+        is_asked_again = num_continued == len(encoded.token_ids) - 1 < len(known.token_ids)
         return num_continued if num_continued >= num_least and not is_asked_again else 0
 
     def fork(self, config: SessionConfig | None = None) -> Session:
@@ -116,7 +116,7 @@ class Session(GenerationMixin):
         """
         other = Session(self.engine, config or self.config)
         with self._answers():
-            other._held = self.conversation.fork()
+            other._open = self.conversation.fork()
         return other
 
     def save(self, path: str | Path) -> None:
@@ -140,7 +140,7 @@ class Session(GenerationMixin):
 
     def close(self) -> None:
         """Free the caches. The session cannot be used afterwards."""
-        self._held = None
+        self._open = None
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a session can be neither copied nor pickled, for it holds caches; fork() makes another one")
@@ -159,21 +159,21 @@ class Session(GenerationMixin):
         self.close()
 
     def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
-        held = self.conversation
-        request = self.engine.plan(call, held.encoded)
+        conversation = self.conversation
+        request = self.engine.plan(call, conversation.encoded)
         self._say_that_it_begins_anew(call, request)
         return request, self._run(request)
 
     def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
         """Warn if only the new message is given: without earlier turns it starts another conversation."""
-        messages, held = call.get("messages"), self.conversation.token_ids
-        if not held or messages is None or any(message["role"] == "assistant" for message in messages):
+        messages, known_ids = call.get("messages"), self.conversation.token_ids
+        if not known_ids or messages is None or any(message["role"] == "assistant" for message in messages):
             return
-        num_continued = num_shared(held, request.prompt_ids)
-        if 2 * num_continued < len(held):
+        num_continued = num_shared(known_ids, request.prompt_ids)
+        if 2 * num_continued < len(known_ids):
             self._warnings.warn(
                 "anew",
-                f"this call shares {num_continued} of the conversation's {len(held)} tokens, "
+                f"this call shares {num_continued} of the conversation's {len(known_ids)} tokens, "
                 "which begins anew with it: a session is given all messages every time, with its answers among them",
             )
 
@@ -191,10 +191,10 @@ class Session(GenerationMixin):
 
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         with self._answers():
-            held = self.conversation
+            conversation = self.conversation
             # Reading the prompt counts.
             request.clock.resume()
-            turn = held.begin(request, self.config)
+            turn = conversation.begin(request, self.config)
             answer_ids: list[int] = []
             text = ""
             try:
@@ -207,8 +207,8 @@ class Session(GenerationMixin):
                 # The caller stopped early; delivered tokens belong to the conversation.
                 pass
             except BaseException:
-                held.recover(turn)
+                conversation.recover(turn)
                 raise
             # The text of other tokens lags behind, or lacks a stop string.
             is_whole = output.finish_reason in ("eos", "length", "time")
-            held.commit(request, turn, answer_ids, text if is_whole else None)
+            conversation.commit(request, turn, answer_ids, text if is_whole else None)

@@ -114,7 +114,10 @@ class Leaderboard:
 
     def write_csv(self, path: str | Path) -> None:
         """Write a row per line."""
-        rows = [{**asdict(line), **_flat("speed", line.speed)} for line in self.lines]
+        rows = [
+            {**asdict(line), "speed": line.speed.value, "speed_low": line.speed.low, "speed_high": line.speed.high}
+            for line in self.lines
+        ]
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
@@ -147,10 +150,6 @@ class Leaderboard:
 
 
 _HEADER = ("policy", "speed", "tokens/s", "tokens/step", "proposed/step", "accepted", "same text")
-
-
-def _flat(name: str, interval: Interval) -> dict[str, float]:
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def with_all(tasks: Iterable[str]) -> list[str]:

@@ -92,16 +92,11 @@ class HeadRanking:
     def needs(self, setting: Setting, case: Case) -> float:
         """A prompt's needed share, with heads chosen on other families."""
         without = () if case.task.is_guard else (case.task.kind,)
-        return need(case, case.judged.score(self.best(setting, without)))
+        return float(needed(case.judged, case.judged.score(self.best(setting, without))))
 
     def cost(self, setting: Setting) -> int:
         """Number of layers that a setting runs."""
         return _num_layers([self.heads[row] for row in self.best(setting)])
-
-
-def need(case: Case, scores: torch.Tensor) -> float:
-    """The prompt's share needed under scores (num_segments,)."""
-    return float(needed(case.judged, scores))
 
 
 def _log_score(need: torch.Tensor) -> torch.Tensor:
@@ -129,7 +124,7 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
     ranks = HeadRanking(choosing, heads)
     found = _best_setting(choosing, ranks)
     chosen = [ranks.needs(found, case) for case in cases]
-    default = [need(case, case.judged.default) for case in cases]
+    default = [float(needed(case.judged, case.judged.default)) for case in cases]
     curve = _keep_curve(cases, chosen, default, margin)
     settings = fields_of([heads[row] for row in ranks.best(found)])
     if curve:

@@ -87,7 +87,7 @@ def judge(pair: ModelPair, draft_cache: CachedModel, prompt: EncodedHaystack) ->
     wanted = _marked(segments, prompt.spans)
     return ScoredPrompt(
         heads=torch.tensor(list(by_head)),
-        by_head=torch.stack([segments.worth(importance, BY_HEAD) for importance in by_head.values()]),
+        by_head=torch.stack([segments.mean_importance(importance, BY_HEAD) for importance in by_head.values()]),
         default=make_rule(PrefillConfig.scorer).score(evidence, segments, PrefillConfig()),
         costs=_count(segments, ~is_free),
         wanted=_count(segments, wanted & ~is_free) > 0,

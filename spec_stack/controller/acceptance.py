@@ -126,13 +126,10 @@ class AcceptanceEstimator:
         known = self._logits if signals is self._signals else []
         for index in range(min(accepted + 1, len(signals))):
             own, behind = known[index] if index < len(known) else self._outputs(signals, index)
-            is_right = index < accepted
-            self._correct((own / 2, 1.0), is_right)
+            features, is_right = (own / 2, 1.0), index < accepted
+            expected = sigmoid(self._own.logit(features) + self._shift)
+            self._evidence += max(expected * (1 - expected), _LEAST_CURVATURE)
+            self._shift += (is_right - expected) / self._evidence
+            self._own.learn(features, is_right)
             if is_right and index + 1 < len(signals):
                 self._next.learn((behind / 2, 1.0), index + 1 < accepted)
-
-    def _correct(self, features: tuple[float, float], is_right: bool) -> None:
-        expected = sigmoid(self._own.logit(features) + self._shift)
-        self._evidence += max(expected * (1 - expected), _LEAST_CURVATURE)
-        self._shift += (is_right - expected) / self._evidence
-        self._own.learn(features, is_right)

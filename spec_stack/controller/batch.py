@@ -168,13 +168,12 @@ class BatchThroughput(Policy):
             self._in_vain = 0
             # All requests have an equal share of a step's seconds, so one is enough.
             if (step := self._pending.pop(record.step, None)) is not None:
-                self._observe_seconds(step, record.gamma, record.seconds * (len(step.members) or step.batch_size))
+                self._num_timed[_shape_of(step), record.gamma] += 1
+                seconds = record.seconds * (len(step.members) or step.batch_size)
+                unit_s = seconds / _relative_s(record.gamma, step.batch_size)
+                self._seconds.at(step, step.batch_size).add(record.gamma, unit_s)
         if record.gamma:
             self._rates.observe(record.request_id, min(record.gamma, self._candidates[-1]), record.num_accepted)
-
-    def _observe_seconds(self, step: StepContext, gamma: int, seconds: float) -> None:
-        self._num_timed[_shape_of(step), gamma] += 1
-        self._seconds.at(step, step.batch_size).add(gamma, seconds / _relative_s(gamma, step.batch_size))
 
     def _expected_s(self, context: StepContext, batch_size: int) -> list[float]:
         """Expected seconds of a step by candidate; relative ones before any is known."""

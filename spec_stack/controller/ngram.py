@@ -88,9 +88,9 @@ class NgramPolicy:
     def _tokens_per_s(self) -> float:
         return self._rate.value / self._cost.plain_s if self._cost.knows_plain else 0.0
 
-    def price(self, beside: int = 0) -> float:
-        """The chance at which one more verified token pays for its time `beside` so many others."""
-        return self._tokens_per_s * self._cost.verify_per_token_s(beside)
+    def price(self, num_others: int = 0) -> float:
+        """The chance at which one more verified token pays for its time beside `num_others` others."""
+        return self._tokens_per_s * self._cost.verify_per_token_s(num_others)
 
     def offer(self, continuations: Sequence[Iterable[NgramToken]], most: int) -> NgramProposal:
         """The best continuation as a whole step of `most` tokens at most."""
@@ -118,24 +118,26 @@ class NgramPolicy:
         return proposal
 
     def _best(
-        self, continuations: Sequence[Iterable[NgramToken]], most: int, chance: float, beside: int
+        self, continuations: Sequence[Iterable[NgramToken]], most: int, chance: float, num_drafted: int
     ) -> NgramProposal:
-        offers = [self._worth(continuation, most, chance, beside) for continuation in continuations]
+        offers = [self._best_part(continuation, most, chance, num_drafted) for continuation in continuations]
         return max(offers, key=lambda offer: offer.gain, default=NgramProposal())
 
-    def _worth(self, continuation: Iterable[NgramToken], most: int, chance: float, beside: int) -> NgramProposal:
+    def _best_part(
+        self, continuation: Iterable[NgramToken], most: int, chance: float, num_drafted: int
+    ) -> NgramProposal:
         gain = 0.0
         worthwhile: list[NgramToken] = []
-        for place, found in enumerate(islice(continuation, self._affordable(most, beside))):
+        for place, found in enumerate(islice(continuation, self._affordable(most, num_drafted))):
             chance *= self.chance(found)
-            price = self.price(beside + place)
+            price = self.price(num_drafted + place)
             if chance <= price:
                 break
             gain += chance - price
             worthwhile.append(found)
         return NgramProposal(worthwhile, gain)
 
-    def _affordable(self, most: int, beside: int) -> int:
+    def _affordable(self, most: int, num_drafted: int) -> int:
         """The most n-gram tokens that the allowance covers if all are rejected; at most twice as many as ever verified,
         since seconds far beyond the measured ones are unknown.
 
@@ -144,7 +146,7 @@ class NgramPolicy:
         left_s = self._left_s
         most = min(most, MAX_LOOKED_UP, self._reach, 2 * self._cost.most_verified or 2)
         least = 1 if left_s > 0 else 0
-        while most > least and self._extra_s(beside, most) > left_s:
+        while most > least and self._extra_s(num_drafted, most) > left_s:
             most -= 1
         return most
 
@@ -155,9 +157,9 @@ class NgramPolicy:
             return self._allowance.num_steps * self._cost.plain_s
         return 0.0 if self._cost.num_steps < _FIRST_STEPS else math.inf
 
-    def _extra_s(self, beside: int, num_tokens: int) -> float:
+    def _extra_s(self, num_drafted: int, num_tokens: int) -> float:
         """Seconds to verify n-gram tokens beside drafted ones."""
-        return self._cost.verify_s(beside + num_tokens) - self._cost.verify_s(beside)
+        return self._cost.verify_s(num_drafted + num_tokens) - self._cost.verify_s(num_drafted)
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step; a prefill step begins a request."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Literal, Protocol, get_args
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma, check_gammas
 from spec_stack.controller.predictor import FILE_NAME, load_step_predictor, step_features
-from spec_stack.controller.step_times import USUAL_UNREAD, PerContextLength, StepCost
+from spec_stack.controller.step_times import USUAL_UNREAD, StepTimes
 from spec_stack.controller.tuning import TUNING
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "draft" / FILE_NAME
@@ -60,9 +59,7 @@ class SpecKV(Policy):
     start: int = 4
     _rates: RatePredictor = field(init=False, repr=False)
     _signals: DraftSignals | None = field(init=False, repr=False, default=None)
-    _costs: PerContextLength[StepCost] = field(
-        init=False, repr=False, default_factory=lambda: PerContextLength(StepCost)
-    )
+    _times: StepTimes = field(init=False, repr=False, default_factory=StepTimes)
     _num_idle: int = field(init=False, repr=False, default=0)
     _wait: int = field(init=False, repr=False, default=TUNING.first_wait)
     _recent: float = field(init=False, repr=False, default=1.0)
@@ -77,11 +74,14 @@ class SpecKV(Policy):
         named = self.predictor
         self._rates = load_step_predictor(named) if isinstance(named, str | Path) else named
 
+    def use(self, times: StepTimes) -> None:
+        self._times = times
+
     def choose(self, context: StepContext) -> int:
         if self._signals is None or context.last is None:
             return self.start
         expected = self._expected_tokens(self._signals, context.precision, self.gammas)
-        cost = self._costs.at(context)
+        cost = self._times.at(context)
         if self.objective == "per_step":
             return self.gammas[expected.index(max(expected))]
         if not cost.knows_plain:
@@ -112,8 +112,7 @@ class SpecKV(Policy):
 
     def observe(self, record: StepRecord) -> None:
         """Keep the step's signals for the next step, and how much of what they promised came true."""
-        if not record.is_prefill:
-            self._observe_times(record)
+        self._times.observe(record)
         if not record.signals:
             return
         if self._signals is not None and not record.is_prefill:
@@ -121,10 +120,3 @@ class SpecKV(Policy):
             share = record.num_drafted_accepted / max(expected, 0.5)
             self._recent = min(max(self._recent + 0.1 * (share - self._recent), 0.0), 1.0)
         self._signals = record.signals
-
-    def _observe_times(self, record: StepRecord) -> None:
-        if record.draft_prefilled_prompt or record.draft_lag > USUAL_UNREAD or not math.isfinite(record.seconds):
-            return
-        self._costs.at(record).observe(
-            record.num_drafted, record.draft_s, record.verify_s, record.num_recomputed, record.num_ngram_tokens
-        )

@@ -234,13 +234,13 @@ class StepCost:
         """Expected seconds of verifying so many proposed tokens."""
         return self._verify.at(num_tokens * self._with_recomputed)
 
-    def verify_per_token_s(self, beside: float = 0) -> float:
-        """Seconds of one more token to verify `beside` so many others."""
-        return (self._verify.at(beside + 1) - self._verify.at(beside)) * self._with_recomputed
+    def verify_per_token_s(self, num_others: float = 0) -> float:
+        """Seconds of one more token to verify beside `num_others` others."""
+        return (self._verify.at(num_others + 1) - self._verify.at(num_others)) * self._with_recomputed
 
-    def per_token_s(self, beside: float = 0) -> float:
-        """Seconds to draft and verify one more token `beside` so many others."""
-        return self.draft_s(1) + self.verify_per_token_s(beside)
+    def per_token_s(self, num_others: float = 0) -> float:
+        """Seconds to draft and verify one more token beside `num_others` others."""
+        return self.draft_s(1) + self.verify_per_token_s(num_others)
 
     @property
     def _with_recomputed(self) -> float:

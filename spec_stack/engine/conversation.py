@@ -15,6 +15,7 @@ from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
+from spec_stack.prefill.attention import Parts, run
 from spec_stack.prefill.check import DraftAnswer
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 from spec_stack.prefill.explainer import Explainer
@@ -43,7 +44,7 @@ class Conversation:
         self.lookups = NgramIndex(ngram_cache)
         self.slotted: SlottedDraft | None = None
         # The last turn's prompt behind earlier turns, half-open.
-        self.asked = (0, 0)
+        self.last_turn = (0, 0)
 
     @property
     def num_dense(self) -> int:
@@ -57,7 +58,7 @@ class Conversation:
         other.target = self.target.fork()
         other.draft_cache = self.draft_cache.fork()
         other.slotted = self.slotted and self.slotted.fork()
-        other.asked = self.asked
+        other.last_turn = self.last_turn
         return other
 
     def begin(self, request: Request, config: SessionConfig) -> Turn:
@@ -71,7 +72,7 @@ class Conversation:
         num_cached = min(num_shared(known_ids, prompt_ids), last)
         self._forget_from(num_cached, min(num_shared(self.draft_cache.token_ids, prompt_ids), last))
         # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
-        start = num_cached + 1 if num_cached >= self.asked[1] else min(num_cached, self.asked[0])
+        start = num_cached + 1 if num_cached >= self.last_turn[1] else min(num_cached, self.last_turn[0])
         return Turn(self, self._pair, request, config, Held(num_cached, list(self.target.positions), start))
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
@@ -79,7 +80,7 @@ class Conversation:
         token_ids = [*request.prompt_ids, *answer_ids]
         if self._ngram_cache is not None:
             self._ngram_cache.remember(request.prompt_ids, answer_ids)
-        self.asked = (turn.held.start or 0, len(request.prompt_ids))
+        self.last_turn = (turn.held.start or 0, len(request.prompt_ids))
         # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
         self._forget_from(len(self.token_ids))
@@ -152,7 +153,7 @@ class Turn:
             first_query=needs.first_query,
         )
         if prefill.max_divergence is not None:
-            answer = DraftAnswer(self.draft, prompt_ids, prefill.check_tokens, request.end_ids)
+            answer = run(DraftAnswer.drafted(self.draft, prompt_ids, prefill.check_tokens, request.end_ids))
             check = partial(self._divergence, answer)
             if proposal.token_ids or request.sampler.shaper is not None:
                 self.draft.rollback(self.draft.next_position - len(prompt_ids))
@@ -171,7 +172,7 @@ class Turn:
             drop_unselected(self.draft, inputs, selection)
         return plan, proposal
 
-    def _divergence(self, answer: DraftAnswer, selection: Selection) -> float:
+    def _divergence(self, answer: DraftAnswer, selection: Selection) -> Parts[float]:
         """Of the draft's answer under what the target has after this selection."""
         request = self._request
         positions = sorted([*self.held.positions[: selection.num_held], *selection.positions])
@@ -179,7 +180,7 @@ class Turn:
         self._reader = self._pair.new_draft_cache(request.prefill.prefill_chunk, self._pair.positions)
         return answer.divergence(self._reader, token_ids, positions, len(request.prompt_ids))
 
-    def draft_beside_dense(self) -> DraftModel | SlottedDraft:
+    def draft_for_dense(self) -> DraftModel | SlottedDraft:
         """The draft of a dense request: over chosen slots of a long prompt, if its cache can drop slots, else over all
         of the text."""
         prefill, conversation = self._request.prefill, self._conversation

@@ -46,7 +46,7 @@ def save_conversation(
         tensors |= {f"{role}.{name}": tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
     header = {
         "version": VERSION,
-        "asked": conversation.asked,
+        "asked": conversation.last_turn,
         "made_with": _made_with(pair, prefill),
         "config": asdict(config),
         "encoded": None if conversation.encoded is None else asdict(conversation.encoded),
@@ -106,7 +106,7 @@ def load_conversation(
         if not torch.allclose(tensors[name], probe, rtol=0, atol=_TOLERANCE * float(probe.abs().max())):
             role = name.split(".")[1]
             raise ValueError(f"the session was made with another {role}: of the same shape, with other weights")
-    conversation.token_ids, conversation.encoded, conversation.asked = token_ids, encoded, (start, stop)
+    conversation.token_ids, conversation.encoded, conversation.last_turn = token_ids, encoded, (start, stop)
     conversation.target = conversation.target.filled(_part(tensors, "target."))
     conversation.draft_cache = conversation.draft_cache.filled(_part(tensors, "draft."))
     return config

@@ -17,8 +17,7 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.controller.pool import ObjectPool, PolicyPool
 from spec_stack.decode.loop import decode
-from spec_stack.decode.propose import propose
-from spec_stack.decode.proposer import Proposer
+from spec_stack.decode.proposer import Proposer, propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.conversation import Turn, single_turn
 from spec_stack.engine.pair import ModelPair
@@ -28,7 +27,7 @@ from spec_stack.hf.processors import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.cost import with_threshold
 from spec_stack.prefill.rule import Observer
-from spec_stack.prefill.turn import Held, NeedsScore, Plan, decide_scoring
+from spec_stack.prefill.turn import Held, NeedsScore, Plan, why_whole
 from spec_stack.settings.warning import OnceEach
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
@@ -66,15 +65,14 @@ class Engine:
                 self._warnings.warn(
                     "sampling", f'the checkpoint\'s generation config sets {ignored}; sampling="model" applies it'
                 )
-        keep_rate, is_by_default = call.get("keep_rate"), call.get("sparse_prefill") is None
-        if keep_rate not in (None, 1) and is_by_default and not is_follow_up:
-            prunes, reason = decide_scoring(request.prefill, len(request.prompt_ids), (), request.obstacle)
-            if not prunes:
-                self._warnings.warn(
-                    "keep_rate",
-                    f"keep_rate={keep_rate} is not applied ({reason}); "
-                    'sparse_prefill="on" prunes a prompt of any length',
-                )
+        if call.get("keep_rate") in (None, 1) or call.get("sparse_prefill") is not None or is_follow_up:
+            return
+        if reason := why_whole(request.prefill, len(request.prompt_ids), request.obstacle):
+            self._warnings.warn(
+                "keep_rate",
+                f"keep_rate={call['keep_rate']} is not applied ({reason}); "
+                'sparse_prefill="on" prunes a prompt of any length',
+            )
 
     def run(self, request: Request) -> Generator[StepOutput, None, None]:
         """Answer a planned request over its own caches."""
@@ -90,7 +88,7 @@ class Engine:
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
             observer, held = caches.observer, caches.held.positions
             explanation = None if observer is None else observer.explanation(held, selection)
-            draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
+            draft = caches.draft if metrics.num_scored_tokens else caches.draft_for_dense()
             proposer = Proposer(request, draft, ngram_policy, caches.lookups)
             steps = decode(request, caches.target, selection, proposal, policy, proposer)
             try:

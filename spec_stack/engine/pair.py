@@ -17,9 +17,9 @@ from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.loading import (
     DeviceMap,
     check_pair,
+    find_predictors,
     load_tokenizers,
     open_pair,
-    predictors_beside,
 )
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.precision import precision_of, skeleton, warm_up_quantized
@@ -157,7 +157,7 @@ class ModelPair:
         first = found[0].load() if target_weights else skeleton(found[0].config)
         # A device map may place the target on another device than the first.
         second = replace(found[1], device=first.device if target_weights else found[1].device).load()
-        predictors = predictors_beside(found[1].source)
+        predictors = find_predictors(found[1].source)
         return cls.assemble(first, second, *tokenizers, positions, draft_step, predictors, vocabulary)
 
     @property

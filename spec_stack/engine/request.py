@@ -30,7 +30,7 @@ from spec_stack.decode.sampler import LogitsProcessors, Sampler
 from spec_stack.decode.stopping import StopChecker
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import OnProgress, Progress
-from spec_stack.hf.answer_parser import AnswerParser, tool_names
+from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.hf.processors import (
     ProcessedRows,
     Processor,
@@ -192,9 +192,14 @@ def plan_request(
         obstacle=drafting.obstacle,
         tokenization=drafting.tokenization,
         params=params,
-        sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
+        sampler=_sampler(params, shaper, pair.target.device),
         stopper=StopChecker(
-            cast(int, params.max_tokens), end_ids, stop_strings, answer, stop_ids, partial(_is_late, clock, params)
+            cast(int, params.max_tokens),
+            end_ids,
+            stop_strings,
+            answer,
+            stop_ids,
+            lambda: params.max_time is not None and clock.elapsed_s >= params.max_time,
         ),
         end_ids=end_ids | stop_ids,
         policy=policy,
@@ -203,7 +208,7 @@ def plan_request(
         precision=pair.precision,
         request_id=call.get("request_id") or secrets.token_hex(4),
         task=call.get("task", ""),
-        parser=_parser(pair, source, encoded) if encoded.text else None,
+        parser=pair.answer_format.parser(source.tools, encoded.text) if encoded.text else None,
         num_logprobs=num_logprobs,
         progress=Progress(call.get("on_progress")),
         clock=clock,
@@ -211,10 +216,6 @@ def plan_request(
     )
     clock.pause()
     return request
-
-
-def _is_late(clock: Clock, params: SamplingParams) -> bool:
-    return params.max_time is not None and clock.elapsed_s >= params.max_time
 
 
 @dataclass(frozen=True)
@@ -312,14 +313,10 @@ def _grammar(
     return pair.grammars.compile(wanted, end_ids, len(encoded.token_ids), behind)
 
 
-def _parser(pair: ModelPair, source: PromptSource, encoded: EncodedPrompt) -> AnswerParser:
-    """The parser of a chat's answer."""
-    in_thought = pair.answer_format.begins_in_thought(encoded.text)
-    return AnswerParser(pair.answer_format, tool_names(source.tools), in_thought)
-
-
 def _sampler(params: SamplingParams, shaper: LogitsProcessors | None, device: torch.device) -> Sampler:
-    """The sampler of a sampled request's steps, for both models."""
+    """The sampler of a request's steps, for both models."""
+    if not params.temperature:
+        return Sampler(shaper=shaper)
     warp = make_warp(params.temperature, params.top_k, params.top_p, params.min_p)
     return Sampler(warp, torch.Generator(device).manual_seed(cast(int, params.seed)), shaper)
 

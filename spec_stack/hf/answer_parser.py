@@ -147,6 +147,10 @@ class AnswerFormat:
         parameters = _parameters(tools)
         return ForcedCall(self.tools, {name: json.dumps(parameters[name]) for name in names})
 
+    def parser(self, tools: Sequence[Any] | None, rendered: str) -> AnswerParser:
+        """A parser of the answer to a rendered chat with these tools."""
+        return AnswerParser(self, tool_names(tools), self.begins_in_thought(rendered))
+
     def begins_in_thought(self, rendered: str) -> bool:
         """Whether a rendered chat ends with an open reasoning block."""
         return self.thinks and rendered.rstrip().endswith(self.thought.opens)

@@ -197,7 +197,7 @@ def _merge(model: PreTrainedModel, source: str) -> PreTrainedModel:
     return merged
 
 
-def predictors_beside(draft: str | Path) -> dict[str, Path]:
+def find_predictors(draft: str | Path) -> dict[str, Path]:
     """Trained predictors in a draft's folder by policy name; none for a hub id."""
     file = Path(draft) / PREDICTOR_NAME
     return {"speckv": file} if file.is_file() else {}

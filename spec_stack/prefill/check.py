@@ -6,18 +6,21 @@ The draft has read the whole prompt, the target never will: the target's confide
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.controller.base import DraftSignals
+from spec_stack.prefill.attention import Parts
 from spec_stack.types import Proposal, Selection, SteppableModel, TriedRate
 
-Check = Callable[[Selection], float]
-"""The divergence, in nats a token, under what a selection leaves."""
+Check = Callable[[Selection], Parts[float]]
+"""Gives, in parts, the divergence in nats a token under what a selection leaves."""
 _BITS_PER_NAT = 1.4426950408889634
+# Steps of the draft in one part: on a scheduler, without graphs, they may take as long as a chunk of a prompt.
+_STEPS_PER_PART = 4
 
 
 class Reader(Protocol):
@@ -26,19 +29,9 @@ class Reader(Protocol):
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True)
 class DraftAnswer:
     """The draft's greedy answer to a whole prompt, which it is compared with under a part of the prompt.
-
-    Parameters
-    ----------
-    draft : SteppableModel
-        It holds the prompt or a prefix of it, and afterwards the prompt and the answer less its last token.
-    prompt_ids : sequence of int
-        N tokens.
-    max_tokens : int
-        Most tokens of the answer, 1 or more.
-    end_ids : collection of int
-        Tokens that end it.
 
     Attributes
     ----------
@@ -48,33 +41,64 @@ class DraftAnswer:
         Log-probabilities (n, vocab) under the whole prompt.
     """
 
-    def __init__(
-        self, draft: SteppableModel, prompt_ids: Sequence[int], max_tokens: int, end_ids: Collection[int]
-    ) -> None:
+    token_ids: list[int]
+    logprobs: torch.Tensor
+
+    @classmethod
+    def drafted(
+        cls, draft: SteppableModel, prompt_ids: Sequence[int], max_tokens: int, end_ids: Collection[int]
+    ) -> Parts[DraftAnswer]:
+        """Draft the answer, in parts.
+
+        draft: it holds the prompt or a prefix of it, and afterwards the prompt and the answer less its last token.
+        prompt_ids: N tokens. max_tokens: most tokens of the answer, 1 or more. end_ids: tokens that end it.
+        """
         draft.rollback(max(0, draft.next_position - (len(prompt_ids) - 1)))
-        self.token_ids: list[int] = []
+        answer: list[int] = []
         unseen, rows = list(prompt_ids[draft.next_position :]), []
-        while len(self.token_ids) < max_tokens and not (self.token_ids and self.token_ids[-1] in end_ids):
+        while len(answer) < max_tokens and not (answer and answer[-1] in end_ids):
             start = draft.next_position
             rows.append(draft.forward(unseen, range(start, start + len(unseen)), 1)[0].float().log_softmax(-1))
+            if len(answer) % _STEPS_PER_PART == 0:
+                yield
             unseen = [int(rows[-1].argmax())]
-            self.token_ids += unseen
-        self.logprobs = torch.stack(rows)
+            answer += unseen
+        return cls(answer, torch.stack(rows))
 
-    def under(self, reader: Reader, token_ids: Sequence[int], positions: Sequence[int], end: int) -> torch.Tensor:
-        """Log-probabilities (n, vocab) of the same answer under a part of the prompt.
+    def under(
+        self,
+        reader: Reader,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        end: int,
+        most_of_a_part: Callable[[], int] | None = None,
+    ) -> Parts[torch.Tensor]:
+        """Log-probabilities (n, vocab) of the same answer under a part of the prompt, in parts.
 
         reader: an empty view of the draft. token_ids, positions: what is left of the prompt, with its last token.
-        end: the position of the answer's first token.
+        end: the position of the answer's first token. most_of_a_part: None leaves the parts to the reader.
         """
-        num_tokens = len(self.token_ids)
-        forced = [*token_ids, *self.token_ids[:-1]]
-        part = reader.forward(forced, [*positions, *range(end, end + num_tokens - 1)], num_tokens)
+        num_tokens, first = len(self.token_ids), 0
+        forced, at = [*token_ids, *self.token_ids[:-1]], [*positions, *range(end, end + num_tokens - 1)]
+        while most_of_a_part is not None and (stop := first + most_of_a_part()) < len(token_ids):
+            reader.forward(forced[first:stop], at[first:stop], 1)
+            yield
+            first = stop
+        part = reader.forward(forced[first:], at[first:], num_tokens)
+        yield
         return part.float().log_softmax(-1)
 
-    def divergence(self, reader: Reader, token_ids: Sequence[int], positions: Sequence[int], end: int) -> float:
+    def divergence(
+        self,
+        reader: Reader,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        end: int,
+        most_of_a_part: Callable[[], int] | None = None,
+    ) -> Parts[float]:
         """Mean divergence of the answer's tokens, whole from part, in nats; NaN where logits are. As `under`."""
-        return mean_divergence(self.logprobs, self.under(reader, token_ids, positions, end))
+        part = yield from self.under(reader, token_ids, positions, end, most_of_a_part)
+        return mean_divergence(self.logprobs, part)
 
     def proposal(self) -> Proposal:
         """The answer as a proposal for the target."""
@@ -98,9 +122,9 @@ def checked_selection(
     everything: Callable[[], Selection],
     check: Check,
     prunes: bool = True,
-) -> Selection:
+) -> Parts[Selection]:
     """The first selection under which the draft's answer holds: at the keep rate, at the higher `check_rates`, at last
-    everything. Its `tried` has the divergence of each.
+    everything. Its `tried` has the divergence of each. In the check's parts.
 
     num_new_tokens: the length that the keep rate is for. select: by a configuration. prunes: whether a keep rate
     applies; else one selection is tried.
@@ -110,7 +134,7 @@ def checked_selection(
         selection = select(replace(config, keep_rate=rate) if tried else config)
         if selection.keep_rate == 1:
             return replace(selection, tried=tuple(tried))
-        divergence = check(selection)
+        divergence = yield from check(selection)
         tried.append(TriedRate(rate if prunes else selection.keep_rate, divergence))
         # Not a number is no agreement.
         if config.max_divergence is not None and divergence <= config.max_divergence:

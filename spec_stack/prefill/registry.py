@@ -11,6 +11,7 @@ from spec_stack.config import KNOWN_SCORERS
 from spec_stack.settings.registry import Registry
 
 if TYPE_CHECKING:
+    from spec_stack.config import PrefillConfig
     from spec_stack.prefill.rule import SelectionRule
 
 SCORERS: Registry[type[SelectionRule]] = Registry(
@@ -35,3 +36,8 @@ def make_rule(name: str) -> SelectionRule:
 def needs_attention(name: str) -> bool:
     """Return whether a rule needs the draft's attention over the prompt. Raises ValueError for an unknown name."""
     return make_rule(name).needs_attention
+
+
+def needs_draft(config: PrefillConfig) -> bool:
+    """Return whether the draft reads a prompt: for the rule, or for its check."""
+    return config.max_divergence is not None or needs_attention(config.scorer)

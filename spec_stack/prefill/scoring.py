@@ -47,7 +47,7 @@ class Draft(Protocol[C_co]):
     def capture(self, first: int = 0) -> AbstractContextManager[Mapping[int, C_co]]: ...
 
 
-class ScoringModel(Draft[CapturedLayer], SteppableModel, Protocol):
+class ScoringDraft(Draft[CapturedLayer], SteppableModel, Protocol):
     """A draft that scores, and is then used."""
 
     @property
@@ -57,7 +57,7 @@ class ScoringModel(Draft[CapturedLayer], SteppableModel, Protocol):
 
 
 LookAhead = Callable[[Sequence[int], int], Proposal]
-"""Drafts up to so many tokens after the prompt, greedily at any temperature (`decode.propose.propose`): the selection
+"""Drafts up to so many tokens after the prompt, greedily at any temperature (`decode.proposer.propose`): the selection
 depends on them, so rejection sampling would not be exact with drawn ones."""
 PartSize = Callable[[int], int]
 """Most tokens of the next part, given the configured chunk; called before every part."""
@@ -226,7 +226,7 @@ def _in_draft_tokens(span: Span, ranges: Sequence[Span] | None) -> Span:
 
 
 def gather_inputs(
-    draft: ScoringModel,
+    draft: ScoringDraft,
     inputs: ScoringInputs,
     look_ahead: LookAhead,
     config: PrefillConfig,
@@ -249,7 +249,7 @@ def gather_inputs(
     return inputs, proposal
 
 
-def drop_unselected(draft: ScoringModel, inputs: ScoringInputs, selection: Selection) -> None:
+def drop_unselected(draft: ScoringDraft, inputs: ScoringInputs, selection: Selection) -> None:
     """Leave to the draft the kept slots of the prompt, and any look-ahead; without a score the kept tokens, unread."""
     if inputs.attention is None:
         draft.reset_to(inputs.prompt_ids, selection.positions)

@@ -1,6 +1,6 @@
 """The segments of a prompt, kept or dropped whole: lines and sentences of its text, or chunks of equal size.
 
-Pure: tensors and strings. `spec_stack.tokenizers.pieces` makes the `pieces`.
+Pure: tensors and strings. `spec_stack.tokenizers.vocabulary` makes the `pieces`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Segments:
         sums = torch.zeros(len(self), dtype=torch.float64, device=values.device).index_add_(0, owner, values.double())
         return (sums / torch.bincount(owner, minlength=len(self))).to(values.dtype)
 
-    def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
+    def mean_importance(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
         """Score of every segment (num_segments,) by the importance of the tokens (num_tokens,).
 
         Forced tokens count 0: the first ones are attention sinks and would carry their line.
@@ -125,7 +125,7 @@ class ChunkSegments(Segments):
         padded = torch.nn.functional.pad(values, (0, len(self) * self._size - len(values)))
         return padded.reshape(len(self), self._size).mean(dim=1)
 
-    def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
+    def mean_importance(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
         """The mean importance; forced chunks are kept whole, whatever they count."""
         return self.means(importance)
 

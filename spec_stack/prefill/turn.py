@@ -8,16 +8,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.attention import Parts, run
 from spec_stack.prefill.check import Check, checked_selection, told
 from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import recall_dropped
-from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.selection import select
 from spec_stack.types import Selection
@@ -102,14 +101,18 @@ def plan_turn(
     (`scoring_obstacle`).
     """
     num_new, what = len(token_ids) - held.num_tokens, "new text" if held.num_tokens else "prompt"
-    prunes, reason = decide_scoring(config, num_new, (), obstacle, what)
+    off = why_whole(config, num_new, obstacle, what)
     recalls = recall is not None and recall.recall and not held.is_dense and not obstacle
-    if prunes or recalls:
-        text = read()
-        prunes, reason = decide_scoring(config, num_new, clip_spans(text.kept, held.num_tokens), obstacle, what)
-        if prunes or recalls:
-            return NeedsScore(text, held, prunes, recalls, f"{reason}; {text.note}" if prunes and text.note else reason)
-    return Plan(select_turn(PromptText(token_ids), held), reason)
+    if off and not recalls:
+        return Plan(select_turn(PromptText(token_ids), held), off)
+    text = read()
+    num_prunable = num_new - sum(stop - start for start, stop in clip_spans(text.kept, held.num_tokens))
+    if not off and num_prunable <= sum(config.forced_tokens):
+        off = f"off: no more than {num_prunable} of {num_new} {what} tokens could be pruned"
+    if off and not recalls:
+        return Plan(select_turn(text, held), off)
+    on = "; ".join(filter(None, [why_pruned(config, what), text.note]))
+    return NeedsScore(text, held, not off, recalls, off or on)
 
 
 def plan_scored(
@@ -124,6 +127,18 @@ def plan_scored(
 
     check: of the draft; None takes the keep rate as it is.
     """
+    return run(plan_in_parts(needs, inputs, config, recall, place, check))
+
+
+def plan_in_parts(
+    needs: NeedsScore,
+    inputs: ScoringInputs,
+    config: PrefillConfig,
+    recall: SessionConfig | None,
+    place: RecallPlace,
+    check: Check | None,
+) -> Parts[Plan]:
+    """`plan_scored`, in the check's parts."""
     held, recalled, dropped = needs.held, list[int](), list[int]()
     if needs.recalls and recall is not None:
         recalled = recall_dropped(inputs, held.positions, held.num_tokens, config, recall)
@@ -137,8 +152,10 @@ def plan_scored(
         return select_turn(needs.text, held, dropped, None, place)
 
     num_new, reason = len(needs.text) - held.num_tokens, needs.reason
-    checks = partial(checked_selection, config, num_new, by, everything)
-    selection = by(config) if check is None else checks(check, needs.prunes)
+    if check is None:
+        selection = by(config)
+    else:
+        selection = yield from checked_selection(config, num_new, by, everything, check, needs.prunes)
     is_whole = selection.num_new == num_new
     if selection.tried:
         reason = told(selection.tried, not is_whole if needs.prunes else selection.keep_rate < 1, reason)
@@ -178,33 +195,27 @@ def select_turn(
     )
 
 
-def decide_scoring(
-    config: PrefillConfig,
-    num_new_tokens: int,
-    protected: Sequence[Span],
-    obstacle: str = "",
-    text: str = "prompt",
-) -> tuple[bool, str]:
-    """Return whether to score a text in order to prune it, and why.
+def why_whole(config: PrefillConfig, num_new_tokens: int, obstacle: str = "", text: str = "prompt") -> str:
+    """Why a text is not scored in order to prune it, whatever is in it; empty where it may be.
 
-    num_new_tokens: of the prompt, or of a turn's new text; protected: spans of these. obstacle: why the draft cannot
-    score it, if so. text: its name in the reason.
+    num_new_tokens: of the prompt, or of a turn's new text. obstacle: why the draft cannot score it, if so. text: its
+    name in the reason.
     """
     if config.sparse_prefill in ("off", "draft_only"):
-        return False, f'off: sparse_prefill="{config.sparse_prefill}" leaves the target dense'
+        return f'off: sparse_prefill="{config.sparse_prefill}" leaves the target dense'
     if config.rate_for(num_new_tokens) == 1:
-        return False, "off: keep_rate is 1.0"
+        return "off: keep_rate is 1.0"
     if config.sparse_prefill == "auto" and num_new_tokens < config.min_prompt_tokens:
-        return False, f"off: the {text} is shorter than min_prompt_tokens={config.min_prompt_tokens}"
-    num_prunable = num_new_tokens - sum(stop - start for start, stop in protected)
-    if num_prunable <= sum(config.forced_tokens):
-        return False, f"off: no more than {num_prunable} of {num_new_tokens} {text} tokens could be pruned"
-    if obstacle:
-        return False, f"off: {obstacle}"
+        return f"off: the {text} is shorter than min_prompt_tokens={config.min_prompt_tokens}"
+    return f"off: {obstacle}" if obstacle else ""
+
+
+def why_pruned(config: PrefillConfig, text: str) -> str:
+    """Why a text is scored in order to prune it."""
     by = f"; calibrated by {config.calibrated_by}" if config.calibrated_by else ""
     if config.sparse_prefill == "on":
-        return True, f'on: sparse_prefill="on"{by}'
-    return True, f"on: the {text} has min_prompt_tokens={config.min_prompt_tokens} or more{by}"
+        return f'on: sparse_prefill="on"{by}'
+    return f"on: the {text} has min_prompt_tokens={config.min_prompt_tokens} or more{by}"
 
 
 def scoring_obstacle(
@@ -230,4 +241,4 @@ def scoring_obstacle(
         obstacle = f"every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
     else:
         return ""
-    return obstacle if needs_attention(config.scorer) else ""
+    return obstacle if needs_draft(config) else ""

@@ -18,10 +18,11 @@ from spec_stack.api.pruner import Pruner
 from spec_stack.api.request_body import BodyPrompt, find_prompt
 from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.proxy.audits import answer_again
-from spec_stack.proxy.config import LOOPBACK, PRUNED, ProxyConfig
+from spec_stack.proxy.config import PRUNED, ProxyConfig
 from spec_stack.proxy.pruning import PromptPruner, PruneOptions, Pruning, body_options, header_options
 from spec_stack.proxy.upstream import Upstream, UpstreamError, UpstreamResponse
-from spec_stack.serve.audits import Audit, Audits, Words
+from spec_stack.serve.audits import AUDITOR, Audit, Audits, Words
+from spec_stack.serve.config import LOOPBACK
 from spec_stack.serve.http import (
     client_of,
     decoded,
@@ -42,14 +43,12 @@ OPTIONS_FIELD = "spec_stack"
 _WHOLE_FIELDS = ("echo", "suffix", "prompt_logprobs", "previous_response_id", "conversation")
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _CHECK_S = 2.0
-# The client of prompts that are pruned for an audit alone.
-_AUDITOR = "audits"
 
 
 def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
     """Build the proxy, whose scoring thread runs from its startup to its shutdown."""
     prompts, upstream = PromptPruner(pruner, config), Upstream(config)
-    audits = Audits(config, prompts.metrics)
+    audits = Audits(config, prompts.metrics.of_app)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -143,7 +142,7 @@ class ProxyEndpoint:
     ) -> tuple[Words, Words] | None:
         """Answers to the whole and to the pruned prompt, for an audit; None where nothing is pruned."""
         if pruning.prompt is None:
-            pruning = await self._prompts.prune(_AUDITOR, prompt.chat, options)
+            pruning = await self._prompts.prune(AUDITOR, prompt.chat, options)
         if pruning.prompt is None:
             return None
         whole = await answer_again(self._upstream, request, prompt.body)

@@ -7,12 +7,10 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from spec_stack.serve.config import HttpConfig
+from spec_stack.serve.config import LOOPBACK, MAX_PORT, HttpConfig
 from spec_stack.settings.checks import require
 from spec_stack.settings.options import documented, option
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_MAX_PORT = 65535
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _SECONDS = ("deadline_s", "timeout_s")
 PRUNED = {"/chat/completions": "messages", "/completions": "prompt", "/messages": "messages", "/responses": "input"}
@@ -27,7 +25,7 @@ class ProxyConfig(HttpConfig):
     upstream: str = option(
         "", "base URL of the upstream server, as for OpenAI's clients; /v1 may be left out: http://127.0.0.1:8000"
     )
-    port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=_MAX_PORT)
+    port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=MAX_PORT)
     marker: str | None = option(None, "text in place of every gap of a prompt; by default an ellipsis for lines")
     recall: bool = option(
         True,

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from prometheus_client import Counter, Histogram
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
+from spec_stack.api.pruner import Prunable, Pruner, PrunerConversation, PruneResult
 from spec_stack.config import KEEP_RATE_HEADER, SessionConfig
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.fair_executor import CheckCancelled, ClientDisconnected, FairExecutor, QueueFullError
@@ -35,7 +35,6 @@ _BYTES_PER_POSITION, _BYTES_PER_TOKEN = 16, 8
 _TEMPLATE_TOKENS, _ALL_TOKENS = 64, 1 << 30
 _MAX_PROTECTED = 64
 
-Prompt = str | list[dict[str, Any]]
 Check = Callable[..., None]
 """Raises ClientDisconnected when work should end; called as `on_progress`."""
 
@@ -121,11 +120,11 @@ class _Conversation:
     client: str
     options: PruneOptions
     pruner: PrunerConversation
-    prompt: Prompt
-    latest: Prompt
+    prompt: Prunable
+    latest: Prunable
     result: PruneResult | None = None
 
-    def prune(self, prompt: Prompt, marker: str | None, check: Check, max_tokens: int | None = None) -> PruneResult:
+    def prune(self, prompt: Prunable, marker: str | None, check: Check, max_tokens: int | None = None) -> PruneResult:
         """Prune the next turn. max_tokens: instead of the keep rate."""
         options = self.options
         self.result = self.pruner.prune(
@@ -146,7 +145,7 @@ class _Conversation:
         """Whether nothing was dropped so far."""
         return self.result is None or self.result.num_kept_tokens == self.result.num_tokens
 
-    def num_shared(self, client: str, options: PruneOptions, prompt: Prompt) -> int:
+    def num_shared(self, client: str, options: PruneOptions, prompt: Prunable) -> int:
         """How many messages of a prompt this conversation goes on from; 0 for another conversation.
 
         It goes on where the prompt is the last one, or that and its answer with more behind. Other longer prompts, such
@@ -189,7 +188,7 @@ class PromptPruner:
         await self.queue.close()
         self._counter.shutdown(wait=False, cancel_futures=True)
 
-    async def prune(self, client: str, prompt: Prompt, options: PruneOptions) -> Pruning:
+    async def prune(self, client: str, prompt: Prunable, options: PruneOptions) -> Pruning:
         """Prune a text or messages; a keep rate prunes prompts of any length. Never raises for a prompt."""
         if options.keep_rate == 1:
             return Pruning("dense", "off: keep_rate is 1")
@@ -246,7 +245,7 @@ class PromptPruner:
             return False
 
     def _score(
-        self, client: str, prompt: Prompt, options: PruneOptions, is_late: Event, check_cancelled: CheckCancelled
+        self, client: str, prompt: Prunable, options: PruneOptions, is_late: Event, check_cancelled: CheckCancelled
     ) -> PruneResult:
         def check(*_: object) -> None:
             check_cancelled()
@@ -271,7 +270,7 @@ class PromptPruner:
         self._keep(conversation)
         return result
 
-    def _advance(self, conversation: _Conversation, prompt: Prompt, check: Check) -> PruneResult:
+    def _advance(self, conversation: _Conversation, prompt: Prunable, check: Check) -> PruneResult:
         """Prune the turns after a conversation's last prompt, if any."""
         if conversation.result is not None and conversation.prompt == prompt:
             # A client that tries again.
@@ -295,7 +294,7 @@ class PromptPruner:
                 result = conversation.prune(prompt[:stop], marker, check)
         return result
 
-    def _take(self, client: str, options: PruneOptions, prompt: Prompt) -> _Conversation:
+    def _take(self, client: str, options: PruneOptions, prompt: Prunable) -> _Conversation:
         """Remove and return the client's conversation that a prompt continues furthest, or open one."""
         shared = [each.num_shared(client, options, prompt) for each in self._conversations]
         if not any(shared):

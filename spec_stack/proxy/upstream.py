@@ -19,7 +19,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from spec_stack.config import KEEP_RATE_HEADER
-from spec_stack.proxy.config import LOOPBACK, ProxyConfig
+from spec_stack.proxy.config import ProxyConfig
+from spec_stack.serve.config import LOOPBACK
 from spec_stack.serve.logs import ID_HEADER, request_id
 from spec_stack.serve.protocol import BadRequestError
 

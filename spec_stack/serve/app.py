@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from spec_stack.serve.audits import Audit, Audits
-from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.config import LOOPBACK, ServeConfig
 from spec_stack.serve.http import (
     IGNORED_HEADER,
     client_of,
@@ -62,7 +62,7 @@ def build_app(
     """
     config = config or ServeConfig()
     worker = Worker(generator, config)
-    audits = Audits(config, worker.metrics)
+    audits = Audits(config, worker.metrics.of_app)
     requests = pool or RequestPool(generator)
 
     @asynccontextmanager
@@ -94,7 +94,7 @@ def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> N
     In a script, call it under `if __name__ == "__main__":`, because worker processes import the script.
     """
     config = config or ServeConfig()
-    if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_keys:
+    if config.host not in LOOPBACK and not config.api_keys:
         logger.warning("listening on %s without an API key: whoever reaches this machine may ask", config.host)
     run_app(build_app(generator, config), config, config.port)
 
@@ -146,7 +146,8 @@ class Endpoint:
             processed = await self._pool.process(path, body, self._config)
         options = await run_in_threadpool(self._checked_options, processed)
         route = self._audits.route_of(request)
-        why = "" if {"keep_rate", "sparse_prefill"} & given_of(processed.options) else self._audits.why_whole(route)
+        is_set = any(processed.options.get(name) is not None for name in ("keep_rate", "sparse_prefill"))
+        why = "" if is_set else self._audits.why_whole(route)
         asked = {**options, "sparse_prefill": "draft_only"} if why else options
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Json | None]()
 
@@ -195,11 +196,6 @@ class Endpoint:
         except (ValueError, TypeError, OverflowError) as error:
             raise BadRequestError(str(error)) from error
         return options
-
-
-def given_of(options: Mapping[str, Any]) -> set[str]:
-    """The options that a request has set."""
-    return {name for name, value in options.items() if value is not None}
 
 
 def is_pruned(answer: Json) -> bool:

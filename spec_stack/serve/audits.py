@@ -12,16 +12,16 @@ import random
 import re
 from collections import Counter as Counts
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Request
 from prometheus_client import Counter, Gauge
 
 from spec_stack.binomial import lower_bound, upper_bound
 from spec_stack.serve.config import HttpConfig
-from spec_stack.serve.http import AppMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ ROUTE_HEADER = "x-spec-stack-route"
 """Names the route that a request is counted under; by default it is the path."""
 MAX_TOKENS = 64
 """Of an audit's answers."""
+AUDITOR = "audits"
+"""The client that audits wait for in the queue."""
 _MOST_TRIES = 3
 _MOST_ROUTES, _MAX_NAME = 32, 64
 # Audits that decide on a route: the latest so many, and no fewer than so many to turn pruning off.
@@ -60,9 +62,9 @@ class _Route:
 
 
 class Audits:
-    """Audits one request at a time while nobody waits."""
+    """Audits one request at a time while nobody waits. of_app: the arguments that every metric takes."""
 
-    def __init__(self, config: HttpConfig, metrics: AppMetrics) -> None:
+    def __init__(self, config: HttpConfig, of_app: Mapping[str, Any]) -> None:
         self._config = config
         self._routes: dict[str, _Route] = {}
         self._waiting: deque[Audit] = deque()
@@ -70,11 +72,9 @@ class Audits:
         self._may_run = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         outcomes = "agreed, lost, failed, interrupted, dropped"
-        self._audits = Counter(
-            "audits", f"Audits by route and outcome ({outcomes})", ["route", "outcome"], **metrics.of_app
-        )
-        self._loss = Gauge("audit_loss", "Lost answers, share of audits, 95 %", ["route", "end"], **metrics.of_app)
-        self._off = Gauge("audit_off", "Whether a route's prompts are forwarded whole", ["route"], **metrics.of_app)
+        self._audits = Counter("audits", f"Audits by route and outcome ({outcomes})", ["route", "outcome"], **of_app)
+        self._loss = Gauge("audit_loss", "Lost answers, share of audits, 95 %", ["route", "end"], **of_app)
+        self._off = Gauge("audit_off", "Whether a route's prompts are forwarded whole", ["route"], **of_app)
 
     def route_of(self, request: Request) -> str:
         """The route that a request is counted under."""

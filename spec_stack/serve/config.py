@@ -11,7 +11,8 @@ from typing import Literal
 from spec_stack.settings.checks import check_fields, require, require_int
 from spec_stack.settings.options import documented, option
 
-_MAX_PORT = 65535
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MAX_PORT = 65535
 # Text has about 4 bytes per token, whitespace and code more.
 _BYTES_PER_POSITION, _LEAST_BYTES = 32, 1 << 16
 
@@ -64,7 +65,7 @@ class HttpConfig:
 class ServeConfig(HttpConfig):
     """An OpenAI-compatible endpoint over one generator, which answers one request at a time."""
 
-    port: int = option(8000, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=_MAX_PORT)
+    port: int = option(8000, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=MAX_PORT)
     model_name: str = option("spec-stack", "what clients call the model")
     api_keys: Sequence[str] = field(
         default=(), repr=False, metadata={"help": "API keys, one of which a request must have; none disables the check"}

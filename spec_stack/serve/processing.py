@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, tool_names
+from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, special_tokens
 from spec_stack.hf.structured import Grammars, structured_problem
 from spec_stack.serve.config import ServeConfig
@@ -72,11 +72,10 @@ class RequestProcessor:
             source = replace(source, messages=stripped)
         encoded = encode_prompt(self._tokenizer, self._vocab_size, source)
         options["response_format"] = self._checked_format(request, source, encoded.text)
-        names, in_thought = tool_names(source.tools), self._format.begins_in_thought(encoded.text)
         return ProcessedRequest(
             encoded=encoded,
             options=options,
-            parsers=[AnswerParser(self._format, names, in_thought) for _ in range(request.n)],
+            parsers=[self._format.parser(source.tools, encoded.text) for _ in range(request.n)],
             max_calls=request.max_calls,
             streams=request.stream,
             wants_usage=bool(request.stream_options.get("include_usage")),

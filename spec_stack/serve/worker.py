@@ -15,7 +15,7 @@ from prometheus_client import Counter, Histogram
 from spec_stack.api.answering import samples
 from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.hf.prompt import EncodedPrompt
-from spec_stack.serve.audits import MAX_TOKENS, Words, words_in
+from spec_stack.serve.audits import AUDITOR, MAX_TOKENS, Words, words_in
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor
 from spec_stack.serve.http import AppMetrics
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Answer = Json | BadRequestError
-# The client of audits.
-_AUDITOR = "audits"
-
 
 # Counter, meaning, and the field of an answer's metrics.
 _COUNTED = (
@@ -144,7 +141,7 @@ class Worker:
         audit; None where nothing is pruned."""
         most = min(options["max_tokens"], MAX_TOKENS)
         greedy = {**options, "max_tokens": most, "temperature": 0.0, "seed": None, "logprobs": None}
-        return await self.queue.submit(_AUDITOR, partial(self._answer_again, prompt, greedy))
+        return await self.queue.submit(AUDITOR, partial(self._answer_again, prompt, greedy))
 
     def _answer_again(
         self, prompt: EncodedPrompt, options: Mapping[str, Any], check_cancelled: CheckCancelled

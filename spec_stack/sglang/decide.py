@@ -6,6 +6,7 @@ turns are found by the token prefix; recall is that of a session (`prefill.recal
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from bisect import bisect_left
@@ -18,22 +19,17 @@ import numpy as np
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.attention import Parts, run
 from spec_stack.prefill.draft_kv_budget import Ints
 from spec_stack.prefill.prompt_text import PromptText, union
-from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.turn import (
-    Held,
-    NeedsScore,
-    Plan,
-    decide_scoring,
-    plan_scored,
-    plan_turn,
-    scoring_obstacle,
-)
+from spec_stack.prefill.turn import Held, NeedsScore, Plan, plan_in_parts, plan_turn, scoring_obstacle, why_whole
+from spec_stack.sglang.draft_prefixes import num_equal
 from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.prompt_reader import PromptReader
+from spec_stack.types import Selection, TriedRate
 
 # Least part of the prompt for an earlier turn to count: one in four tokens.
 _LEAST_SHARE = 4
@@ -41,8 +37,11 @@ _NO_TURN = "no chat turn was found in the prompt, so nothing but special tokens 
 # The same prompt repeats at once with n replies, and after a client's retry.
 _MOST_DECISIONS = 16
 
-OUTCOMES = ("pruned", "disabled", "unsupported", "cached", "nothing_to_prune", "draft_pool_full", "failed")
-"""Outcomes of a prompt, for counting. disabled: by the request or its length; nothing_to_prune: all was selected."""
+OUTCOMES = (
+    *("pruned", "disabled", "unsupported", "cached", "nothing_to_prune", "answer_changed", "draft_pool_full", "failed"),
+)
+"""Outcomes of a prompt, for counting. disabled: by the request or its length; nothing_to_prune: all was selected;
+answer_changed: the draft's, at every keep rate that its check tried."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Decision:
     """The target prefills the prompt's tokens at `positions`, in order.
 
     num_cached: tokens that an earlier turn processed, kept or dropped. num_recalled: recalled tokens among these.
-    num_draft_tokens: prefilled by the draft to score num_scored_tokens.
+    num_draft_tokens: prefilled by the draft to score num_scored_tokens. tried: what the draft's check tried.
     """
 
     prompt: Prompt
@@ -83,6 +82,7 @@ class Decision:
     num_recalled: int = 0
     num_scored_tokens: int = 0
     num_draft_tokens: int = 0
+    tried: Sequence[TriedRate] = ()
 
     @classmethod
     def dense(cls, prompt: Prompt, reason: str, outcome: str) -> Decision:
@@ -119,10 +119,8 @@ class _Turn:
             return 0
         # A copy: an array that is looked into cannot grow.
         reply = np.array(self.reply[: len(ids) - num_asked], dtype=np.int64)
-        differs = np.flatnonzero(reply != ids[num_asked : num_asked + len(reply)])
-        num_same = int(differs[0]) if len(differs) else len(reply)
         # The reply's last token may have no KV.
-        return num_asked + max(0, num_same - 1)
+        return num_asked + max(0, num_equal(reply, ids[num_asked:]) - 1)
 
 
 class TurnStore:
@@ -192,7 +190,7 @@ class KnownTexts:
     def remember(self, decision: Decision) -> None:
         """Count an applied decision, and remember by its prompt one that the draft's score decided."""
         self.num_by_outcome[decision.outcome] += 1
-        if decision.outcome not in ("pruned", "nothing_to_prune"):
+        if decision.outcome not in ("pruned", "nothing_to_prune", "answer_changed"):
             return
         self.decisions[decision.prompt] = replace(decision, num_scored_tokens=0, num_draft_tokens=0)
         self.decisions.move_to_end(decision.prompt)
@@ -207,8 +205,7 @@ class KnownTexts:
 def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Decision | UnscoredPrompt:
     """Decide how a prompt is prefilled. refusal: why it cannot be pruned, or None."""
     num_tokens, config = len(prompt.token_ids), prompt.config
-    is_wanted, reason = decide_scoring(config, num_tokens, ())
-    if not is_wanted:
+    if reason := why_whole(config, num_tokens):
         return Decision.dense(prompt, reason, "disabled")
     has_texts = known.reader.pieces is not None
     refusal = refusal or scoring_obstacle(config, num_tokens, known.max_positions, has_texts=has_texts)
@@ -232,7 +229,7 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
     if known.reader.turns.openings and not text.turns:
         turn = replace(turn, reason=f"{turn.reason}; {_NO_TURN}")
     unscored = UnscoredPrompt(text, turn.held, turn.prunes, turn.recalls, turn.reason, prompt)
-    if (turn.prunes or turn.recalls) and needs_attention(config.scorer):
+    if (turn.prunes or turn.recalls) and needs_draft(config):
         return unscored
     return decide_scored(unscored, None, 0, known)
 
@@ -262,19 +259,37 @@ def decide_scored(
 
     The target prefills again what stands behind the first recalled token.
     """
+    return run(decide_in_parts(unscored, importance, num_draft_tokens, known))
+
+
+def decide_in_parts(
+    unscored: UnscoredPrompt,
+    importance: torch.Tensor | None,
+    num_draft_tokens: int,
+    known: KnownTexts,
+    check: Callable[[Sequence[int]], Parts[float]] | None = None,
+) -> Parts[Decision]:
+    """`decide_scored`, in the check's parts. check: gives the divergence under the prompt's tokens at positions."""
+
     prompt, held, num_tokens = unscored.prompt, unscored.held, len(unscored.text)
     inputs = ScoringInputs(known.text_of(prompt), importance=importance)
-    plan = plan_scored(unscored, inputs, prompt.config, known.config.recall, "in_text")
-    positions = (*held.positions[: plan.selection.num_held], *plan.selection.positions)
+
+    def positions_of(selection: Selection) -> Sequence[int]:
+        return (*held.positions[: selection.num_held], *selection.positions)
+
+    checks = None if check is None else (lambda selection: check(positions_of(selection)))
+    plan = yield from plan_in_parts(unscored, inputs, prompt.config, known.config.recall, "in_text", checks)
+    positions, tried = positions_of(plan.selection), plan.selection.tried
     reason, outcome = plan.reason, "pruned"
     if len(positions) == num_tokens:
-        outcome = "nothing_to_prune"
+        outcome = "answer_changed" if tried else "nothing_to_prune"
     elif held.num_tokens:
         origin = "cached and kept" if held.is_dense else f"of earlier turns: {prompt.follow_up}"
         reason = f"{reason}; {held.num_tokens} of {num_tokens} tokens are {origin}"
     num_scored = 0 if importance is None else unscored.num_to_score
     num_recalled = plan.selection.num_recalled
-    return Decision(prompt, positions, reason, outcome, held.num_tokens, num_recalled, num_scored, num_draft_tokens)
+    counts = num_recalled, num_scored, num_draft_tokens
+    return Decision(prompt, positions, reason, outcome, held.num_tokens, *counts, tried)
 
 
 def decide_unscored(unscored: UnscoredPrompt, why: str, outcome: str) -> Decision:
@@ -324,6 +339,14 @@ def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[
     }
     if config.scoring_model is None:
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
+    if decision.tried:
+        # JSON has finite numbers alone.
+        found = [each.divergence if math.isfinite(each.divergence) else None for each in decision.tried]
+        rates = [each.keep_rate for each in decision.tried]
+        report["tried_rates"] = [
+            {"keep_rate": rate, "divergence": nats} for rate, nats in zip(rates, found, strict=True)
+        ]
+        report["divergence"] = found[-1]
     if options.explain:
         report["kept_spans"] = tuple(union((at, at + 1) for at in _shown_positions(decision)))
     return report

@@ -80,7 +80,7 @@ class DraftPrefixes:
 
     def _match(self, namespace: Hashable, token_ids: Ints) -> Ints:
         """The slots of a text's longest prefix, whose text is the most recently used one now."""
-        lengths = [_num_equal(text.token_ids, token_ids) if text.namespace == namespace else 0 for text in self._texts]
+        lengths = [num_equal(text.token_ids, token_ids) if text.namespace == namespace else 0 for text in self._texts]
         longest = max(lengths, default=0)
         if not longest:
             return np.zeros(0, dtype=np.int64)
@@ -158,7 +158,7 @@ class Lease:
         self.slots, self.num_shared = self.slots[:0], 0
 
 
-def _num_equal(first: Ints, second: Ints) -> int:
+def num_equal(first: Ints, second: Ints) -> int:
     """Length of the common prefix."""
     length = min(len(first), len(second))
     differs = np.flatnonzero(first[:length] != second[:length])

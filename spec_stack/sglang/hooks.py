@@ -93,9 +93,14 @@ def _prepare_front_end(init: Callable[..., None], manager: Any, *args: Any, **kw
         books = ReportStore(manager.served_model_name if manager.enable_metrics and _is_on() else None)
         setattr(manager, KEY, books)
         manager.sampling_params_class = _sampling_params
-        # An engine without a server has no application.
+        # An engine without a server has no application, and nothing tells when a client waits.
         if (server := sys.modules.get(f"{_SRT}.entrypoints.http_server")) is not None and _is_on():
-            server.app.add_middleware(SpecStackMiddleware, books=books)
+            if _config().audit_rate:
+                # It makes metrics, and imports what serve needs.
+                from spec_stack.sglang.audits import ServerAudits
+
+                books.audits = ServerAudits(manager, _config().audit_rate)
+            server.app.add_middleware(SpecStackMiddleware, books=books, audits=books.audits)
 
 
 def _sampling_params(**asked: Any) -> SamplingParams:
@@ -140,6 +145,8 @@ def _report(
         if is_finished:
             books: ReportStore = getattr(manager, KEY)
             books.close(meta_info, said, is_counted=bool(state.obj.log_metrics))
+            if books.audits is not None:
+                books.audits.offer(state.obj, said)
 
 
 def _correct_acceptance(

@@ -9,13 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.sglang.errors import log_and_continue
 from spec_stack.sglang.metrics import ReportStore
 from spec_stack.sglang.request import KEY
+
+if TYPE_CHECKING:
+    from spec_stack.sglang.audits import ServerAudits
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -40,8 +44,8 @@ def asked_options() -> dict[str, Any]:
 class SpecStackMiddleware:
     """ASGI middleware of SGLang's application."""
 
-    def __init__(self, app: Any, books: ReportStore) -> None:
-        self._app, self._books = app, books
+    def __init__(self, app: Any, books: ReportStore, audits: ServerAudits | None = None) -> None:
+        self._app, self._books, self._audits = app, books, audits
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,8 +61,10 @@ class SpecStackMiddleware:
                 message["body"] = with_report(body, self._books)
             await send(message)
 
+        audits = self._audits if scope.get("method") == "POST" else None
         try:
-            await self._app(scope, receive, send_with_report)
+            with nullcontext() if audits is None else audits.client_waits():
+                await self._app(scope, receive, send_with_report)
         finally:
             _asked.reset(token)
 

@@ -17,7 +17,7 @@ from typing import Any
 from spec_stack.config import how_to_install
 from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.prefill.cost import NEVER
-from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.registry import needs_draft
 from spec_stack.sglang.draft_kv_rows import num_row_slots, pool_slots
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig, with_calibration
 from spec_stack.tokenizers.chat_turns import ChatTurns
@@ -35,7 +35,7 @@ _GROUPS = ("pp_size", "enable_dp_attention", "attn_dp_size", "attn_cp_size")
 _STORES = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv")
 # Stores of KV that look a waiting request's prompt up before it is pruned.
 _EARLY_LOOKUPS = ("enable_lmcache", "hicache_storage_backend")
-_UNTESTED_STORES = ("enable_hierarchical_cache", "enable_flexkv", "kv_events_config")
+_UNTESTED = ("dcp_size", "enable_hierarchical_cache", "enable_flexkv", "kv_events_config")
 _NOT_SHOWN = ("arguments", "problem", "warnings")
 
 
@@ -155,8 +155,8 @@ def launch_refusal(args: Any) -> str | None:
         return f"{flag} is set; leave it out"
     if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
         return f"--disaggregation-mode puts prefill and decode on different servers; {before_it}"
-    if (getattr(args, "tokenizer_worker_num", None) or 1) > 1:
-        return f"the workers of --tokenizer-worker-num load no plugins of SGLang; {before_it}"
+    if flag := _first_set(args, "tokenizer_worker_num"):
+        return f"the workers of {flag} load no plugins of SGLang; {before_it}"
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
         return "SGLANG_RUST_SERVER replaces the process that reads options and writes reports; unset it"
     if flag := _first_set(args, "grpc_mode", "smg_grpc_mode"):
@@ -168,8 +168,8 @@ def pruning_refusal(args: Any, draft: Any | None) -> str | None:
     """Why no prompt of a server may be pruned, or None. draft: SPEC_STACK's; None for a scoring model."""
     if draft is not None and (reason := architecture_refusal(draft)):
         return f"the draft {reason}"
-    if flag := next((name for name in _EARLY_LOOKUPS if getattr(args, name, None)), None):
-        return f"--{flag.replace('_', '-')} looks up the KV of a whole prompt before it is pruned"
+    if flag := _first_set(args, *_EARLY_LOOKUPS):
+        return f"{flag} looks up the KV of a whole prompt before it is pruned"
     return None
 
 
@@ -180,11 +180,9 @@ def untested_refusal(args: Any, target: Any, config: ServerConfig) -> str | None
     architecture = target.hf_config.architectures[0]
     if architecture not in _TESTED:
         reason = f"the target is a {architecture}"
-    elif (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
-        reason = "decode context parallelism is set"
     elif str(getattr(args, "kv_cache_dtype", None) or "auto").startswith("fp4"):
         reason = "the KV cache is FP4"
-    elif flag := _first_set(args, *_UNTESTED_STORES):
+    elif flag := _first_set(args, *_UNTESTED):
         reason = f"{flag} is set"
     else:
         return None
@@ -216,7 +214,7 @@ def require_no_state(hf: Any) -> None:
 
 def require_slots(args: Any, draft: Any) -> None:
     """Raise ValueError where a draft cannot have slots of its own."""
-    if (getattr(args, "page_size", None) or 1) > 1:
+    if _first_set(args, "page_size"):
         refusal: str | None = "a page of several slots cannot hold chosen tokens; --page-size 1 can"
     elif flag := _first_set(args, *_STORES):
         refusal = f"{flag} stores the draft's KV with the target's"
@@ -264,7 +262,7 @@ def describe(
     if args.disable_radix_cache:
         warnings.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
     if launch.prunes:
-        num_bytes = _bytes_per_token(launch, config.prefill.num_scoring_layers)
+        num_bytes = _bytes_per_token(launch, config.num_draft_layers)
         size, context = config.draft_pool_tokens or MOST_POOL_TOKENS, launch.target.context_len
         note = f"{size} tokens of {num_bytes} bytes, {size * num_bytes / 1e9:.2f} GB on each rank"
         if config.draft_pool_tokens is None:
@@ -273,7 +271,7 @@ def describe(
             )
         report["draft's pool"] = note
         most = num_pool_tokens or size
-        if most < context and needs_attention(config.prefill.scorer):
+        if most < context and needs_draft(config.prefill):
             warnings.append(
                 f"prompts of over {most} tokens are prefilled densely, since the draft's pool has no room for them; "
                 f"--spec-stack-draft-pool-tokens {context} holds the longest one, in {context * num_bytes / 1e9:.2f} "

@@ -9,14 +9,15 @@ import logging
 from array import array
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.attention import Parts, run
+from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.turn import Held
 from spec_stack.sglang.decide import (
     Decision,
@@ -34,7 +35,7 @@ from spec_stack.sglang.launch import describe
 from spec_stack.sglang.metrics import SchedulerMetrics
 from spec_stack.sglang.ranks import all_say_yes, contained, num_ranks, own_rank, same_on_all
 from spec_stack.sglang.request import KEY, NOTHING_ASKED, RequestOptions, RunningRequest, dense_reason
-from spec_stack.sglang.scoring import Scoring, ScoringModel
+from spec_stack.sglang.scoring import ScoringModel
 from spec_stack.sglang.server_args import NAME
 
 logger = logging.getLogger(__name__)
@@ -130,10 +131,16 @@ class PendingScore:
 
     request: RunningRequest
     needs: UnscoredPrompt
-    work: Scoring | None = None
+    work: Parts[Decision] | None = None
     scoring_s: float = 0.0
     is_long: bool = False
     since: float = field(default_factory=perf_counter)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it may be scored in one round; the draft's check takes many forwards."""
+        is_checked = self.needs.prompt.config.max_divergence is not None
+        return self.needs.is_recall_only and not is_checked and not self.is_long
 
 
 class SparsePrefillManager:
@@ -227,7 +234,7 @@ class SparsePrefillManager:
         try:
             prompt = self._prompt(request, self._options(request))
             refusal = self._launch.refusal or dense_reason(request, bool(self._launch.args.enable_session_radix_cache))
-            return decide(prompt, self._known, refusal)
+            return decide(prompt, self._known, refusal or self._scorer.check_refusal(prompt.config))
         except Exception as error:
             if self._failures_end_it:
                 raise
@@ -319,7 +326,7 @@ class SparsePrefillManager:
         if not self._schedule.may_prefill() or not self._schedule.num_startable():
             return
         left = most = min(_MOST_QUICK_TOKENS, self._schedule.most_of_a_part(self.config.prefill.prefill_chunk))
-        for pending in [it for it in self._pending if it.work is None and it.needs.is_recall_only and not it.is_long]:
+        for pending in [it for it in self._pending if it.work is None and it.is_quick]:
             if left <= 0:
                 break
             if self._is_settled(pending):
@@ -327,7 +334,7 @@ class SparsePrefillManager:
             num_tokens = self._scorer.num_to_prefill(pending.needs.prompt)
             pending.is_long = num_tokens > most
             # Where a longer prompt's scoring holds the draft's pool, it waits for its turn.
-            if num_tokens <= left and pending.needs.is_recall_only and self._scorer.has_room(num_tokens):
+            if num_tokens <= left and pending.is_quick and self._scorer.has_room(num_tokens):
                 left -= num_tokens
                 while pending in self._pending:
                     self._do_a_part(pending)
@@ -351,15 +358,14 @@ class SparsePrefillManager:
         if self._worker is not None:
             self._worker.batch_policy.invalidate_step_timing()
         needs, started = pending.needs, perf_counter()
-        score, failure = None, None
+        decision, failure = None, None
         try:
             with self._scorer.working(self._scheduler):
                 if pending.work is None:
-                    text, most_of_a_part = self._known.text_of(needs.prompt), self._schedule.most_of_a_part
-                    pending.work = self._scorer.score(needs.prompt, text, most_of_a_part, needs.first_query)
+                    pending.work = self._scorer.decide(needs, self._known, self._schedule.most_of_a_part)
                 next(pending.work)
         except StopIteration as end:
-            score = end.value
+            decision = end.value
         except PoolFullError as error:
             # Pools are the same on all ranks, so all of them come here.
             why = f"{error}; see --spec-stack-draft-pool-tokens"
@@ -367,15 +373,14 @@ class SparsePrefillManager:
             return
         except Exception as error:
             failure = error
+            log_failure("scoring a prompt", "nothing of it is dropped")
         pending.scoring_s += perf_counter() - started
         if not all_say_yes(failure is None):
             if failure is not None and self._failures_end_it:
                 raise failure
-            num_tokens = len(needs.prompt.token_ids)
-            logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
             self._fail(pending, failure)
-        elif score is not None:
-            self._settle(pending, decide_scored(needs, score[0], score[1], self._known))
+        elif decision is not None:
+            self._settle(pending, decision)
 
     def _fail(self, pending: PendingScore, failure: Exception | None) -> None:
         """Keep all of the new text. failure: None for another rank's."""
@@ -415,7 +420,7 @@ class SparsePrefillManager:
     def state(self) -> dict[str, Any]:
         """Settings and counters, as /server_info shows them."""
         return {
-            "settings": asdict(self.config),
+            "settings": self.config.as_json(),
             "why_not": self._launch.refusal or "",
             "num_requests": dict(self._known.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),
@@ -447,18 +452,14 @@ class SparsePrefillManager:
         """Prune a prompt of a few chunks: what cannot score fails here, not at the first long prompt, hours later."""
         begun, config = perf_counter(), self.config.prefill
         try:
-            prompt, importance = Prompt(self._any_text(), NAME, None, config, "recall"), None
+            prompt = Prompt(self._any_text(), NAME, None, config, "recall")
             self._num_cached(prompt)
-            if needs_attention(config.scorer):
-                work = self._scorer.score(prompt, self._known.text_of(prompt), lambda chunk: chunk)
-                while importance is None:
-                    with self._scorer.working(self._scheduler):
-                        try:
-                            next(work)
-                        except StopIteration as end:
-                            importance, _ = end.value
             needs = UnscoredPrompt(self._known.text_of(prompt), Held(), True, False, "", prompt)
-            decide_scored(needs, importance, len(prompt.token_ids), self._known)
+            if needs_draft(config):
+                with self._scorer.working(self._scheduler):
+                    run(self._scorer.decide(needs, self._known, lambda chunk: chunk))
+            else:
+                decide_scored(needs, None, 0, self._known)
         except Exception as error:
             raise RuntimeError(
                 f"{NAME} cannot serve: a synthetic prompt failed at launch ({type(error).__name__}: {error}). "

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spec_stack.sglang.decide import OUTCOMES
 from spec_stack.sglang.errors import num_failures
+
+if TYPE_CHECKING:
+    from spec_stack.sglang.audits import ServerAudits
 
 # Responses are built right after their reply has ended.
 _MOST_REPORTS = 4096
 _GAMMA_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 _SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+_NATS_BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
 _COUNTED = {
     "num_prompt_tokens": ("prompt_tokens_total", "prompt tokens, whole prompts"),
     "num_kept_tokens": ("kept_tokens_total", "prompt tokens that the target prefilled or had cached"),
@@ -42,8 +46,10 @@ _TOTALS = {
 class ReportStore:
     """Finished replies: the newest reports by request id, and metrics of all.
 
-    model_name: the label of the metrics; None keeps none.
+    model_name: the label of the metrics; None keeps none. audits: of pruned replies, if any.
     """
+
+    audits: ServerAudits | None = None
 
     def __init__(self, model_name: str | None) -> None:
         self._model_name = model_name
@@ -55,7 +61,9 @@ class ReportStore:
         self._tokens = {name: _metric("Counter", *told).labels(model_name) for name, told in _COUNTED.items()}
         gamma = _metric("Histogram", "gamma", "tokens drafted per step", buckets=_GAMMA_BUCKETS)
         scoring = _metric("Histogram", "scoring_seconds", "scoring of a prompt", buckets=_SECONDS_BUCKETS)
+        changed = _metric("Histogram", "divergence", "nats a token, at the last rate tried", buckets=_NATS_BUCKETS)
         self._gamma, self._scoring = gamma.labels(model_name), scoring.labels(model_name)
+        self._divergence = changed.labels(model_name)
 
     def close(self, meta_info: Mapping[str, Any], report: Mapping[str, Any], *, is_counted: bool) -> None:
         """Add a reply's final report. is_counted: it belongs to the metrics."""
@@ -74,6 +82,8 @@ class ReportStore:
             self._gamma.observe(gamma)
         if report["num_scored_tokens"]:
             self._scoring.observe(report["scoring_s"])
+        if (changed := report.get("divergence")) is not None:
+            self._divergence.observe(changed)
 
     def report_of(self, request_id: object) -> Mapping[str, Any] | None:
         return self._reports.get(str(request_id))

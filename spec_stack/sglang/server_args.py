@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -87,8 +89,15 @@ class ServerConfig:
         1,
     )
 
+    audit_rate: float = option(
+        0.0,
+        "share of pruned requests that are answered again, shortly and greedily, from the whole and from the pruned "
+        "prompt, while no client of the HTTP server waits; 0 audits nothing",
+    )
+
     def __post_init__(self) -> None:
         check_fields(self)
+        require(0 <= self.audit_rate <= 1, f"audit_rate must be a share, 0 to 1, got {self.audit_rate!r}")
         require(isinstance(self.gammas, tuple), f"gammas must be a list, got {self.gammas!r}")
         for gamma in self.gammas:
             require_int("a gamma of gammas", gamma, 0, MAX_GAMMA)
@@ -110,6 +119,18 @@ class ServerConfig:
     def prunes(self) -> bool:
         """Return whether prompts are pruned by default, as far as the models allow it."""
         return self.prefill.sparse_prefill in ("auto", "on") and self.prefill.keep_rate != 1
+
+    def as_json(self) -> dict[str, Any]:
+        """All settings; an infinity, which JSON lacks, as text."""
+        shown = asdict(self)
+        if shown["prefill"]["max_divergence"] == math.inf:
+            shown["prefill"]["max_divergence"] = "inf"
+        return shown
+
+    @property
+    def num_draft_layers(self) -> int | None:
+        """How many of the draft's first layers read prompts; None for all, which its check needs."""
+        return None if self.prefill.max_divergence is not None else self.prefill.num_scoring_layers
 
     def gammas_at(self, batch_size: int) -> tuple[int, ...]:
         """The gammas that a batch of this size may use; the smallest one is always allowed."""
@@ -157,15 +178,19 @@ class ServerConfig:
         _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
         for name in ("policy_options", "max_gamma_by_batch_size"):
             if name in values:
-                values[name] = {_number(key): value for key, value in _mapping(name, values[name]).items()}
+                # JSON has text for keys.
+                items = _mapping(name, values[name]).items()
+                values[name] = {int(key) if str(key).isdigit() else key: value for key, value in items}
         return cls(prefill=_prefill_config(prefill), recall=SessionConfig(**recall), **values)
 
     @classmethod
     def from_environment(cls) -> ServerConfig:
         """The flags of this launch as its other processes inherit them; flags override a file's values."""
         flags = _read_environment()
-        path = flags.pop("config", None)
-        return cls.from_mapping({**(_read_file(path) if path else {}), **flags})
+        if path := flags.pop("config", None):
+            read = partial(Path(path).expanduser().read_text, encoding="utf-8")
+            flags = {**_parse(f"--spec-stack-config {path}", read), **flags}
+        return cls.from_mapping(flags)
 
 
 def with_calibration(
@@ -186,9 +211,7 @@ def with_calibration(
         prefill = found.complete(config.prefill)
         if prefill.draft_window is not None:
             logger.info("%s: the draft attends to whole prompts, whatever draft_window was calibrated", NAME)
-        if prefill.max_divergence is not None:
-            logger.warning("%s: the calibrated max_divergence is not checked on this server", NAME)
-        config = replace(config, prefill=replace(prefill, draft_window=None, max_divergence=None))
+        config = replace(config, prefill=replace(prefill, draft_window=None))
     if not config.prunes:
         return config
     return replace(config, prefill=with_threshold(config.prefill, *configs, on_gpu))
@@ -203,9 +226,10 @@ def _prefill_config(values: dict[str, Any]) -> PrefillConfig:
         if values.get(name) is not None:
             why = "a server's draft attends to the whole prompt, which is faster"
             raise ValueError(f"prefill.{name} is for Python: {why}; leave it out")
-    for name in ("max_divergence", "check_tokens", "check_rates"):
-        if values.get(name) is not None:
-            raise ValueError(f"prefill.{name} is for Python and the proxy: this server makes no check; leave it out")
+    if values.get("sparse_prefill") == "draft_only" and values.get("max_divergence") is not None:
+        raise ValueError(
+            "max_divergence checks pruned prompts, and sparse_prefill 'draft_only' prunes none; leave it out"
+        )
     names = [entry.name for entry in fields(PrefillConfig) if not entry.kw_only and entry.name != "positions"]
     _refuse_unknown("prefill.", values, names)
     return PrefillConfig(**values, positions="contiguous")
@@ -236,6 +260,7 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "keep_rate": (float, "SHARE"),
     "min_prompt_tokens": (int, "TOKENS"),
     "sparse_prefill": (_switch, "MODE"),
+    "max_divergence": (float, "NATS"),
     "draft_kv_budget": (int, "SLOTS"),
     "scoring_model": (str, "PATH"),
     "policy": (str, "NAME"),
@@ -243,8 +268,9 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "calibration": (str, "FILE"),
     "follow_up": (str, "RULE"),
     "draft_pool_tokens": (int, "TOKENS"),
+    "audit_rate": (float, "SHARE"),
 }
-_OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "draft_kv_budget")
+_OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "max_divergence", "draft_kv_budget")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -272,10 +298,6 @@ def _read_environment() -> dict[str, Any]:
     return _parse(f"the environment variable {ENVIRONMENT}", lambda: os.environ.get(ENVIRONMENT, "{}"))
 
 
-def _read_file(path: str) -> dict[str, Any]:
-    return _parse(f"--spec-stack-config {path}", lambda: Path(path).expanduser().read_text(encoding="utf-8"))
-
-
 def _parse(name: str, read: Callable[[], str]) -> dict[str, Any]:
     try:
         return dict(_mapping(name, json.loads(read())))
@@ -293,7 +315,3 @@ def _refuse_unknown(prefix: str, values: Mapping[str, Any], known: list[str]) ->
     unknown = [prefix + name for name in values if name not in known]
     if unknown:
         raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(prefix + name for name in known)}")
-
-
-def _number(key: object) -> object:
-    return int(str(key)) if str(key).isdigit() else key

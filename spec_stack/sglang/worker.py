@@ -89,15 +89,15 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self._config = config = ServerConfig.from_environment()
         super().__init__(server_args, *args, **kwargs)
         # SGLang's worker makes its draft worker by name, and its backends only later.
-        self._draft_worker.__class__ = SpecStackDraftWorker
-        runner, draft, launch = self._target_worker.model_runner, self._draft_worker.draft_runner, self._launch
+        self.draft_worker.__class__ = SpecStackDraftWorker
+        runner, draft, launch = self.target_worker.model_runner, self.draft_worker.draft_runner, self._launch
         self.scoring_model = ScoringModel(
             launch, draft_scorer(draft, launch.config, launch.target.context_len, positions)
         )
         if config.prefill.sparse_prefill == "draft_only":
             num_requests = launch.args.max_running_requests
             self.slots = DraftKVSlots(draft, config.prefill, config.gammas[-1], num_requests)
-            self._draft_worker.slots = self.slots
+            self.draft_worker.slots = self.slots
             # `hooks` reads them.
             setattr(draft, KEY, self.slots)
             # SGLang would reserve as many tokens for the draft as the target has.
@@ -131,11 +131,11 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
         """Of SGLang 0.5.20, which asks the speculative worker for both models."""
-        return self._target_worker.update_weights_from_tensor(recv_req)
+        return self.target_worker.update_weights_from_tensor(recv_req)
 
     def _validate_vocab_compatibility(self, target_vocab_size: int, target_tokenizer: Any) -> None:
         """SGLang's requires equally many embedding rows; one tokenizer is enough. Called before any KV is allocated."""
-        target, draft = self._target_worker.model_runner.model_config, self._draft_worker.draft_runner
+        target, draft = self.target_worker.model_runner.model_config, self.draft_worker.draft_runner
         # The record holds the launch arguments; SGLang's and the algorithm's changes are an overlay.
         args = resolving_view(self.server_args)
         self._launch = Launch.drafting(args, target, draft.model_config, target_tokenizer, self._config)

@@ -13,7 +13,7 @@ from spec_stack.hf.prompt import check_unicode, special_ids
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between, union
 from spec_stack.tokenizers.chat_turns import ChatTurns
-from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.tokenizers.vocabulary import Pieces
 
 _EDITED = "the chat template edits a message and its turns are not marked, so the whole chat is kept"
 

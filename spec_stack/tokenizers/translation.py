@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from spec_stack.prefill.alignment import overlaps
-from spec_stack.tokenizers.pieces import Pieces
-from spec_stack.tokenizers.vocabulary import Vocabulary, by_bytes, special_pairs
+from spec_stack.tokenizers.vocabulary import Pieces, Vocabulary, by_bytes, special_pairs
 from spec_stack.types import DraftTokenization
 
 

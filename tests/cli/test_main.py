@@ -16,7 +16,7 @@ from spec_stack import PrefillConfig, SpecStackGenerator, __version__
 from spec_stack.bench.demo import hide_fact, run_demo
 from spec_stack.calibrate.documents import MODULES
 from spec_stack.cli.arguments import answer_options, build_parser, config_of, prefill_of, prompt_of, request_of
-from spec_stack.cli.main import main
+from spec_stack.cli.main import describe_pruning, main
 from spec_stack.cli.progress import ProgressLine
 from spec_stack.cli.reports import format_demo
 from spec_stack.config import LoadConfig
@@ -29,6 +29,13 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
     assert prefill_of(arguments).given == ()
     assert config_of(LoadConfig, arguments) == LoadConfig()
     assert answer_options(arguments) == {}
+
+
+def test_a_server_says_what_is_pruned_and_at_which_rate() -> None:
+    assert describe_pruning(PrefillConfig(sparse_prefill="off")) == "prompts are read whole"
+    curve = PrefillConfig(sparse_prefill="on", keep_rate=((2048, 0.3), (8192, 0.1)))
+    rates = "0.3 at 2048 tokens, 0.1 at 8192 tokens"
+    assert describe_pruning(curve) == f"of every prompt a share of {rates} is kept, which is lossy"
 
 
 def test_every_option_of_the_command_line_arrives() -> None:
@@ -312,7 +319,7 @@ def test_a_hidden_fact_stands_once_in_a_document_of_the_asked_length(embedded: S
 
 @pytest.mark.slow
 def test_the_demo_reports_both_modes_side_by_side() -> None:
-    report = run_demo(SpecStackGenerator.from_pretrained(), num_tokens=2200, seed=0, repeats=1)
+    report = run_demo(SpecStackGenerator.from_pretrained(), num_tokens=1000, seed=0, repeats=1)
     dense, sparse = report["modes"].values()
     assert dense["keep_rate"] == 1.0
     assert 0.15 < sparse["keep_rate"] < 0.25

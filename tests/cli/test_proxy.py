@@ -56,7 +56,8 @@ def test_it_begins_with_a_warning_before_a_server_that_is_not_there_yet_and_ends
         process.send_signal(signal.SIGTERM)
         process.wait(60)
         assert f"{nobody} does not answer yet" in said.read_text()
-        assert "of prompts of 512 tokens and more a share of 0.2 is kept, which is lossy" in said.read_text()
+        pruning = "of prompts of 512 tokens and more a share of 0.2 is kept, which is lossy"
+        assert f"on cpu in front of {nobody}; {pruning}\n" in said.read_text()
     finally:
         process.kill()
         process.wait()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
 from spec_stack.config import ScoringQueries
-from spec_stack.decode.propose import entropy_and_confidence, propose
+from spec_stack.decode.proposer import entropy_and_confidence, propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel

@@ -148,6 +148,7 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
         "min-prompt-tokens": str(defaults.prefill.min_prompt_tokens),
         "keep-rate": str(defaults.prefill.keep_rate),
         "sparse-prefill": defaults.prefill.sparse_prefill,
+        "max-divergence": "",
         "draft-kv-budget": str(defaults.prefill.draft_kv_budget),
         "scoring-model": "",
         "policy": defaults.policy,
@@ -155,6 +156,7 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
         "calibration": "",
         "follow-up": defaults.follow_up,
         "draft-pool-tokens": "",
+        "audit-rate": f"{defaults.audit_rate:g}",
         "config": "",
     }
     assert {name: default.strip() for name, default in rows.items()} == shown

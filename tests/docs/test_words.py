@@ -1,4 +1,4 @@
-"""The pages and the names that users read keep to the field's words: no former names, no words of our own."""
+"""The pages and the names that users read keep to the field's words."""
 
 from __future__ import annotations
 
@@ -27,20 +27,9 @@ from spec_stack.sglang.server_args import ServerConfig, add_flags
 from spec_stack.types import Metrics
 from tests.support.pages import PAGES, name_of
 
-# Former names and words of this project alone; the field's word stands behind each.
+# Words of this project alone; the field's word stands behind each.
 NOT_ANYWHERE = {
-    "nursery": "fork server",
-    "foretell": "predict",
     "specprefill": "sparse_prefill",
-    "anchor_tail": "(gone)",
-    "neighbour_share": "(gone)",
-    "SlottedDraft": "a draft with a KV budget",
-    "TailDraft": "(gone)",
-    "LookupThenModel": "n-gram lookup and draft",
-    "Shelf": "object pool",
-    "DraftedPrompt": "scored prompt",
-    "num_asking": "number of queries",
-    "scoring_evict_share": "(gone)",
     "beside": "with, next to, in addition to",
     "told by": "estimated from",
     "tells of": "reports",
@@ -55,15 +44,6 @@ NOT_ANYWHERE = {
     "restored text": "recalled text",
     "rewritten tokens": "recomputed tokens",
     "the floor": "never slower than plain decoding",
-    "head[- _]votes?": "head reduction",
-    "restore_\\w+": "recall",
-    "num_looked_up\\w*": "num_ngram_tokens, num_ngram_accepted",
-    "anchor_threshold": "recall_word_threshold",
-    "draft[-_]slots": "draft_kv_budget",
-    "skipped_layers": "first_scoring_layer",
-    "TextMemory": "SharedNgramCache",
-    "controller_s": "policy_s",
-    "not_wanted|not_possible|no_room": "disabled, unsupported, draft_pool_full",
     "draft's reading": "the draft's prefill",
     "what it says": "(name the thing)",
     "hangs? on": "depends on",

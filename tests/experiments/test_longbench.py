@@ -87,6 +87,8 @@ def test_a_missing_metric_is_told_before_anything_is_answered(monkeypatch: pytes
         check_metrics([_TASK, replace(_TASK, task="samsum")])
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_answers_every_arm_once_and_goes_on_where_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

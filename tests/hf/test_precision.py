@@ -310,6 +310,7 @@ def test_a_precision_without_a_name_is_other_also_in_records(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_quantized_pair_prints_nothing_of_kernels_that_it_does_not_need() -> None:
     code = (
         "from spec_stack import SpecStackGenerator\n"

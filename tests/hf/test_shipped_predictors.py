@@ -44,7 +44,7 @@ def test_a_pair_finds_the_predictor_beside_its_draft(trained: Path) -> None:
 
 @pytest.mark.slow
 def test_loaded_models_use_the_shipped_predictor_unless_told(trained: Path, embedded: SpecStackGenerator) -> None:
-    assert loading.predictors_beside("org/big") == {}
+    assert loading.find_predictors("org/big") == {}
     models = embedded.target, embedded.draft, embedded.tokenizer
     plain = SpecStackGenerator(*models)
     assert plain.pair.predictors == {}
@@ -62,7 +62,7 @@ def test_a_bad_predictor_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_the_package_ships_can_be_used() -> None:
-    shipped = loading.predictors_beside(loading.ASSETS / "draft")
+    shipped = loading.find_predictors(loading.ASSETS / "draft")
     assert set(shipped) == {"speckv"} <= set(POLICIES)
     for file in shipped.values():
         assert len(load_step_predictor(file).weights) == 2

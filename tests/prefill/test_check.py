@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.check import checked_selection, mean_divergence, told
+from spec_stack.prefill.attention import Parts, run
+from spec_stack.prefill.check import DraftAnswer, checked_selection, mean_divergence, told
 from spec_stack.types import Selection, TriedRate
 
 NUM_TOKENS = 100
@@ -24,6 +27,21 @@ def everything() -> Selection:
     return Selection(range(NUM_TOKENS), range(NUM_TOKENS), NUM_TOKENS)
 
 
+def chosen(
+    config: PrefillConfig,
+    select: Callable[[PrefillConfig], Selection],
+    found: Callable[[Selection], float],
+    prunes: bool = True,
+) -> Selection:
+    """By a check of two parts."""
+
+    def check(selection: Selection) -> Parts[float]:
+        yield
+        return found(selection)
+
+    return run(checked_selection(config, NUM_TOKENS, select, everything, check, prunes))
+
+
 @pytest.mark.parametrize(
     ("found", "kept"),
     [
@@ -36,7 +54,7 @@ def everything() -> Selection:
 )
 def test_the_first_rate_under_which_the_answer_holds_is_kept(found: list[float], kept: float) -> None:
     left = iter(found)
-    selection = checked_selection(CONFIG, NUM_TOKENS, by, everything, lambda each: next(left))
+    selection = chosen(CONFIG, by, lambda each: next(left))
     assert selection.keep_rate == kept
     assert [each.keep_rate for each in selection.tried] == [0.1, 0.2, 0.4][: len(found)]
     assert next(left, None) is None
@@ -45,24 +63,24 @@ def test_the_first_rate_under_which_the_answer_holds_is_kept(found: list[float],
 def test_a_given_rate_is_tried_first_and_none_below_it() -> None:
     rates: list[float] = []
     config = PrefillConfig(keep_rate=0.3, max_divergence=0, check_rates=(0.2, 0.4))
-    checked_selection(config, NUM_TOKENS, by, everything, lambda each: rates.append(each.keep_rate) or 1.0)
+    chosen(config, by, lambda each: rates.append(each.keep_rate) or 1.0)
     assert rates == [0.3, 0.4]
 
 
 def test_infinity_reports_alone() -> None:
     config = PrefillConfig(keep_rate=0.1, max_divergence=math.inf)
-    selection = checked_selection(config, NUM_TOKENS, by, everything, lambda each: 50.0)
+    selection = chosen(config, by, lambda each: 50.0)
     assert (selection.keep_rate, *selection.tried) == (0.1, TriedRate(0.1, 50.0))
 
 
 def test_what_is_whole_needs_no_check() -> None:
-    selection = checked_selection(CONFIG, NUM_TOKENS, lambda config: everything(), everything, lambda each: 1 / 0)
+    selection = chosen(CONFIG, lambda config: everything(), lambda each: 1 / 0)
     assert selection.tried == ()
 
 
 def test_a_turn_that_prunes_nothing_tries_its_selection_and_then_everything() -> None:
     half = Selection(range(50, 100), range(50, 100), NUM_TOKENS)
-    selection = checked_selection(CONFIG, NUM_TOKENS, lambda config: half, everything, lambda each: 1.0, prunes=False)
+    selection = chosen(CONFIG, lambda config: half, lambda each: 1.0, prunes=False)
     assert (selection.keep_rate, *selection.tried) == (1.0, TriedRate(0.5, 1.0))
 
 
@@ -86,6 +104,52 @@ def test_the_reason_says_what_was_tried() -> None:
     assert told(tried, False, "on: long") == (
         "off: the draft's answer changed, 0.83 nats a token at 0.1, 0.02 nats a token at 0.2"
     )
+
+
+class Counting:
+    """A model over the ids below 50 that says the next number, or the prompt's length where it has read more."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.lengths: list[int] = []
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.read)
+
+    next_position = num_cached
+
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
+        self.read += token_ids
+        self.lengths.append(len(token_ids))
+        return torch.nn.functional.one_hot((torch.tensor(self.read[-num_logits:]) + 1) % 50, 50) * 9.0
+
+    def rollback(self, num_tokens: int) -> None:
+        del self.read[len(self.read) - num_tokens :]
+
+
+@pytest.mark.parametrize(("end_ids", "answer"), [((), [*range(20, 30)]), ((23,), [20, 21, 22, 23])])
+def test_an_answer_in_parts_is_the_whole_one(end_ids: tuple[int, ...], answer: list[int]) -> None:
+    draft, part = Counting(), Counting()
+    draft.forward(range(20), range(20), 1)
+    found = run(DraftAnswer.drafted(draft, range(20), 10, end_ids))
+    assert (found.token_ids, draft.read) == (answer, [*range(20), *answer[:-1]])
+    # The prompt's last token runs again, and then the answer's one by one.
+    assert draft.lengths[1:] == [1] * len(answer)
+    kept = [3, 5, 6, 7, 19]
+    rows = run(found.under(part, kept, kept, 20, lambda: 2))
+    assert part.read == [*kept, *answer[:-1]]
+    assert part.lengths == [2, 2, len(answer)]
+    assert torch.equal(rows, run(found.under(Counting(), kept, kept, 20)))
+    assert torch.equal(rows, found.logprobs)
+
+
+def test_no_part_has_more_than_four_steps_of_the_draft() -> None:
+    draft, num_steps = Counting(), list[int]()
+    work = DraftAnswer.drafted(draft, range(20), 14, ())
+    for _ in work:
+        num_steps.append(len(draft.lengths))
+    assert [after - before for before, after in pairwise([0, *num_steps, 14])] == [1, 4, 4, 4, 1]
 
 
 @pytest.mark.parametrize(

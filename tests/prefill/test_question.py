@@ -131,7 +131,7 @@ def test_the_papers_scoring_queries_count_by_attention_alone() -> None:
     evidence, segments = evidence_of(pieces, len(pieces))
     paper = PrefillConfig.full_look_ahead()
     scores = make_rule("attention").score(evidence, segments, paper)
-    assert torch.equal(scores, segments.worth(evidence.token_importance(paper), paper))
+    assert torch.equal(scores, segments.mean_importance(evidence.token_importance(paper), paper))
 
 
 def recall_scores(old: str, new: str) -> tuple[list[str], Segments, ScoringInputs]:

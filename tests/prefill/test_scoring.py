@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.decode.propose import propose
+from spec_stack.decode.proposer import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel

@@ -286,8 +286,8 @@ def test_tokens_that_are_kept_anyway_carry_no_line() -> None:
     pieces = characters("a" * 9 + "\n" + "b" * 9 + "\n" + "c" * 9 + "\n" + "d" * 10)
     importance = torch.zeros(40)
     importance[0], importance[12], importance[39] = 9.0, 1.0, 9.0
-    worth = make_segments(40, pieces, LINES).worth(importance, LINES)
-    torch.testing.assert_close(worth, torch.tensor([0.0, 0.1, 0.0, 0.0]))
+    means = make_segments(40, pieces, LINES).mean_importance(importance, LINES)
+    torch.testing.assert_close(means, torch.tensor([0.0, 0.1, 0.0, 0.0]))
 
 
 def test_a_dropped_line_comes_back_whole() -> None:

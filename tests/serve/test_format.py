@@ -24,7 +24,7 @@ from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, ToolFormat
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.protocol import REQUESTS
 from spec_stack.serve.responses import BUILDERS, ResponseBuilder
-from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.tokenizers.vocabulary import Pieces
 from spec_stack.types import StepOutput, TokenLogprobs
 from tests.serve.conftest import Server, served
 from tests.support.models import byte_fallback_tokenizer, make_model

@@ -155,22 +155,14 @@ def test_an_answer_ends_when_its_time_is_over(start: Start) -> None:
 
 
 def test_lines_are_text_or_json_from_a_level_on(capsys: pytest.CaptureFixture[str]) -> None:
-    loggers = [logging.getLogger(name) for name in ("spec_stack", "uvicorn", "py.warnings")]
-    before = [(each, each.handlers, each.level, each.propagate) for each in loggers]
-    try:
-        for as_json in (False, True):
-            configure_logging("warning", as_json)
-            logging.getLogger("spec_stack.serve").info("quiet")
-            logging.getLogger("uvicorn.error").warning("loud\n%s", "second line")
-            said = capsys.readouterr().err
-            assert "quiet" not in said
-            if as_json:
-                assert json.loads(said)["message"] == "loud\nsecond line"
-            else:
-                assert said.rstrip().endswith("WARNING loud\nsecond line")
-    finally:
-        logging.captureWarnings(False)
-        for each, handlers, level, propagate in before:
-            each.handlers, each.propagate = handlers, propagate
-            each.setLevel(level)
+    for as_json in (False, True):
+        configure_logging("warning", as_json)
+        logging.getLogger("spec_stack.serve").info("quiet")
+        logging.getLogger("uvicorn.error").warning("loud\n%s", "second line")
+        said = capsys.readouterr().err
+        assert "quiet" not in said
+        if as_json:
+            assert json.loads(said)["message"] == "loud\nsecond line"
+        else:
+            assert said.rstrip().endswith("WARNING loud\nsecond line")
     assert "[" not in TextFormatter().format(logging.LogRecord("x", 20, "", 0, "m", None, None))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Glm4Config, GraniteConfig, Olmo2C
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.segments import line_borders
-from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.tokenizers.vocabulary import Pieces
 from tests.support import reference as oracle
 from tests.support import reference_question
 

@@ -90,8 +90,7 @@ def _check(server: Server, reference: Reference, environment: Mapping[str, str],
     traffic.check_tokens()
     assert {"pruned", "disabled"} <= {report["outcome"] for report in traffic.reports}
     if environment is _RETRACTIONS:
-        retracted = [reply for _, reply in traffic.replies if reply["meta_info"]["num_retractions"]]
-        assert any(reply["meta_info"]["spec_stack"]["sparse_prefill"] for reply in retracted)
+        _check_a_pruned_prompt_is_retracted(server, reference)
     pool = server.state()["draft_pool"]
     assert (pool["num_held"] + pool["num_free"], pool["num_pinned"]) == (pool["num_tokens"], 0)
     assert not server.state()["num_failures"]
@@ -129,6 +128,21 @@ def _check_single_requests(server: Server, reference: Reference, num_uncached: i
         assert reply["output_ids"] == reference.tokens_over(turn, followed["kept_spans"], 12)
     whole = server.generate(long, sparse_prefill="off")
     assert whole["output_ids"] == reference.tokens(long)
+
+
+def _check_a_pruned_prompt_is_retracted(server: Server, reference: Reference) -> None:
+    """Three replies to one prompt decode together for nine steps or more, at most twelve tokens each; SGLang retracts
+    one of those that run at every sixth."""
+    prompt, num_new = reference.prompt(700, seed=45), 100
+    body = generate_body(prompt, num_new)
+    body["sampling_params"]["n"] = 3
+    status, replies = server.post("/generate", body)
+    assert status == 200, replies
+    assert sum(reply["meta_info"]["num_retractions"] for reply in replies) > 0
+    expected = reference.tokens(prompt, max_new_tokens=num_new, sparse_prefill="on")
+    for reply in replies:
+        assert reply["meta_info"]["spec_stack"]["outcome"] == "pruned"
+        assert reply["output_ids"] == expected
 
 
 def _check_what_is_not_ours_to_set(server: Server) -> None:

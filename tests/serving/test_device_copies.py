@@ -31,7 +31,7 @@ class _Request:
     customized_info: None = None
 
 
-def _runner(device: str) -> Any:
+def runner_of_layers(device: str) -> Any:
     """SGLang's runner of a model with its own attention layers, as far as a draft's forwards look at it."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -46,11 +46,12 @@ def _runner(device: str) -> Any:
 
         def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
             self.lengths.append(len(input_ids))
-            hidden = self.table[input_ids] + positions[:, None]
+            hidden = self.table[input_ids] + positions[:, None] / 1000
             for layer in self.layers:
                 keys = hidden[:, : KV_HEADS * DIM]
                 hidden = layer(hidden, keys, keys, batch)
-            return SimpleNamespace(next_token_logits=hidden @ self.table.T)
+            last = batch.extend_start_loc + batch.extend_seq_lens - 1
+            return SimpleNamespace(next_token_logits=hidden[last] @ self.table.T)
 
     return SimpleNamespace(
         model=Model(),
@@ -77,7 +78,7 @@ def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: 
 def test_a_forward_of_the_scoring_draft_copies_without_waiting(slots: Any) -> None:
     from spec_stack.sglang.draft_pool import DraftScoringRunner
 
-    draft = DraftScoringRunner(_runner("meta"), 100)
+    draft = DraftScoringRunner(runner_of_layers("meta"), 100)
     with torch.no_grad(), blocking_copies() as found:
         for length, num_new in ((30, 30), (39, 9), (40, 1)):
             draft.run([3] * num_new, slots[:length], captured={}, num_captured=4)
@@ -91,7 +92,7 @@ def test_slots_are_chosen_and_renewed_without_waiting(num_prompts: int, monkeypa
     from spec_stack.sglang.draft_kv_slots import DraftKVSlots
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(empty_cache=lambda: None))
-    runner = _runner("meta")
+    runner = runner_of_layers("meta")
     backend = SimpleNamespace(
         init_forward_metadata=lambda batch: None, forward=lambda q, k, v, layer, batch, save_kv_cache: q
     )
@@ -129,7 +130,7 @@ RUNS: list[tuple[list[int], list[int]]] = [
 @pytest.mark.parametrize(("runs", "lengths"), RUNS)
 def test_parts_are_short_while_requests_run(runs: list[int], lengths: list[int]) -> None:
     """runs: whether any do, before each part; then as before the last one."""
-    runner = _runner("meta")
+    runner = runner_of_layers("meta")
     config = PrefillConfig(scoring_queries="look_ahead", look_ahead=0)
 
     def most_of_a_part(chunk: int) -> int:

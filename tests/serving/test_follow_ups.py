@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.segments import line_borders
-from spec_stack.tokenizers.pieces import Pieces
 from spec_stack.tokenizers.prompt_reader import PromptReader
+from spec_stack.tokenizers.vocabulary import Pieces
 from tests.support import reference_question
 from tests.support.reference import question_importance
 from tests.support.reference_session import dropped_chunks_to_restore

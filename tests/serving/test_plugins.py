@@ -110,7 +110,7 @@ def _selected_by(folder: Path, monkeypatch: pytest.MonkeyPatch, reference: Refer
     from spec_stack.prefill.rule import ScoringInputs
     from spec_stack.prefill.selection import select
     from spec_stack.settings.plugins import ENVIRONMENT, import_plugins
-    from spec_stack.tokenizers.pieces import Pieces
+    from spec_stack.tokenizers.vocabulary import Pieces
 
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv(ENVIRONMENT, "rare_words")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,17 +12,21 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.attention import Parts, run
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.sglang.decide import (
     Decision,
     KnownTexts,
     Prompt,
     UnscoredPrompt,
+    apply,
     decide,
+    decide_in_parts,
     decide_scored,
     decide_unscored,
 )
 from spec_stack.sglang.server_args import ServerConfig
+from tests.support.sglang_requests import request_of
 
 CONFIG = PrefillConfig(min_prompt_tokens=400, granularity="chunks")
 
@@ -93,6 +100,62 @@ def test_a_rule_without_a_draft_plans_at_once() -> None:
     decision = decide(_prompt(900, scorer="bm25"), _known())
     assert isinstance(decision, Decision)
     assert (decision.outcome, decision.num_scored_tokens) == ("pruned", 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "outcome", "num_kept"),
+    [([0.05], "pruned", 90), ([0.8, 0.1], "pruned", 180), ([0.8] * 3, "answer_changed", 900)],
+)
+def test_a_checked_prompt_keeps_the_first_rate_under_which_the_answer_holds(
+    found: list[float], outcome: str, num_kept: int
+) -> None:
+    known, prompt = _known(), _prompt(900, keep_rate=0.1, max_divergence=0.1)
+    needs, seen, left = decide(prompt, known), list[int](), list(found)
+    assert isinstance(needs, UnscoredPrompt)
+
+    def check(positions: Sequence[int]) -> Parts[float]:
+        seen.append(len(positions))
+        yield
+        return left.pop(0)
+
+    plan = run(decide_in_parts(needs, torch.rand(900), 900, known, check))
+    assert (plan.outcome, len(left)) == (outcome, 0)
+    assert abs(len(plan.positions) - num_kept) < 40
+    assert [each.divergence for each in plan.tried] == found
+    assert seen == sorted(seen)
+    assert plan.is_whole or seen[-1] == len(plan.positions)
+    request = request_of("a", num_prompt_tokens=900)
+    apply(request, plan, known)
+    report = request.customized_info["spec_stack"][0]
+    assert (report["divergence"], len(report["tried_rates"])) == (found[-1], len(found))
+    assert report["tried_rates"][0] == {"keep_rate": 0.1, "divergence": found[0]}
+    # Its repetition is neither scored nor checked.
+    again = decide(prompt, known)
+    assert isinstance(again, Decision)
+    assert (again.positions, again.tried) == (plan.positions, plan.tried)
+
+
+@pytest.mark.parametrize("changed", [math.nan, math.inf])
+def test_what_is_no_number_keeps_the_prompt_whole_and_reports_travel_as_json(changed: float) -> None:
+    known, prompt = _known(), _prompt(900, keep_rate=0.1, max_divergence=0.1)
+    needs = decide(prompt, known)
+    assert isinstance(needs, UnscoredPrompt)
+
+    def check(positions: Sequence[int]) -> Parts[float]:
+        yield
+        return changed
+
+    plan = run(decide_in_parts(needs, torch.rand(900), 900, known, check))
+    assert plan.outcome == "answer_changed"
+    request = request_of("a", num_prompt_tokens=900)
+    apply(request, plan, known)
+    report = request.customized_info["spec_stack"][0]
+    assert report["divergence"] is None
+    json.dumps([report, ServerConfig(PrefillConfig(max_divergence=math.inf)).as_json()], allow_nan=False)
+
+
+def test_a_rule_without_a_draft_waits_for_the_drafts_check() -> None:
+    assert isinstance(decide(_prompt(900, scorer="bm25", max_divergence=0.1), _known()), UnscoredPrompt)
 
 
 @pytest.mark.parametrize(("follow_up", "recalls"), [("recall", True), ("freeze", False), ("afresh", False)])

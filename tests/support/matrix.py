@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
-from spec_stack.decode.propose import propose
+from spec_stack.decode.proposer import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.decode.propose import propose
+from spec_stack.decode.proposer import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.attention import CapturedAttention

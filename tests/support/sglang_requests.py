@@ -32,6 +32,7 @@ def request_of(rid: str, options: RequestOptions | None = None, num_prompt_token
         origin_input_ids=[0] * num_prompt_tokens,
         output_ids=[1],
         customized_info=None,
+        logprob_start_len=-1,
         is_retracted=False,
         finished=lambda: False,
         sampling_params=asked(),

@@ -17,7 +17,7 @@ import torch
 
 from spec_stack.controller.base import Policy, StepRecord
 from spec_stack.controller.ngram import NgramPolicy
-from spec_stack.decode import propose
+from spec_stack.decode import proposer as drafting
 from spec_stack.decode.clock import Clock
 from spec_stack.decode.loop import decode
 from spec_stack.decode.proposer import DecodeRequest, Proposer
@@ -207,12 +207,12 @@ class Run:
 @contextmanager
 def recorded_rows() -> Iterator[None]:
     """Inside the block a draft's rows are what they would be summed up as."""
-    measured = propose.entropy_and_confidence
-    propose.entropy_and_confidence = lambda row: row  # type: ignore[assignment, return-value]
+    measured = drafting.entropy_and_confidence
+    drafting.entropy_and_confidence = lambda row: row  # type: ignore[assignment, return-value]
     try:
         yield
     finally:
-        propose.entropy_and_confidence = measured
+        drafting.entropy_and_confidence = measured
 
 
 def run_text(text: Text, policy: Policy, proposer: str, gate: NgramPolicy, costs: Costs) -> Run:

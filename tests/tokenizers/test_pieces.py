@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.tokenizers.vocabulary import Pieces
 from tests.support.models import byte_fallback_tokenizer, make_tokenizer
 
 

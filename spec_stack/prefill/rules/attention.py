@@ -17,6 +17,6 @@ class ByAttention(SelectionRule):
     """
 
     def score(self, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
-        worth = segments.worth(inputs.token_importance(config), config)
-        inputs.note_part("attention", worth)
-        return raise_named(worth, inputs, segments) if config.queries_from_prompt else worth
+        scores = segments.mean_importance(inputs.token_importance(config), config)
+        inputs.note_part("attention", scores)
+        return raise_named(scores, inputs, segments) if config.queries_from_prompt else scores

@@ -1,0 +1,87 @@
+"""Audits of a server's pruned requests (`serve.audits`), answered again inside the server. No SGLang import."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from contextvars import Context
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from spec_stack.serve.audits import MAX_TOKENS, Audit, Audits, Words, words_in
+from spec_stack.serve.config import HttpConfig
+from spec_stack.sglang.request import KEY
+
+_NAME = f"{KEY} audit"
+_ROUTE = "all"
+_LOWEST = 1 << 30
+
+
+class ServerAudits:
+    """Audits in the process that reads requests. manager: SGLang's TokenizerManager. rate: share of pruned requests."""
+
+    def __init__(self, manager: Any, rate: float) -> None:
+        self._manager = manager
+        self._audits = Audits(HttpConfig(audit_rate=rate), {"namespace": KEY})
+        self._running: asyncio.Task[None] | None = None
+
+    def client_waits(self) -> AbstractContextManager[None]:
+        """In this block a client waits: a running audit ends, and none begins."""
+        return self._audits.client_waits()
+
+    def offer(self, asked: Any, report: Mapping[str, Any]) -> None:
+        """Audit a finished request later, by chance, if it is a pruned one. asked: SGLang's GenerateReqInput."""
+        if not report["sparse_prefill"] or asked.rid.startswith(_NAME):
+            return
+        if self._running is None:
+            # Without the context of the request that runs SGLang's loop now.
+            self._running = asyncio.get_running_loop().create_task(self._run(), context=Context())
+        self._audits.offer(Audit(_ROUTE, partial(self._answers, asked, report["num_kept_tokens"])))
+
+    async def _run(self) -> None:
+        async with self._audits.running():
+            await asyncio.Event().wait()
+
+    async def _answers(self, asked: Any, num_kept: int) -> tuple[Words, Words] | None:
+        """Of the whole and of the pruned prompt; None where it is not pruned as it was."""
+        custom = (asked.sampling_params or {}).get("custom_params") or {}
+        pruned = await self._answer(asked, custom, asked.extra_key)
+        if pruned["meta_info"][KEY]["num_kept_tokens"] != num_kept:
+            return None
+        # Apart from clients' prefixes, of which a dense one would change how they are pruned.
+        apart = f"{asked.extra_key or ''} {_NAME}"
+        whole = await self._answer(asked, {**custom, KEY: {"sparse_prefill": "off"}}, apart)
+        return _words(whole), _words(pruned)
+
+    async def _answer(self, asked: Any, custom: Mapping[str, Any], extra_key: str | None) -> dict[str, Any]:
+        """A short greedy answer. Raises ValueError for none."""
+        sampling, args = dict(asked.sampling_params or {}), self._manager.server_args
+        most = min(sampling.get("max_new_tokens") or MAX_TOKENS, MAX_TOKENS)
+        changed = {"temperature": 0, "n": 1, "max_new_tokens": most, "custom_params": custom}
+        priority = _LOWEST if args.schedule_low_priority_values_first else -_LOWEST
+        again = type(asked)(
+            text=asked.text,
+            input_ids=asked.input_ids,
+            sampling_params={**sampling, **changed},
+            rid=f"{_NAME} {uuid4().hex}",
+            extra_key=extra_key,
+            cache_salt=asked.cache_salt,
+            priority=priority if args.enable_priority_scheduling else None,
+            log_metrics=False,
+        )
+        try:
+            answers = [answer async for answer in self._manager.generate_request(again)]
+        except asyncio.CancelledError:
+            self._manager.abort_request(again.rid)
+            raise
+        (answer,) = answers
+        if answer["meta_info"]["finish_reason"]["type"] == "abort":
+            raise ValueError("the answer was aborted")
+        return dict(answer)
+
+
+def _words(answer: Mapping[str, Any]) -> Words:
+    """Of its text, or its tokens where the server has no tokenizer."""
+    return words_in([answer["text"]] if "text" in answer else map(str, answer["output_ids"]))

@@ -1,0 +1,110 @@
+"""Audits inside a server: both answers are asked for when no client waits, and a client that comes ends one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from spec_stack.serve.audits import MAX_TOKENS
+from spec_stack.sglang.audits import ServerAudits
+from tests.support.sglang_requests import REPORT
+
+
+@dataclass
+class Asked:
+    """SGLang's GenerateReqInput."""
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    sampling_params: dict[str, Any] | None = None
+    rid: str = "a client's"
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    log_metrics: bool = True
+
+
+@dataclass
+class Manager:
+    """SGLang's TokenizerManager. says: the answers to whole and pruned prompts; it may answer while it `may`."""
+
+    says: tuple[str, str] = ("It is 42.", "It is 42.")
+    asked: list[Asked] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    may: asyncio.Event = field(default_factory=asyncio.Event)
+    server_args: Any = field(
+        default_factory=lambda: SimpleNamespace(
+            enable_priority_scheduling=True, schedule_low_priority_values_first=False
+        )
+    )
+
+    async def generate_request(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
+        self.asked.append(asked)
+        await self.may.wait()
+        is_whole = (asked.sampling_params or {})["custom_params"]["spec_stack"] == {"sparse_prefill": "off"}
+        kept = REPORT["num_prompt_tokens" if is_whole else "num_kept_tokens"]
+        info = {"spec_stack": {**REPORT, "num_kept_tokens": kept}, "finish_reason": {"type": "stop"}}
+        yield {"text": self.says[not is_whole], "meta_info": info}
+
+    def abort_request(self, rid: str) -> None:
+        self.aborted.append(rid)
+
+
+def _counted(outcome: str) -> float:
+    return REGISTRY.get_sample_value("spec_stack_audits_total", {"route": "all", "outcome": outcome}) or 0.0
+
+
+async def _until(counts: Any) -> None:
+    async with asyncio.timeout(60):
+        while not counts():
+            await asyncio.sleep(0.01)
+
+
+async def _audit(audits: ServerAudits, manager: Manager) -> None:
+    custom = {"spec_stack": {"keep_rate": 0.3}, "mine": 1}
+    sampling = {"temperature": 0.7, "n": 3, "max_new_tokens": 2000, "custom_params": custom}
+    client = Asked(input_ids=[5, 6], sampling_params=sampling, extra_key="tenant", cache_salt="salt")
+
+    # Dense replies, and the audits' own, are not audited.
+    audits.offer(client, {**REPORT, "sparse_prefill": False})
+    audits.offer(Asked(rid="spec_stack audit 1"), REPORT)
+    with audits.client_waits():
+        audits.offer(client, REPORT)
+        await asyncio.sleep(0.7)
+        assert manager.asked == []
+    await _until(lambda: manager.asked)
+    with audits.client_waits():
+        await _until(lambda: manager.aborted)
+    assert manager.aborted == [manager.asked[0].rid]
+    manager.may.set()
+    await _until(lambda: _counted("agreed") == 1)
+    pruned, whole = manager.asked[-2:]
+    assert len(manager.asked) == 3
+    assert (pruned.extra_key, whole.extra_key) == ("tenant", "tenant spec_stack audit")
+    for each, own in ((pruned, custom), (whole, {**custom, "spec_stack": {"sparse_prefill": "off"}})):
+        changed = {"temperature": 0, "n": 1, "max_new_tokens": MAX_TOKENS, "custom_params": own}
+        assert each.sampling_params == {**sampling, **changed}
+        assert (each.input_ids, each.cache_salt, each.log_metrics) == ([5, 6], "salt", False)
+        assert (each.priority or 0) < -(10**6)
+
+    manager.says = ("It is 42.", "It is 17.")
+    audits.offer(client, REPORT)
+    await _until(lambda: _counted("lost") == 1)
+    # Pruned otherwise than the client's, it tells nothing of it.
+    audits.offer(client, {**REPORT, "num_kept_tokens": 3})
+    await _until(lambda: len(manager.asked) == 6)
+    await asyncio.sleep(0.05)
+    assert (_counted("lost"), _counted("agreed"), _counted("failed")) == (1, 1, 0)
+
+
+def test_a_pruned_reply_is_answered_again_from_both_prompts_while_no_client_waits() -> None:
+    async def run() -> None:
+        manager = Manager()
+        await _audit(ServerAudits(manager, 1.0), manager)
+
+    asyncio.run(run())
