@@ -18,15 +18,15 @@ def lower_bound(num: int, n: int, level: float = 0.95) -> float:
     return 0.0 if num <= 0 else _root(lambda share: _at_most(num - 1, n, share) - level)
 
 
-def num_needed(share: float, level: float = 0.95) -> int:
+def num_needed(share: float) -> int:
     """How many cases without a loss bound the share of losses by `share`."""
     n = 1
-    while upper_bound(0, n, level) > share:
+    while upper_bound(0, n) > share:
         n = n * 2
     low, high = n // 2, n
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if upper_bound(0, middle, level) <= share else (middle, high)
+        low, high = (low, middle) if upper_bound(0, middle) <= share else (middle, high)
     return high
 
 

@@ -19,7 +19,6 @@ from spec_stack.bench.leaderboard import ALL, ORACLE, Leaderboard, Line, with_al
 from spec_stack.bench.oracles import best_fixed, oracle
 from spec_stack.bench.replay import Costs, ReplayText, Score, fit_costs, merge_runs, replay
 from spec_stack.bench.training import as_network, make_estimator, step_examples
-from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import Policy, StepRecord
 from spec_stack.controller.registry import POLICIES, make_policy
 from spec_stack.controller.simple import Confidence
@@ -110,7 +109,6 @@ def replay_policies(
     policies: Mapping[str, Maker] | None = None,
     *,
     num_folds: int = 5,
-    max_gamma: int = MAX_GAMMA,
     experienced: bool = True,
     costs: Mapping[str, Costs] | None = None,
     seed: int = 0,
@@ -127,8 +125,6 @@ def replay_policies(
         the oracle are added.
     num_folds : int
         Parts that the prompts are split into, at most one a prompt.
-    max_gamma : int
-        Most tokens in a step.
     experienced : bool
         Whether policies run over the training prompts first. False starts them anew in each fold.
     costs : mapping of str to Costs, optional
@@ -170,11 +166,11 @@ def replay_policies(
             for name, make in makers.items():
                 policy = make()
                 for text in fold.train if experienced else ():
-                    replay(text, policy, fold.costs, max_gamma=max_gamma)
+                    replay(text, policy, fold.costs)
                 for text in fold.tests:
-                    scores[precision][name][text.prompt] = replay(text, policy, fold.costs, max_gamma=max_gamma)
+                    scores[precision][name][text.prompt] = replay(text, policy, fold.costs)
             for text in fold.tests:
-                scores[precision][ORACLE][text.prompt] = oracle(text, fold.costs, max_gamma=max_gamma)
+                scores[precision][ORACLE][text.prompt] = oracle(text, fold.costs)
     task_of = {text.prompt: text.task for text in merged.texts}
     lines = [line for precision, own in scores.items() for line in _lines(precision, own, task_of, seed)]
     agreement = f"{merged.num_unanimous / max(merged.num_shared, 1):.1%} of positions agree between runs"

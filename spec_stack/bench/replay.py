@@ -246,18 +246,17 @@ class Score:
         return len(self.gammas)
 
 
-def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1) -> Score:
+def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = MAX_GAMMA) -> Score:
     """Run a policy over one text, with these costs for its clock. The policy is mutated: it learns as it would live.
 
-    max_gamma: most tokens in a step. reserve: tokens of the request kept for the target's own; 0 lets the last step
-    overshoot the end, as the SpecKV authors' loop does.
+    max_gamma: most tokens in a step.
     """
     position, step = text.start, 0
     last: StepRecord | None = None
     gammas: list[int] = []
     seconds = 0.0
     while position < text.end:
-        room = min(max_gamma, text.end - position - reserve)
+        room = min(max_gamma, text.end - position - 1)
         context = StepContext(step, room, last, text.precision, text.task)
         run_length = text.run_length(position, room)
         signals = DraftSignals()

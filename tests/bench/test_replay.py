@@ -32,11 +32,11 @@ def text_of(correct: list[bool]) -> ReplayText:
 
 
 @settings(max_examples=60, deadline=None)
-@given(correct=st.lists(st.booleans(), min_size=1, max_size=40), gamma=st.integers(0, 9), reserve=st.integers(0, 1))
-def test_replaying_a_fixed_gamma_takes_the_steps_decoding_would(correct: list[bool], gamma: int, reserve: int) -> None:
+@given(correct=st.lists(st.booleans(), min_size=1, max_size=40), gamma=st.integers(0, 9))
+def test_replaying_a_fixed_gamma_takes_the_steps_decoding_would(correct: list[bool], gamma: int) -> None:
     text = text_of(correct)
-    expected = fixed_gamma_steps(correct, 0, len(correct), gamma, reserve)
-    score = replay(text, make_policy("fixed", gamma=gamma), COSTS, reserve=reserve)
+    expected = fixed_gamma_steps(correct, 0, len(correct), gamma, 1)
+    score = replay(text, make_policy("fixed", gamma=gamma), COSTS)
     assert score.gammas == [drafted for drafted, _ in expected]
     assert score.num_tokens == sum(accepted + 1 for _, accepted in expected)
     assert score.seconds == pytest.approx(sum(0.03 + 0.01 * drafted for drafted, _ in expected))

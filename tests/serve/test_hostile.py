@@ -1,4 +1,5 @@
-"""A server in a process of its own, beset by a hundred hostile bodies and then told to end."""
+"""A server in a process of its own, with a selection rule and a policy of the user's own module, beset by a hundred
+hostile bodies and then told to end."""
 
 from __future__ import annotations
 
@@ -28,6 +29,33 @@ pytestmark = pytest.mark.slow
 logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 SHUTDOWN_S, START_S = 1.0, 900.0
+
+
+# Both say so where they were asked.
+PLUGIN = """
+from pathlib import Path
+
+from spec_stack.controller.simple import Ema
+from spec_stack.controller.registry import POLICIES
+from spec_stack.prefill.registry import SCORERS
+from spec_stack.prefill.rules.attention import ByAttention
+
+
+class Noted(ByAttention):
+    def score(self, evidence, units, config):
+        Path(__file__).with_name("asked").write_text(str(config.keep_rate))
+        return super().score(evidence, units, config)
+
+
+class ProgressListener(Ema):
+    def choose(self, context):
+        Path(__file__).with_name("chose").touch()
+        return super().choose(context)
+
+
+SCORERS["noted"], POLICIES["watched"] = Noted, ProgressListener
+"""
+OPTIONS = ("--scorer", "noted", "--keep-rate", "0.35", "--min-prompt-tokens", "100", "--policy", "watched")
 
 
 class Process:
@@ -83,11 +111,33 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Process]:
-    process = Process()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the user's module, of what it notes, and of the server's lines."""
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Process]:
+    (folder / "noted_things.py").write_text(PLUGIN, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=":")
+        patch.setenv("SPEC_STACK_PLUGINS", "noted_things")
+        process = Process(*OPTIONS, "--device", "cpu", "--precision", "fp32", log=folder / "said")
     yield process
     process.process.kill()
     process.process.wait()
+
+
+def test_what_a_request_does_not_name_is_as_the_server_was_started(server: Process, folder: Path) -> None:
+    said = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(60))
+    body = chat(messages=[{"role": "user", "content": said + "What does step_17 add?"}], max_tokens=4)[1]
+    status, answer, _ = server.post(body, "mine")
+    assert status == 200, answer
+    assert (folder / "asked").read_text(encoding="utf-8") == "0.35"
+    assert (folder / "chose").exists()
+    pair = "the embedded target (fp32) with the embedded draft (fp32) on cpu"
+    pruning = "of prompts of 100 tokens and more a share of 0.35 is kept, which is lossy"
+    assert f" INFO spec-stack: {pair}; {pruning}\n" in (folder / "said").read_text(encoding="utf-8")
 
 
 def chats(server: Process, until: threading.Event, num_least: int) -> list[float]:
