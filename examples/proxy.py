@@ -1,7 +1,4 @@
-"""`spec-stack proxy` before a server, here that of `spec-stack serve`, and an unmodified OpenAI client. Runs offline.
-
-pip install openai; python examples/proxy.py
-"""
+"""`spec-stack proxy` before `spec-stack serve`, and an unmodified OpenAI client. Runs offline (pip install openai)."""
 
 import threading
 import time
@@ -28,8 +25,9 @@ def main() -> None:
     proxy, url = start(build_app(Pruner.from_pretrained(), ProxyConfig(upstream_url, deadline_s=60)))
     client = OpenAI(base_url=f"{url}/v1", api_key="anything")
     rooms = "".join(f"The code of room {at} is {4 * at}.\n" for at in range(300))
-    messages = [{"role": "user", "content": f"{rooms}Bruno lives in Vienna. Where does Bruno live?"}]
-    raw = client.chat.completions.with_raw_response.create(model="spec-stack", messages=messages, max_tokens=16)
+    chat = [{"role": "user", "content": f"{rooms}Bruno lives in Vienna. Where does Bruno live?"}]
+    ask = client.chat.completions.with_raw_response.create
+    raw = ask(model="spec-stack", messages=chat, max_tokens=16, temperature=0)
     print(raw.headers["x-spec-stack-prompt-tokens"], "tokens,", raw.headers["x-spec-stack-kept-tokens"], "kept")
     print(raw.parse().choices[0].message.content)
     proxy.should_exit = upstream.should_exit = True

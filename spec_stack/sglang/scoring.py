@@ -94,7 +94,8 @@ class LeasedDraft:
 
     def look_ahead(self, token_ids: Sequence[int], most: int) -> Parts[Proposal]:
         """Draft greedily behind the prompt."""
-        return (yield from DraftAnswer.drafted(self, token_ids, most, self._end_ids)).proposal()
+        answer = yield from DraftAnswer.drafted(self, token_ids, most, self._end_ids)
+        return Proposal(answer.token_ids)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ def _checked(server: Server, prompt: Sequence[int], max_divergence: float, num_t
     return server.generate(prompt, num_tokens, **options)
 
 
-@pytest.mark.parametrize(("num_tokens", "seed"), [(420, 201), (600, 202), (900, 203)])
+@pytest.mark.parametrize(
+    ("num_tokens", "seed"), [(420, 201), (600, 202), pytest.param(900, 203, marks=pytest.mark.nightly)]
+)
 def test_the_divergence_and_the_kept_rate_are_pythons(
     server: Server, reference: Reference, num_tokens: int, seed: int
 ) -> None:
