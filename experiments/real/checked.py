@@ -51,7 +51,7 @@ from spec_stack.prefill.selection import select
 from spec_stack.types import Proposal
 
 ARM = "checked"
-SEED, DRAFTED, ANSWERED = 65, 16, 20
+SEED, DRAFTED, ANSWERED = 65, 32, 32
 SURE = 0.05
 _SUMMARIES = (
     ("qmsum", "{document}\n\nSummarize the whole meeting above in a few sentences."),

@@ -50,7 +50,7 @@ def _by_confidence(told: Row) -> float:
 
 
 SIGNALS: dict[str, Callable[[Row], float]] = {
-    **{f"KL, first {length}": _mean("kl", length) for length in (1, 2, 4, 8, 16)},
+    **{f"KL, first {length}": _mean("kl", length) for length in (1, 2, 4, 8, 16, 32)},
     "KL, largest": lambda told: max(told["signals"]["kl"]),
     "KL by confidence": _by_confidence,
     "KL at temperature 2": _mean("kl_hot"),
@@ -142,7 +142,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         if not own:
             continue
         rules = {f"always {rate}": _rule(own, lambda row, rate=rate: (rate, [])) for rate in RATES}  # type: ignore[misc]
-        for length in (8, 16):
+        for length in (8, 16, 32):
             signal = SIGNALS[f"KL, first {length}"]
             rules |= {
                 f"{length} tokens, {threshold}": _rule(own, lambda row, t=threshold, s=signal: ladder(row, t, s))  # type: ignore[misc]
