@@ -139,8 +139,9 @@ def over_queries(attention: torch.Tensor, segments: Sequence[Segment], weights: 
     """Reduce attention (..., n, num_prompt_tokens) over its queries: (..., num_prompt_tokens).
 
     Without segments the mean, as in the paper. With segments the maximum over queries of attention times the segment's
-    weight. A segment's queries do not score the segment itself. Segments with weight 1, the question, get the mean of
-    the largest scores; if there are several, the largest scores of all of them are alike.
+    weight, less the background: the mean over queries, by how little their segments weigh (experiments/LOG.md, "The
+    background, again"). A segment's queries do not score the segment itself. Segments with weight 1, the question, get
+    the mean of the largest scores; if there are several, the largest scores of all of them are alike.
     """
     if not segments:
         return attention.mean(dim=-2)
@@ -154,10 +155,21 @@ def over_queries(attention: torch.Tensor, segments: Sequence[Segment], weights: 
         largest = own[..., at, :].topk(min(sizes), dim=-1).values.mean(dim=-1, keepdim=True)
         own[..., at, :] *= largest.amax(dim=-2, keepdim=True) / largest.clamp(min=torch.finfo(own.dtype).tiny)
     importance = own.mul_(to_device(torch.tensor(weights), attention.device)[:, None]).amax(dim=-2)
+    importance = importance.sub_(_background(attention, segments, weights)).clamp_(min=0)
     best = [importance.topk(size, dim=-1).values.mean(dim=-1, keepdim=True) for size in sizes]
     for (start, stop), mean in zip(questions, best, strict=True):
         importance[..., start:stop] = mean
     return importance
+
+
+def _background(attention: torch.Tensor, segments: Sequence[Segment], weights: Sequence[float]) -> torch.Tensor:
+    """Mean attention (..., num_prompt_tokens) of the segments' queries, each counting 1 less its segment's weight."""
+    shares = [0.0] * attention.shape[-2]
+    for segment, weight in zip(segments, weights, strict=True):
+        start, stop = segment.rows
+        shares[start:stop] = [1 - weight] * (stop - start)
+    means = torch.tensor(shares) / max(sum(shares), 1.0)
+    return torch.matmul(to_device(means, attention.device), attention)
 
 
 def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_place: int = 1) -> torch.Tensor:

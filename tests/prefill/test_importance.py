@@ -185,6 +185,18 @@ def test_several_questions_share_the_largest_attention(sharp: float) -> None:
     segments = [Segment((at, at + 1), (50 + 2 * at, 52 + 2 * at)) for at in range(3)]
     found = over_queries(attention, segments, [1.0, 1.0, 0.5])
     most = max(sharp, 0.1)
-    assert found[[3, 7, 11]].tolist() == pytest.approx([most, most, 0.2])
-    alone = over_queries(attention, segments, [1.0, 0.5, 0.5])
-    assert alone[[3, 7, 11]].tolist() == pytest.approx([sharp, 0.05, 0.2])
+    assert found[[3, 7]].tolist() == pytest.approx([most, most])
+    alone = over_queries(attention, segments, [1.0, 0.75, 0.5])
+    assert alone[[3, 7]].tolist() == pytest.approx([sharp, 0.75 * 0.1 - 0.25 * 0.1])
+
+
+def test_what_every_segment_attends_to_is_background() -> None:
+    attention = torch.zeros(6, 60)
+    attention[:, 9], attention[:2, 3], attention[2:, 7] = 0.3, 0.2, 0.5
+    segments = [Segment((2 * at, 2 * at + 2), (50 + 2 * at, 52 + 2 * at)) for at in range(3)]
+    found = over_queries(attention, segments, [1.0, 0.1, 0.1])
+    # The mean of the queries that hardly ask is taken off; nothing is below 0, and the question has its largest scores.
+    assert found[[3, 7, 9]].tolist() == pytest.approx([0.2, 0, 0], abs=1e-7)
+    assert found[50:52].tolist() == pytest.approx([0.1, 0.1])
+    alone = over_queries(attention, segments[:1], [1.0])
+    assert alone[[3, 9]].tolist() == pytest.approx([0.2, 0.3])

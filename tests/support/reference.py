@@ -87,6 +87,7 @@ def question_importance(
     prefill: Hides | None = None,
     not_asking: float = 0.5,
     question_mark: float = 5,
+    background: float = 1,
 ) -> np.ndarray:
     """Importance by the queries of segments, by loops over the attention matrices of one eager forward over the prompt
     with the repeated segments behind it.
@@ -144,6 +145,9 @@ def question_importance(
         for at in questions[: len(questions) * (len(questions) > 1)]:
             by_segment[at] = by_segment[at] * (max(sharpest.values()) / max(sharpest[at], 1e-30))
         best = np.max([weight * own for weight, own in zip(weights, by_segment, strict=True)], axis=0)
+        shares = [(1 - weight, query) for weight, own in zip(weights, queries, strict=True) for query in own]
+        rest = sum((share * rows(query) for share, query in shares), np.zeros(size))
+        best = np.maximum(best - background * rest / max(sum(share for share, _ in shares), 1), 0)
         kept = best.copy()
         for (start, stop), weight in zip(spans, weights, strict=True):
             if weight >= 1:
