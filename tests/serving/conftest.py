@@ -52,7 +52,8 @@ BY_CHUNKS = {
 ARGUMENTS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--mem-fraction-static", "0.3", "--disable-cuda-graph", "--skip-server-warmup"),
+    # What others take of the memory while a server loads counts as its weights, and over this share it ends.
+    *("--mem-fraction-static", "0.9", "--disable-cuda-graph", "--skip-server-warmup"),
     # An idle scheduler spins otherwise, and tests beside it need the cores.
     "--sleep-on-idle",
 )
