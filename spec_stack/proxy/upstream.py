@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.config import LOOPBACK
+from spec_stack.serve.http import REPORT_HEADERS
 from spec_stack.serve.logs import ID_HEADER, request_id
 from spec_stack.serve.protocol import BadRequestError
 
@@ -35,6 +36,8 @@ _NOT_FORWARDED = {
     *(*_HOP_BY_HOP, b"host", b"content-length", b"expect"),
     *(KEEP_RATE_HEADER.encode(), b"x-spec-stack-route", ID_HEADER.encode()),
 }
+# An upstream that prunes as well, such as `spec-stack serve`, reports about another prompt.
+_NOT_PASSED_ON = {*_HOP_BY_HOP, *(name.encode() for name in REPORT_HEADERS)}
 _CONNECT_S = 10.0
 # Shorter than servers keep idle connections, so that none is closed while a request is sent.
 _IDLE_S = 2.0
@@ -115,7 +118,7 @@ class UpstreamResponse(StreamingResponse):
 
     def __init__(self, upstream: httpcore2.Response, added: Mapping[str, str]) -> None:
         super().__init__(upstream.aiter_stream(), upstream.status)
-        self.raw_headers = _end_to_end(upstream.headers, _HOP_BY_HOP)
+        self.raw_headers = _end_to_end(upstream.headers, _NOT_PASSED_ON)
         self.headers.update(added)
         self._upstream = upstream
 

@@ -28,6 +28,7 @@ Result = TypeVar("Result")
 # Lists the request fields that the server ignored.
 IGNORED_HEADER = "x-spec-stack-ignored"
 _COUNTED = [f"x-spec-stack-{part}-tokens" for part in ("prompt", "kept", "recalled")]
+REPORT_HEADERS = (REASON_HEADER, *_COUNTED)
 _MAX_HEADER = 300
 _MAX_DISCARDED_BYTES = 256 << 20
 # zlib's window sizes for the formats of RFC 1952 and 1950.
@@ -66,7 +67,7 @@ def new_app(
             allow_origins=list(cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=[IGNORED_HEADER, REASON_HEADER, ID_HEADER, *_COUNTED],
+            expose_headers=[IGNORED_HEADER, ID_HEADER, *REPORT_HEADERS],
         )
     app.add_middleware(RequestLog, waits=waits)
 

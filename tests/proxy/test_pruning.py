@@ -79,6 +79,16 @@ def test_a_short_prompt_and_every_other_path_pass_as_they_are(start: Start, upst
         assert reason(response).startswith("off: only POST")
 
 
+def test_an_upstream_that_prunes_too_does_not_report_in_the_proxys_place(start: Start, upstream: FakeUpstream) -> None:
+    url = start().url
+    pruned = post(url, CHAT, {"messages": LONG}, **{"x-behave": "prune"})
+    whole = post(url, CHAT, {"messages": [{"role": "user", "content": "Hi"}]}, **{"x-behave": "prune"})
+    assert reason(pruned).startswith("on: the prompt has")
+    assert int(pruned.headers["x-spec-stack-kept-tokens"]) > 7
+    assert reason(whole) == "off: the prompt is shorter than min_prompt_tokens=400"
+    assert "x-spec-stack-kept-tokens" not in whole.headers
+
+
 def test_completions_are_pruned_if_they_are_one_text(pruner: Pruner, start: Start, upstream: FakeUpstream) -> None:
     url, text = start().url, f"{CODE}\n{QUESTION}"
     shorter = pruner.prune(text).messages

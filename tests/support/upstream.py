@@ -115,6 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
     def behave_cookies(self) -> None:
         self.send(200, b"{}", {"Set-Cookie": "a=1", "set-cookie": "b=2", "Connection": "x-hop", "x-hop": "1"})
 
+    def behave_prune(self) -> None:
+        self.send(200, b"{}", {"x-spec-stack-reason": "on: mine", "X-Spec-Stack-Kept-Tokens": "7"})
+
     def behave_gzip(self) -> None:
         # Bytes that are not gzip at all: nobody on the way may decode them.
         self.send(200, b"not really", {"Content-Encoding": "gzip"})
