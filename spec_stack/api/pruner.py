@@ -371,7 +371,8 @@ class PrunerConversation:
         whole = _whole(prompt, {*turn.held.positions, *selection.positions}, marker)
         token_ids = self._written(prompt, whole, _kept_texts(prompt, whole, marker))
         reader = self._pair.new_draft_cache(self._config.prefill_chunk)
-        return answer.divergence(reader, token_ids, range(len(token_ids)), len(token_ids))
+        part = yield from answer.under(reader, token_ids, range(len(token_ids)), len(token_ids))
+        return answer.divergence(part)
 
     def _written(self, prompt: _Prompt, whole: set[int], texts: Sequence[tuple[KeptText, str]]) -> Sequence[int]:
         """The tokens of a pruned prompt, with its markers."""

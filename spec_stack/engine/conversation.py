@@ -11,6 +11,7 @@ import torch
 
 from spec_stack.config import SessionConfig
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
+from spec_stack.decode.proposer import proposal_of
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
@@ -158,7 +159,7 @@ class Turn:
             if proposal.token_ids or request.sampler.shaper is not None:
                 self.draft.rollback(self.draft.next_position - len(prompt_ids))
             else:
-                proposal = answer.proposal()
+                proposal = proposal_of(answer.token_ids, answer.logprobs)
         place: RecallPlace = "in_text" if self._pair.positions == "contiguous" else "last"
         plan = plan_scored(needs, inputs, prefill, self._config, place, check)
         selection = plan.selection
@@ -178,7 +179,8 @@ class Turn:
         positions = sorted([*self.held.positions[: selection.num_held], *selection.positions])
         token_ids = [request.prompt_ids[position] for position in positions]
         self._reader = self._pair.new_draft_cache(request.prefill.prefill_chunk, self._pair.positions)
-        return answer.divergence(self._reader, token_ids, positions, len(request.prompt_ids))
+        part = yield from answer.under(self._reader, token_ids, positions, len(request.prompt_ids))
+        return answer.divergence(part)
 
     def draft_for_dense(self) -> DraftModel | SlottedDraft:
         """The draft of a dense request: over chosen slots of a long prompt, if its cache can drop slots, else over all

@@ -12,13 +12,11 @@ from typing import Protocol
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.controller.base import DraftSignals
 from spec_stack.prefill.attention import Parts
-from spec_stack.types import Proposal, Selection, SteppableModel, TriedRate
+from spec_stack.types import Selection, SteppableModel, TriedRate
 
 Check = Callable[[Selection], Parts[float]]
 """Gives, in parts, the divergence in nats a token under what a selection leaves."""
-_BITS_PER_NAT = 1.4426950408889634
 # Steps of the draft in one part: on a scheduler, without graphs, they may take as long as a chunk of a prompt.
 _STEPS_PER_PART = 4
 
@@ -88,24 +86,9 @@ class DraftAnswer:
         yield
         return part.float().log_softmax(-1)
 
-    def divergence(
-        self,
-        reader: Reader,
-        token_ids: Sequence[int],
-        positions: Sequence[int],
-        end: int,
-        most_of_a_part: Callable[[], int] | None = None,
-    ) -> Parts[float]:
-        """Mean divergence of the answer's tokens, whole from part, in nats; NaN where logits are. As `under`."""
-        part = yield from self.under(reader, token_ids, positions, end, most_of_a_part)
+    def divergence(self, part: torch.Tensor) -> float:
+        """Mean divergence of the answer's tokens from `under` (n, vocab), in nats; NaN where logits are."""
         return mean_divergence(self.logprobs, part)
-
-    def proposal(self) -> Proposal:
-        """The answer as a proposal for the target."""
-        signals = DraftSignals()
-        for row in self.logprobs:
-            signals.append(float(torch.special.entr(row.exp()).sum()) * _BITS_PER_NAT, float(row.max().exp()))
-        return Proposal(list(self.token_ids), signals=signals)
 
 
 def mean_divergence(whole: torch.Tensor, part: torch.Tensor) -> float:

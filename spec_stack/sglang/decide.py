@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,14 @@ _NO_TURN = "no chat turn was found in the prompt, so nothing but special tokens 
 _MOST_DECISIONS = 16
 
 OUTCOMES = (
-    *("pruned", "disabled", "unsupported", "cached", "nothing_to_prune", "answer_changed", "draft_pool_full", "failed"),
+    "pruned",
+    "disabled",
+    "unsupported",
+    "cached",
+    "nothing_to_prune",
+    "answer_changed",
+    "draft_pool_full",
+    "failed",
 )
 """Outcomes of a prompt, for counting. disabled: by the request or its length; nothing_to_prune: all was selected;
 answer_changed: the draft's, at every keep rate that its check tried."""
@@ -341,12 +348,10 @@ def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
     if decision.tried:
         # JSON has finite numbers alone.
-        found = [each.divergence if math.isfinite(each.divergence) else None for each in decision.tried]
-        rates = [each.keep_rate for each in decision.tried]
-        report["tried_rates"] = [
-            {"keep_rate": rate, "divergence": nats} for rate, nats in zip(rates, found, strict=True)
-        ]
-        report["divergence"] = found[-1]
+        tried = [asdict(each) for each in decision.tried]
+        for each in tried:
+            each["divergence"] = each["divergence"] if math.isfinite(each["divergence"]) else None
+        report["tried_rates"], report["divergence"] = tried, tried[-1]["divergence"]
     if options.explain:
         report["kept_spans"] = tuple(union((at, at + 1) for at in _shown_positions(decision)))
     return report

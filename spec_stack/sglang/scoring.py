@@ -209,7 +209,8 @@ class DraftScorer:
             lease.extend(num_tokens - first + len(answer.token_ids))
             reader, at = LeasedDraft(self._draft, lease, prompt.end_ids), range(first, num_tokens)
             most = partial(most_of_a_part, prompt.config.prefill_chunk)
-            return (yield from answer.divergence(reader, token_ids[first:], at, num_tokens, most))
+            part = yield from answer.under(reader, token_ids[first:], at, num_tokens, most)
+            return answer.divergence(part)
         finally:
             lease.insert(0)
 
