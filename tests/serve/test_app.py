@@ -122,35 +122,6 @@ def test_a_conversation_goes_on_in_its_session_and_in_nobody_elses(embedded: Spe
     until(lambda: len(server.worker.sessions) == 2)
 
 
-def test_a_clients_answers_are_remembered_for_n_gram_lookup(embedded: SpecStackGenerator) -> None:
-    prompt = "def read_lines(path):\n"
-    encoded = EncodedPrompt(embedded.tokenizer(prompt).input_ids, [])
-    expected = embedded.generate(prompt, max_tokens=48)
-
-    def num_looked_up(store: SessionStore, clients: str) -> list[int]:
-        """Accepted tokens of lookups. A repeated question begins a session of its own."""
-        counts = []
-        for client in clients:
-            with store.lend(client, encoded) as session:
-                result = session.generate(input_ids=encoded.token_ids, max_tokens=48, proposer="ngram", gamma=4)
-            assert result.token_ids == expected.token_ids
-            counts.append(result.metrics.num_ngram_accepted)
-        return counts
-
-    alone, again, other = num_looked_up(SessionStore(embedded, 2, 1000), "aab")
-    # Proposals depend on measured seconds too, so counts of the same kind differ by a few.
-    most_alone = (max(alone, other) + again) / 2
-    assert again > max(alone, other) + 4
-
-    def remembers(store: SessionStore, clients: str) -> list[bool]:
-        return [count > most_alone for count in num_looked_up(store, clients)]
-
-    assert remembers(SessionStore(embedded, 2, 0), "aa") == [False, False]
-    # With room for two clients the one that has been silent for longest is forgotten.
-    assert remembers(SessionStore(embedded, 2, 1000), "abaca") == [False, False, True, False, True]
-    assert not remembers(SessionStore(embedded, 2, 1000), "abca")[-1]
-
-
 def test_a_session_that_fails_is_dropped_and_one_of_a_cancelled_request_is_kept(embedded: SpecStackGenerator) -> None:
     store, prompt = SessionStore(embedded, 2), EncodedPrompt([5, 6, 7], [])
     for error, num_kept in ((ClientDisconnected, 1), (ZeroDivisionError, 1)):
