@@ -514,13 +514,3 @@ def test_a_server_that_is_told_to_end_cancels_what_runs_and_ends(start: Start) -
     assert not [
         thread for thread in threading.enumerate() if thread.name == "spec-stack-serve" and server.worker.queue.is_busy
     ]
-
-
-@pytest.mark.parametrize("port", [-1, 65536, 99999999, "80", True])
-def test_a_port_that_is_none_is_refused(port: Any) -> None:
-    with pytest.raises(ValueError, match="port must be"):
-        ServeConfig(port=port)
-
-
-def test_it_listens_on_loopback_unless_told_otherwise() -> None:
-    assert ServeConfig().host == "127.0.0.1"
