@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection
+from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection, SessionConfig
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.config import DEFAULT_MAX_TOKENS
 from spec_stack.settings.options import meaning
@@ -41,6 +41,12 @@ BAD: dict[type, dict[str, Sequence[Any]]] = {
         # What fp32 cannot hold.
         "logit_bias": [{5: 1e40}],
         "repetition_penalty": (1e-44, 1e300),
+    },
+    SessionConfig: {
+        "recall": [1],
+        "recall_threshold": (-1, "4"),
+        "max_recalled_chunks": [0],
+        "recall_word_threshold": (0, "1"),
     },
     CalibrateConfig: {"lengths": ([], 2048, "2048", [0], [2048.5])},
 }
