@@ -33,10 +33,8 @@ GREEDY: dict[str, Any] = {"model": "spec-stack", "temperature": 0}
 
 
 def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
-    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    connection.request("POST", path, body, {"Content-Type": "application/json"} | headers)
-    response = connection.getresponse()
-    return response.status, json.loads(response.read())
+    response = httpx2.post(server.url + path, content=body, headers=headers, timeout=60)
+    return response.status_code, response.json()
 
 
 @pytest.mark.slow
@@ -482,9 +480,8 @@ def test_a_client_that_leaves_the_queue_is_counted(start: Start) -> None:
     leaving.close()
     until(lambda: len(server.worker.queue) == 0)
     assert server.worker.queue.is_busy
-    scraping = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    scraping.request("GET", "/metrics")
-    assert 'spec_stack_requests_total{outcome="cancelled"} 1.0' in scraping.getresponse().read().decode().splitlines()
+    metrics = httpx2.get(f"{server.url}/metrics", timeout=60).text
+    assert 'spec_stack_requests_total{outcome="cancelled"} 1.0' in metrics.splitlines()
     stream.close()
 
 
@@ -492,12 +489,9 @@ def test_health_and_metrics_tell_how_it_goes(start: Start) -> None:
     server = start()
     client = server.client()
     client.completions.create(prompt="import os\n", max_tokens=6, extra_body={"ignore_eos": True}, **GREEDY)
-    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    connection.request("GET", "/health")
-    assert json.loads(connection.getresponse().read()) == {"status": "ok"}
+    assert httpx2.get(f"{server.url}/health", timeout=60).json() == {"status": "ok"}
     until(lambda: not server.worker.queue.is_busy)
-    connection.request("GET", "/metrics")
-    lines = connection.getresponse().read().decode().splitlines()
+    lines = httpx2.get(f"{server.url}/metrics", timeout=60).text.splitlines()
     assert 'spec_stack_requests_total{outcome="ok"} 1.0' in lines
     assert "spec_stack_generated_tokens_total 6.0" in lines
     assert "spec_stack_requests_waiting 0.0" in lines
