@@ -199,8 +199,8 @@ class Endpoint:
         default = min(self._config.default_max_tokens, room)
         options = {**processed.options, "max_tokens": room if wanted == -1 else wanted or default}
         try:
-            # Only checks; work starts with the first step.
-            self._generator.stream_encoded(processed.encoded, options)
+            # Only checks; work starts with the first step. The grammar has been compiled, within limits.
+            self._generator.stream_encoded(processed.encoded, {**options, "response_format": None})
         except (ValueError, TypeError, OverflowError) as error:
             raise BadRequestError(str(error)) from error
         return options

@@ -20,6 +20,7 @@ import pytest
 
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.hf.prompt import EncodedPrompt
+from spec_stack.hf.structured import Grammars
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.fair_executor import ClientDisconnected
 from spec_stack.serve.process_pool import RequestPool
@@ -82,14 +83,26 @@ def test_samples_have_their_seeds_and_options_reach_the_generator(embedded: Spec
     assert plain.usage.completion_tokens == 8
 
 
-def test_an_answer_by_a_schema_is_the_generators(embedded: SpecStackGenerator, start: Start) -> None:
+def test_an_answer_by_a_schema_is_the_generators_and_compiled_once_in_this_process(
+    embedded: SpecStackGenerator, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
     schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}}}
     schema |= {"required": ["age"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
     expected = embedded.generate(messages=CHAT, max_tokens=24, response_format=wanted)
-    given = start().client().chat.completions.create(messages=CHAT, max_tokens=24, response_format=wanted, **GREEDY)
+    client, compiled = start().client(), Grammars.compile
+    num_compiled = []
+
+    def counted(*arguments: Any) -> Any:
+        num_compiled.append(1)
+        return compiled(*arguments)
+
+    monkeypatch.setattr(Grammars, "compile", counted)
+    given = client.chat.completions.create(messages=CHAT, max_tokens=24, response_format=wanted, **GREEDY)
     assert given.choices[0].message.content == expected.text
+    # Once more than within the limits of a worker process.
+    assert len(num_compiled) == 1
     assert set(json.loads(expected.text)) == {"age"}
 
 
