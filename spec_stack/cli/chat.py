@@ -119,7 +119,8 @@ class Chat:
     def _command(self, line: str) -> None:
         name, _, path = line.partition(" ")
         commands = {"/reset": self._reset, "/undo": self._undo}
-        path_commands = {"/file": self._add_document, "/save": self._save, "/load": self._load}
+        path_commands: dict[str, Callable[[Path], None]] = {"/save": self._save, "/load": self._load}
+        path_commands["/file"] = lambda path: self._documents.append(read_document(path))
         try:
             if name in commands:
                 commands[name]()
@@ -135,9 +136,6 @@ class Chat:
         self._begin()
         if self._documents:
             self._say(f"{len(self._documents)} documents go with the next message", dim=True)
-
-    def _add_document(self, path: Path) -> None:
-        self._documents.append(read_document(path))
 
     def _undo(self) -> None:
         """Remove the last turn; its documents go with the next message, at which the session rolls back."""

@@ -172,26 +172,18 @@ def _is_json(text: str) -> bool:
 def _serve(arguments: argparse.Namespace) -> int:
     arguments.api_keys += filter(None, [os.environ.get("SPEC_STACK_API_KEY")])
     config = config_of(ServeConfig, arguments)
-    from spec_stack.serve.app import serve
+    from spec_stack.serve.app import run
+    from spec_stack.serve.http import begin
 
-    _begin_server(config)
+    begin(config, config.port)
     generator = _load(arguments, SpecStackConfig(prefill_of(arguments), config_of(DecodeConfig, arguments)))
     pair = generator.pair
     target = f"{arguments.target or 'the embedded target'} ({pair.precision})"
     draft = f"{arguments.draft or 'the embedded draft'} ({pair.draft_precision})"
     what = describe_pruning(generator.config.prefill)
     logger.info("spec-stack: %s with %s on %s; %s", target, draft, pair.target.device, what)
-    serve(generator, config)
+    run(generator, config)
     return 0
-
-
-def _begin_server(config: ServeConfig | ProxyConfig) -> None:
-    """Log as configured from here on, and refuse an address that is taken before minutes of loading."""
-    from spec_stack.serve.http import check_address
-    from spec_stack.serve.logs import configure_logging
-
-    configure_logging(config.log_level, config.log_json)
-    check_address(config.host, config.port)
 
 
 def describe_pruning(config: PrefillConfig) -> str:
@@ -210,8 +202,9 @@ def describe_pruning(config: PrefillConfig) -> str:
 def _proxy(arguments: argparse.Namespace) -> int:
     config, prefill = config_of(ProxyConfig, arguments), prefill_of(arguments)
     from spec_stack.proxy.app import serve_proxy
+    from spec_stack.serve.http import begin
 
-    _begin_server(config)
+    begin(config, config.port)
     pruner = _load_pruner(arguments, prefill)
     draft = f"{arguments.draft or 'the embedded draft'} ({pruner.precision}) on {pruner.device}"
     logger.info("spec-stack: %s in front of %s; %s", draft, config.upstream, describe_pruning(pruner.config))
