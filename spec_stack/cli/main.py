@@ -343,9 +343,12 @@ def _explain(arguments: argparse.Namespace) -> int:
     )
     page, turns = render(explanation), explanation["turns"]
     out.write_text(page, encoding="utf-8")
-    print(f"{out}: {len(page) / 1000:.0f} kB, turns: {len(turns)}")
-    for query in (query for turn in turns for query in turn["queries"][:3]):
-        print(f"scoring query, weight {query['weight']:.2f}: {shorten(query['text'], 96, placeholder=' …')}")
+    for turn in turns:
+        print(turn["text"].strip())
+        for query in turn["queries"][:3]:
+            _tell(f"scoring query, weight {query['weight']:.2f}: {shorten(query['text'], 96, placeholder=' …')}")
+        _tell(f"{turn['metrics']['num_kept_tokens']} of {turn['metrics']['num_prompt_tokens']} prompt tokens kept")
+    _tell(f"page: {out.resolve()}")
     return 0
 
 
@@ -413,6 +416,13 @@ def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     return report.as_dict() if arguments.json else fidelity_lines(report)
 
 
+def _in_words(error: Exception) -> str:
+    """One line, also of a library's error of several, and without the number of a file's error."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": _generate,
     "chat": _chat,
@@ -451,8 +461,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except (ValueError, OSError, ImportError) as error:
         is_extra = isinstance(error, ImportError) and getattr(arguments, "command", None) in ("serve", "proxy")
-        # One line, also of a library's error of several.
-        problem = f"{error}; {how_to_install('serve')}" if is_extra else " ".join(str(error).split())
+        problem = f"{error}; {how_to_install('serve')}" if is_extra else _in_words(error)
         if getattr(arguments, "json", False):
             # Standard output may be what failed.
             with suppress(OSError):
