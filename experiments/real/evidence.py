@@ -2,10 +2,11 @@
 
 Prompts: one question behind each document, by kind; with --shapes documents with several questions, each asked in many
 shapes of prompts; with --multi-hop question sets whose evidence stands in several paragraphs (all:
-evidence_prompts.py). Rules: the default, a calibration where one is named, BM25, the paper's, and
-lines in random order; with --draft-free BM25, random lines and the newest ones, without a pass of the draft. A row is written for every prompt and rule: the share of the prompt at which all of its evidence
-is kept, and how much of it is kept at 0.1, 0.2 and 0.3. A run goes on where it ended. Intervals: 95 %, by drawing
-documents again. Prints tables, ends in one JSON line. The target's weights are not used.
+evidence_prompts.py). Rules: the default, a calibration where one is named, BM25, the paper's, and lines in random
+order; with --draft-free BM25, random lines and the newest ones, without a pass of the draft. A row is written for every
+prompt and rule: the share of the prompt at which all of its evidence is kept, and how much of it is kept at 0.1, 0.2
+and 0.3. A run goes on where it ended. Intervals: 95 %, by drawing documents again. Prints tables, ends in one JSON
+line. The target's weights are not used.
 
     python -m experiments.real.evidence --data DATA --target TARGET --draft DRAFT --rows ROWS.jsonl --shapes
         [--calibration FILE] [--minutes 10]
