@@ -19,7 +19,6 @@ from time import process_time
 from typing import Any
 
 import torch
-from kvpress import SnapKVPress
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from experiments.common.bootstrap import mean_interval
@@ -41,6 +40,9 @@ class Copies:
     """Runs SnapKV on every layer of a prefill at several shares, and leaves the prefill's own cache whole."""
 
     def __init__(self, shares: Sequence[float]) -> None:
+        # Not in the project's environment.
+        from kvpress import SnapKVPress
+
         self._presses = {share: SnapKVPress(compression_ratio=1 - share) for share in shares}
         self.caches = {share: DynamicCache() for share in shares}
 
