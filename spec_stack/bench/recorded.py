@@ -43,7 +43,11 @@ def _read(path: Path) -> list[StepRecord]:
         from pyarrow import parquet
     except ImportError as error:
         raise ImportError(f"{path}: a .parquet file needs pyarrow; pip install pyarrow") from error
-    table = parquet.read_table(path)
+    try:
+        with path.open("rb") as file:
+            table = parquet.read_table(file)
+    except ValueError as error:
+        raise ValueError(f"{path} is not Parquet: {error}") from error
     # The shipped profile has a column of an earlier version.
     rows = table.drop_columns([name for name in table.column_names if name == "lag"]).to_pylist()
     return [as_record(row, f"{path}, row {number}") for number, row in enumerate(rows)]

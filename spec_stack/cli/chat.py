@@ -44,8 +44,10 @@ def read_document(path: Path, newline: str | None = None) -> str:
     try:
         with path.open(encoding="utf-8-sig", newline=newline) as file:
             return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def system_messages(text: str | None) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -273,21 +273,29 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from spec_stack.bench.prompts import questions_of, read_prompts
     from spec_stack.calibrate.config import CalibrateConfig
     from spec_stack.calibrate.loss import built_in, check_share, with_bound
+    from spec_stack.calibrate.quick import QUICK, calibrate_heads
     from spec_stack.calibrate.search import calibrate, format_calibration
     from spec_stack.engine.pair import ModelPair
     from spec_stack.prefill.calibration import FILE_NAME
+    from spec_stack.prefill.shipped import file_of
 
     started = monotonic()
-    named = arguments.out or arguments.draft
-    if named is None:
+    if (named := arguments.out) is None and arguments.draft is None:
         raise ValueError("name a file or folder for the result with --out")
-    if not ((out := Path(named)).is_dir() or out.parent.is_dir()):
+    out = file_of(arguments.draft) if named is None else Path(named)
+    if named is None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    if not (out.is_dir() or out.parent.is_dir()):
         raise ValueError(f"name a file or folder for the result with --out; {out.parent} is no folder")
     # Errors must show before minutes of work.
     check_writable(out / FILE_NAME if out.is_dir() else out)
     arguments.budget_s = 60 * arguments.budget
     config = config_of(CalibrateConfig, arguments)
     documents, max_loss = read_documents(arguments.documents), arguments.max_loss
+    if arguments.quick:
+        if given(arguments, ("prompts", "lengths", "margin", "seed")):
+            raise ValueError("--quick has prompts, lengths, margin and seed of its own; leave them out, or --quick")
+        config = replace(QUICK, budget_s=config.budget_s)
     if max_loss is None and arguments.loss_prompts is not None:
         raise ValueError("--loss-prompts are for --max-loss; add it, or leave them out")
     prompts = read_prompts(arguments.loss_prompts) if arguments.loss_prompts is not None else None
@@ -299,7 +307,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         spent = monotonic() - started
         _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
-    calibration = calibrate(pair, config, documents=documents, progress=show)
+    measure = calibrate_heads if arguments.quick else calibrate
+    calibration = measure(pair, config, documents=documents, progress=show)
     if max_loss is not None:
         questions = questions_of(prompts, pair.tokenizer) if prompts else built_in(pair, config, documents)
         calibration = with_bound(calibration, pair, questions, max_loss, config.budget_s, show)
@@ -334,9 +343,12 @@ def _explain(arguments: argparse.Namespace) -> int:
     )
     page, turns = render(explanation), explanation["turns"]
     out.write_text(page, encoding="utf-8")
-    print(f"{out}: {len(page) / 1000:.0f} kB, turns: {len(turns)}")
-    for query in (query for turn in turns for query in turn["queries"][:3]):
-        print(f"scoring query, weight {query['weight']:.2f}: {shorten(query['text'], 96, placeholder=' …')}")
+    for turn in turns:
+        print(turn["text"].strip())
+        for query in turn["queries"][:3]:
+            _tell(f"scoring query, weight {query['weight']:.2f}: {shorten(query['text'], 96, placeholder=' …')}")
+        _tell(f"{turn['metrics']['num_kept_tokens']} of {turn['metrics']['num_prompt_tokens']} prompt tokens kept")
+    _tell(f"page: {out.resolve()}")
     return 0
 
 
@@ -404,6 +416,13 @@ def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     return report.as_dict() if arguments.json else fidelity_lines(report)
 
 
+def _in_words(error: Exception) -> str:
+    """One line, also of a library's error of several, and without the number of a file's error."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": _generate,
     "chat": _chat,
@@ -442,8 +461,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except (ValueError, OSError, ImportError) as error:
         is_extra = isinstance(error, ImportError) and getattr(arguments, "command", None) in ("serve", "proxy")
-        # One line, also of a library's error of several.
-        problem = f"{error}; {how_to_install('serve')}" if is_extra else " ".join(str(error).split())
+        problem = f"{error}; {how_to_install('serve')}" if is_extra else _in_words(error)
         if getattr(arguments, "json", False):
             # Standard output may be what failed.
             with suppress(OSError):

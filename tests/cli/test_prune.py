@@ -39,7 +39,7 @@ def test_bytes_that_are_no_text_are_refused_by_name(
     path = tmp_path / "body.json"
     path.write_bytes(b"\xff\xfe")
     assert main(["prune", str(path), "--max-tokens", "20", "--device", "cpu"]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    assert "is not UTF-8 text" in capsys.readouterr().err
 
 
 def test_half_a_character_in_json_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
