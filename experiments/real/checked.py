@@ -205,7 +205,7 @@ class Bench:
     def _pruned(
         self, answers: Sequence[str], token_ids: Sequence[int], kept: Sequence[int], end: int, dense: Sequence[int]
     ) -> Row:
-        """The target under the kept tokens: the loss of its dense answer, and its own where the dense one is right."""
+        """The target under the kept tokens: the loss of its dense answer, and its own one."""
         target, clock = self._pair.open_target(self._config.prefill_chunk), _Clock()
         first = target.forward(token_ids, kept, 1)[-1]
         sparse_s, rows = clock.lap(), [first]
@@ -213,10 +213,10 @@ class Bench:
             rows += [*target.forward(dense[:-1], range(end, end + len(dense) - 1), len(dense) - 1)]
         is_same = [int(row.argmax()) for row in rows] == list(dense)
         own = list(dense)
-        if not is_same and answers:
+        if not is_same:
             target.rollback(len(dense) - 1)
             own, _ = self._answer(target, [first])
-        text = self._pair.tokenizer.decode(own, skip_special_tokens=True) if is_same or answers else ""
+        text = self._pair.tokenizer.decode(own, skip_special_tokens=True)
         return {
             "sparse_s": sparse_s,
             "logprobs": _logprobs(rows, dense),
