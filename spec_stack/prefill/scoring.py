@@ -17,7 +17,7 @@ from spec_stack.prefill.attention import CapturedAttention, CapturedLayer, Parts
 from spec_stack.prefill.importance import Ranks, ScoredLayer, Segment
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import Candidates, find_candidates
-from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.types import DraftTokenization, Proposal, Selection, SteppableModel
 
@@ -235,12 +235,12 @@ def gather_inputs(
     first_query: int = 0,
 ) -> tuple[ScoringInputs, Proposal]:
     """A prompt with the draft's attention, and the look-ahead as the first proposal (SpecPrefill,
-    https://arxiv.org/abs/2502.02789, alg. 1). The draft runs only where the rule needs its attention.
+    https://arxiv.org/abs/2502.02789, alg. 1). The draft runs only where the rule or its check needs its attention.
 
     whole: run all layers even where scoring needs fewer, to reuse the draft. Other arguments as in `run_draft`.
     """
     proposal = Proposal()
-    if needs_attention(config.scorer):
+    if needs_draft(config):
         num_layers = None if whole else num_layers_needed(config, draft.num_layers)
         attention, proposal = run_draft(draft, inputs, look_ahead, config, tokenization, num_layers, first_query)
         inputs = replace(inputs, attention=attention, importance=attention.importance(config))

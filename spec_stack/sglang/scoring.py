@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +23,10 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.model_loader import get_model
 from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
-from spec_stack.config import PrefillConfig
 from spec_stack.prefill.attention import Parts
-from spec_stack.prefill.check import DraftAnswer
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.scoring import PartSize, ScoringQueries, capture_in_parts
-from spec_stack.sglang.decide import Decision, KnownTexts, Prompt, UnscoredPrompt, decide_in_parts
+from spec_stack.sglang.decide import Decision, KnownTexts, Prompt, UnscoredPrompt, decide_scored
 from spec_stack.sglang.draft_pool import DraftScoringRunner, PooledLayers, Queries, bytes_per_token
 from spec_stack.sglang.draft_prefixes import Lease
 from spec_stack.sglang.launch import Launch
@@ -39,10 +36,15 @@ from spec_stack.types import Proposal
 
 logger = logging.getLogger(__name__)
 _PLACE = "spec_stack_scoring_model"
+# Steps of a look-ahead in one part: without graphs they may take as long as a chunk of a prompt.
+_STEPS_PER_PART = 4
+
+Scoring = Parts[tuple[torch.Tensor, int]]
+"""Gives the importance (num_prompt_tokens,), on the host, and how many tokens the draft had to prefill."""
 
 
 class LeasedDraft:
-    """SGLang's model of the draft over the slots of one text, as the scoring driver and the check run it."""
+    """SGLang's model of the draft over the slots of one text, as the scoring driver runs it."""
 
     is_stateful = False
 
@@ -68,20 +70,20 @@ class LeasedDraft:
         num_layers: int | None = None,
     ) -> None:
         """Append tokens. The runner has its own layers, and no window."""
-        self._append(token_ids, positions, 1)
+        self._append(token_ids, positions)
 
-    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Append tokens; logits (num_logits, vocab) of the last ones."""
-        logits = self._append(token_ids, positions, num_logits)
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Append tokens; logits (1, vocab) of the last one."""
+        logits = self._append(token_ids, positions)
         if logits is None:
-            raise RuntimeError("the draft's first layers have no next token, and an answer was asked for")
+            raise RuntimeError("the draft's first layers have no next token, and a look-ahead was asked for")
         return logits
 
-    def _append(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor | None:
+    def _append(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor | None:
         self.next_position = stop = positions[-1] + 1
         captured, first = (None, 0) if self._first is None else (self.captured, self._first)
         num_captured = stop - max(positions[0], first)
-        return self._runner.run(token_ids, self._lease.slots[:stop], captured, num_captured, num_logits)
+        return self._runner.run(token_ids, self._lease.slots[:stop], captured, num_captured)
 
     def checkpoint(self) -> None:
         """Every slot can be rolled back to."""
@@ -94,18 +96,15 @@ class LeasedDraft:
 
     def look_ahead(self, token_ids: Sequence[int], most: int) -> Parts[Proposal]:
         """Draft greedily behind the prompt."""
-        answer = yield from DraftAnswer.drafted(self, token_ids, most, self._end_ids)
-        return Proposal(answer.token_ids)
-
-
-@dataclass(frozen=True)
-class Score:
-    """Of a prompt. importance: (num_prompt_tokens,), on the host. num_prefilled: tokens that the draft had to prefill.
-    answer: the draft's own, where it is checked."""
-
-    importance: torch.Tensor
-    num_prefilled: int
-    answer: DraftAnswer | None
+        drafted: list[int] = []
+        unseen = token_ids[self.next_position :]
+        while len(drafted) < most and not self._end_ids.intersection(drafted[-1:]):
+            logits = self.forward(unseen, range(self.next_position, self.next_position + len(unseen)))
+            if len(drafted) % _STEPS_PER_PART == 0:
+                yield
+            unseen = [int(logits.argmax())]
+            drafted += unseen
+        return Proposal(drafted)
 
 
 class DraftScorer:
@@ -134,15 +133,6 @@ class DraftScorer:
         """Return whether the draft's pool can take so many tokens beside the prompts at work."""
         return num_tokens <= self._draft.index.num_available
 
-    def check_refusal(self, config: PrefillConfig) -> str | None:
-        """Why a prompt cannot be checked, or None."""
-        if config.max_divergence is None or self._draft.has_all_layers:
-            return None
-        return (
-            "the server has only the draft's first layers, and max_divergence needs all; launch it with "
-            "--spec-stack-max-divergence"
-        )
-
     def forget(self) -> None:
         self._draft.index.clear()
 
@@ -150,18 +140,16 @@ class DraftScorer:
         return on_forward_stream(scheduler, self._draft.device)
 
     def decide(self, needs: UnscoredPrompt, known: KnownTexts, most_of_a_part: PartSize) -> Parts[Decision]:
-        """Score a prompt part by part, check what would be kept of it, and decide.
+        """Score a prompt part by part, and decide.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
         PoolFullError where the prompt is longer than the draft's pool.
         """
-        prompt, check = needs.prompt, None
-        score = yield from self.score(prompt, known.text_of(prompt), most_of_a_part, needs.first_query)
-        if score.answer is not None:
-            check = partial(self._divergence, prompt, score.answer, most_of_a_part)
-        return (yield from decide_in_parts(needs, score.importance, score.num_prefilled, known, check))
+        text = known.text_of(needs.prompt)
+        importance, num_prefilled = yield from self.score(needs.prompt, text, most_of_a_part, needs.first_query)
+        return decide_scored(needs, importance, num_prefilled, known)
 
-    def score(self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0) -> Parts[Score]:
+    def score(self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0) -> Scoring:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         first_query: first token whose segment may hold the question.
@@ -175,9 +163,8 @@ class DraftScorer:
         num_new, draft = num_tokens - lease.num_shared, LeasedDraft(self._draft, lease, prompt.end_ids)
         config = replace(config, look_ahead=max(0, min(config.look_ahead, self._context_len - num_tokens)))
         num_behind = config.look_ahead if queries.found is None else sum(map(len, queries.repeated))
-        is_checked = config.max_divergence is not None
         try:
-            lease.extend(num_new + max(num_behind, config.check_tokens * is_checked))
+            lease.extend(num_new + num_behind)
             parts = capture_in_parts(draft, queries, draft.look_ahead, config, most_of_a_part=most_of_a_part)
             for _ in parts:
                 yield
@@ -187,32 +174,9 @@ class DraftScorer:
                 raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(captured)}")
             layers = PooledLayers(self._draft, captured, lease.slots[:num_tokens])
             attention = queries.attention(layers, ranks=TensorParallel())
-            importance, answer = (yield from attention.importance_in_parts(config)), None
-            if is_checked:
-                yield
-                answer = yield from DraftAnswer.drafted(draft, prompt.token_ids, config.check_tokens, prompt.end_ids)
-            return Score(importance, num_new, answer)
+            return (yield from attention.importance_in_parts(config)), num_new
         finally:
             lease.insert(lease.num_agreed)
-
-    def _divergence(
-        self, prompt: Prompt, answer: DraftAnswer, most_of_a_part: PartSize, positions: Sequence[int]
-    ) -> Parts[float]:
-        """Of the draft's answer under the prompt's tokens at these positions, as the target will see them."""
-        # They were selected in the part before; ranks agree on it.
-        yield
-        token_ids = [prompt.token_ids[position] for position in positions]
-        num_tokens = len(token_ids)
-        lease = self._draft.index.lease(prompt.tenant, token_ids, num_tokens - 1)
-        first = lease.num_shared
-        try:
-            lease.extend(num_tokens - first + len(answer.token_ids))
-            reader, at = LeasedDraft(self._draft, lease, prompt.end_ids), range(first, num_tokens)
-            most = partial(most_of_a_part, prompt.config.prefill_chunk)
-            part = yield from answer.under(reader, token_ids[first:], at, num_tokens, most)
-            return answer.divergence(part)
-        finally:
-            lease.insert(0)
 
 
 @contextmanager
@@ -266,7 +230,7 @@ def draft_scorer(runner: Any, config: ServerConfig, context_len: int, max_positi
 
     runner: SGLang's ModelRunner. config: calibrated. context_len: the target's. max_positions: the draft's.
     """
-    num_layers = config.num_draft_layers
+    num_layers = config.prefill.num_scoring_layers
     num_tokens = _pool_tokens(runner, bytes_per_token(runner, num_layers), config)
     return DraftScorer(DraftScoringRunner(runner, num_tokens, num_layers), context_len, max_positions)
 
