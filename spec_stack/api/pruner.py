@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from spec_stack.api.pruned_text import Text, cut_segments, protected_spans, whol
 from spec_stack.api.request_body import as_functions
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
+from spec_stack.decode.proposer import propose
+from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import OnProgress, Progress, RequestCancelled
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
@@ -27,7 +30,7 @@ from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import find_lines
 from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn, scoring_obstacle
-from spec_stack.types import Proposal, Selection, TriedRate
+from spec_stack.types import Selection, TriedRate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,9 +96,9 @@ class PruneResult:
     tried_rates: list[TriedRate] = field(default_factory=list)
 
     @property
-    def dropped_importance(self) -> float | None:
-        """Share of the prompt's importance under what the check tried last; None without a check."""
-        return self.tried_rates[-1].dropped_importance if self.tried_rates else None
+    def dropped_attention(self) -> float | None:
+        """Share of the draft's attention that the check's last try drops; None without a check."""
+        return self.tried_rates[-1].dropped_attention if self.tried_rates else None
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ class Pruner:
         question: str | None = None,
         protect: Sequence[str] = (),
         marker: str | None = None,
-        max_dropped_importance: float | None = None,
+        max_dropped_attention: float | None = None,
     ) -> PruneResult:
         """Shorten a prompt.
 
@@ -238,7 +241,7 @@ class Pruner:
         marker : str, optional
             Stands for every gap, on a line of its own where lines were dropped. None is an ellipsis, in code in a
             comment, for dropped lines alone; "" is nothing. It counts among the kept tokens.
-        max_dropped_importance : float, optional
+        max_dropped_attention : float, optional
             The draft's check, as in `PrefillConfig`; None is the configuration's. Under max_tokens it reports alone.
 
         Raises
@@ -253,7 +256,7 @@ class Pruner:
             question=question,
             protect=protect,
             marker=marker,
-            max_dropped_importance=max_dropped_importance,
+            max_dropped_attention=max_dropped_attention,
         )
 
     def conversation(self, config: SessionConfig | None = None) -> PrunerConversation:
@@ -279,6 +282,7 @@ class PrunerConversation:
         self._draft: CachedModel = pair.new_draft_cache(config.prefill_chunk)
         self._token_ids: Sequence[int] = []
         self._kept: set[int] = set()
+        self._is_whole = False
         self._pruning = threading.Lock()
 
     @property
@@ -296,7 +300,7 @@ class PrunerConversation:
         question: str | None = None,
         protect: Sequence[str] = (),
         marker: str | None = None,
-        max_dropped_importance: float | None = None,
+        max_dropped_attention: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> PruneResult:
         """Prune a turn; messages: the whole conversation (see `Pruner.prune`).
@@ -307,7 +311,7 @@ class PrunerConversation:
         if not self._pruning.acquire(blocking=False):
             raise RuntimeError("this conversation is pruning another turn; open one for each thread")
         try:
-            config = _config_of(self._config, keep_rate, max_tokens, max_dropped_importance)
+            config = _config_of(self._config, keep_rate, max_tokens, max_dropped_attention)
             return self._prune(messages, config, max_tokens, question, protect, marker, Progress(on_progress))
         except RequestCancelled as cancelled:
             raise cancelled.error or cancelled from None
@@ -390,9 +394,9 @@ class PrunerConversation:
         if max_tokens is None or not turn.prunes:
             return plan_scored(turn, inputs, config, self._session).selection
         best: tuple[int, Selection] | None = None
-        if config.max_dropped_importance is not None:
+        if config.max_dropped_attention is not None:
             # The budget decides.
-            config = replace(config, max_dropped_importance=1.0)
+            config = replace(config, max_dropped_attention=1.0)
         for attempt in range(_MOST_TRIES):
             selection = plan_scored(turn, inputs, config, self._session).selection
             if not attempt:
@@ -413,12 +417,18 @@ class PrunerConversation:
     def _inputs(self, turn: NeedsScore, config: PrefillConfig, progress: Progress) -> ScoringInputs:
         """The prompt with its scores."""
         draft, token_ids = self._draft, turn.text.token_ids
+        # All layers answer; once they ran, the first ones no longer go on alone.
+        self._is_whole = self._is_whole or config.max_dropped_attention is not None
         draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
             inputs = ScoringInputs(turn.text)
             with progress.watch(draft, "scoring", max(1, len(token_ids) - draft.next_position)):
-                scored, _ = gather_inputs(draft, inputs, lambda *_: Proposal(), config, first_query=turn.first_query)
-                return scored
+                look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=self._pair.end_ids)
+                inputs, _ = gather_inputs(
+                    draft, inputs, look_ahead, config, whole=self._is_whole, first_query=turn.first_query
+                )
+                draft.rollback(draft.next_position - len(token_ids))
+                return inputs
         except BaseException as error:
             # A forward that is cancelled between two layers leaves whole pieces; only a recurrent state is lost.
             if isinstance(error, Exception) or draft.is_stateful:
@@ -483,11 +493,11 @@ def _checked(config: PrefillConfig | None) -> PrefillConfig:
 
 
 def _config_of(
-    config: PrefillConfig, keep_rate: float | None, max_tokens: int | None, max_dropped_importance: float | None
+    config: PrefillConfig, keep_rate: float | None, max_tokens: int | None, max_dropped_attention: float | None
 ) -> PrefillConfig:
     """The configuration with a call's values; it prunes any length where the call names an amount."""
-    if max_dropped_importance is not None:
-        config = replace(config, max_dropped_importance=max_dropped_importance)
+    if max_dropped_attention is not None:
+        config = replace(config, max_dropped_attention=max_dropped_attention)
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ValueError(f"max_tokens must be 1 or more, or None, got {max_tokens!r}")
     if keep_rate is not None and max_tokens is not None:

@@ -26,7 +26,7 @@ CHOSEN = (
     "first_scoring_layer",
     "head_reduction",
     "scorer",
-    "max_dropped_importance",
+    "max_dropped_attention",
 )
 
 

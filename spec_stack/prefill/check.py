@@ -1,7 +1,8 @@
-"""The check of a pruned prompt: not too much of the prompt's importance may stand in what is dropped.
+"""The check of a pruned prompt: the draft's own answer must not attend to what is dropped.
 
-It costs no forward. What else the draft can tell, its own answer to the kept tokens among it, tells less
-(experiments/LOG.md, "The draft's check, again").
+The draft has read the whole prompt, the target never will: the target's confidence hardly tells what it has not seen.
+How the draft's distributions change under the kept tokens tells less than where it looks (experiments/LOG.md, "The
+draft's check, again").
 """
 
 from __future__ import annotations
@@ -15,25 +16,23 @@ from spec_stack.prefill.segments import forced_ends
 from spec_stack.types import Selection, TriedRate
 
 
-def dropped_importance(
-    inputs: ScoringInputs, seen: Iterable[int], config: PrefillConfig, first_query: int = 0
-) -> float:
-    """Share, 0 to 1, of the importance of a prompt's tokens that the target does not see.
+def dropped_attention(inputs: ScoringInputs, seen: Iterable[int], config: PrefillConfig) -> float:
+    """Share, 0 to 1, of the attention of the draft's answer that falls on tokens which the target does not see.
 
-    Left aside is what is kept without being evidence: the template and protected spans, the question, and both ends,
-    where attention sinks are. Without any importance elsewhere the draft has found nothing, and all of it counts as
-    dropped.
+    Template and protected spans, which are kept in any case, and both ends, where attention sinks are, do not count.
+    Without any attention elsewhere the draft has found nothing, and all of it counts as dropped.
 
-    seen: tokens that the target prefills or has. first_query: the first token whose segment may hold the question.
+    seen: tokens that the target prefills or has. Raises ValueError where the draft has given no answer.
     """
-    importance = inputs.token_importance(config).double().clone()
-    num_tokens = len(importance)
-    aside = {*forced_ends(num_tokens, config), *inputs.asked(first_query).tokens}
-    aside.update(at for start, stop in inputs.text.kept for at in range(start, stop))
-    importance[[at for at in aside if at < num_tokens]] = 0
-    total = float(importance.sum())
-    importance[list(seen)] = 0
-    return float(importance.sum()) / total if total else 1.0
+    if inputs.answer_attention is None:
+        raise ValueError("the attention of the draft's answer is missing")
+    attention = inputs.answer_attention.double().clone()
+    for start, stop in inputs.text.kept:
+        attention[start:stop] = 0
+    attention[sorted(forced_ends(len(attention), config))] = 0
+    total = float(attention.sum())
+    attention[list(seen)] = 0
+    return float(attention.sum()) / total if total else 1.0
 
 
 def checked_selection(
@@ -44,13 +43,13 @@ def checked_selection(
     dropped: Callable[[Selection], float],
     prunes: bool = True,
 ) -> Selection:
-    """The first selection that drops no more than `max_dropped_importance`: at the keep rate, at the higher
+    """The first selection that drops no more than `max_dropped_attention`: at the keep rate, at the higher
     `check_rates`, at last everything. Its `tried` has what each of them drops.
 
-    num_new_tokens: the length that the keep rate is for. select: by a configuration. dropped: the importance that a
-    selection drops. prunes: whether a keep rate applies; else one selection is tried.
+    num_new_tokens: the length that the keep rate is for. select: by a configuration. dropped: the share of the
+    attention that a selection drops. prunes: whether a keep rate applies; else one selection is tried.
     """
-    most = config.max_dropped_importance
+    most = config.max_dropped_attention
     if most is None:
         return select(config)
     tried: list[TriedRate] = []
@@ -59,7 +58,7 @@ def checked_selection(
         if selection.keep_rate == 1:
             return replace(selection, tried=tuple(tried))
         tried.append(TriedRate(rate if prunes else selection.keep_rate, dropped(selection)))
-        if tried[-1].dropped_importance <= most:
+        if tried[-1].dropped_attention <= most:
             return replace(selection, tried=tuple(tried))
     return replace(everything(), tried=tuple(tried))
 
@@ -76,7 +75,7 @@ def told(tried: Sequence[TriedRate], is_pruned: bool, reason: str) -> str:
         return reason
     failed = tried[:-1] if is_pruned else tried
     if not failed:
-        return f"{reason}; {tried[-1].dropped_importance:.2g} of the importance is dropped"
-    at = ", ".join(f"{each.dropped_importance:.2g} at {each.keep_rate:.2g}" for each in failed)
+        return f"{reason}; {tried[-1].dropped_attention:.2g} of the draft's attention is dropped"
+    at = ", ".join(f"{each.dropped_attention:.2g} at {each.keep_rate:.2g}" for each in failed)
     kept = f"{reason}; {tried[-1].keep_rate:.2g} kept" if is_pruned else "off"
-    return f"{kept}: too much of the importance would be dropped, {at}"
+    return f"{kept}: too much of the draft's attention would be dropped, {at}"

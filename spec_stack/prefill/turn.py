@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.prefill.check import checked_selection, dropped_importance, told
+from spec_stack.prefill.check import checked_selection, dropped_attention, told
 from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import recall_dropped
@@ -136,7 +136,7 @@ def plan_scored(
 
     def lost_to(selection: Selection) -> float:
         seen = [*held.positions[: selection.num_held], *selection.positions]
-        return dropped_importance(inputs, seen, config, needs.first_query)
+        return dropped_attention(inputs, seen, config)
 
     num_new, reason = len(needs.text) - held.num_tokens, needs.reason
     selection = checked_selection(config, num_new, by, everything, lost_to, needs.prunes)
@@ -217,8 +217,9 @@ def scoring_obstacle(
     if not has_texts and config.granularity == "lines":
         return "there is no tokenizer, without which a prompt has no lines; give one, or granularity='chunks'"
     num_repeated = MOST_REPEATED if config.queries_from_prompt else 0
-    num_behind = num_repeated or config.look_ahead
-    if num_draft_tokens + num_repeated > max_positions:
+    num_checked = 0 if config.max_dropped_attention is None else config.check_tokens
+    num_behind = max(num_repeated or config.look_ahead, num_checked)
+    if num_draft_tokens + max(num_repeated, num_checked) > max_positions:
         obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {max_positions} positions"
     elif scoring_limit is not None and num_draft_tokens + num_behind > scoring_limit:
         obstacle = f"every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"

@@ -81,7 +81,7 @@ class PruneOptions(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     keep_rate: float | None = Field(None, gt=0, le=1)
-    max_dropped_importance: float | None = Field(None, ge=0, le=1)
+    max_dropped_attention: float | None = Field(None, ge=0, le=1)
     question: str | None = Field(None, max_length=MAX_QUESTION_CHARS)
     # Few and short ones: each is searched for in every line.
     protect: Annotated[
@@ -134,7 +134,7 @@ class _Conversation:
             question=options.question if prompt == self.latest else None,
             protect=options.protect,
             marker=marker,
-            max_dropped_importance=options.max_dropped_importance,
+            max_dropped_attention=options.max_dropped_attention,
             on_progress=check,
         )
         self.prompt = prompt

@@ -258,14 +258,19 @@ def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[Held, bool]:
 
 
 def decide_scored(
-    unscored: UnscoredPrompt, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts
+    unscored: UnscoredPrompt,
+    importance: torch.Tensor | None,
+    num_draft_tokens: int,
+    known: KnownTexts,
+    answer_attention: torch.Tensor | None = None,
 ) -> Decision:
-    """The decision by a score. importance: (num_prompt_tokens,); None where the rule needs none.
+    """The decision by a score. importance: (num_prompt_tokens,); None where the rule needs none. answer_attention:
+    (num_prompt_tokens,), where the draft checks.
 
     The target prefills again what stands behind the first recalled token.
     """
     prompt, held, num_tokens = unscored.prompt, unscored.held, len(unscored.text)
-    inputs = ScoringInputs(known.text_of(prompt), importance=importance)
+    inputs = ScoringInputs(known.text_of(prompt), importance=importance, answer_attention=answer_attention)
     plan = plan_scored(unscored, inputs, prompt.config, known.config.recall, "in_text")
     selection, tried = plan.selection, plan.selection.tried
     positions = (*held.positions[: selection.num_held], *selection.positions)
@@ -329,7 +334,7 @@ def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
     if decision.tried:
         report["tried_rates"] = [asdict(each) for each in decision.tried]
-        report["dropped_importance"] = decision.tried[-1].dropped_importance
+        report["dropped_attention"] = decision.tried[-1].dropped_attention
     if options.explain:
         report["kept_spans"] = tuple(union((at, at + 1) for at in _shown_positions(decision)))
     return report

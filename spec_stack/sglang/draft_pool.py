@@ -117,6 +117,10 @@ class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
         self._values = torch.empty((*num, first.tp_k_head_num, first.v_head_dim), **for_all)
 
     @property
+    def has_all_layers(self) -> bool:
+        return self._num_layers is None
+
+    @property
     def num_bytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
 

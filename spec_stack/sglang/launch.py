@@ -262,7 +262,7 @@ def describe(
     if args.disable_radix_cache:
         warnings.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
     if launch.prunes:
-        num_bytes = _bytes_per_token(launch, config.prefill.num_scoring_layers)
+        num_bytes = _bytes_per_token(launch, config.num_draft_layers)
         size, context = config.draft_pool_tokens or MOST_POOL_TOKENS, launch.target.context_len
         note = f"{size} tokens of {num_bytes} bytes, {size * num_bytes / 1e9:.2f} GB on each rank"
         if config.draft_pool_tokens is None:

@@ -138,8 +138,9 @@ class PendingScore:
 
     @property
     def is_quick(self) -> bool:
-        """Whether it may be scored in one round."""
-        return self.needs.is_recall_only and not self.is_long
+        """Whether it may be scored in one round; the draft's check takes many forwards."""
+        is_checked = self.needs.prompt.config.max_dropped_attention is not None
+        return self.needs.is_recall_only and not is_checked and not self.is_long
 
 
 class SparsePrefillManager:
@@ -233,7 +234,7 @@ class SparsePrefillManager:
         try:
             prompt = self._prompt(request, self._options(request))
             refusal = self._launch.refusal or dense_reason(request, bool(self._launch.args.enable_session_radix_cache))
-            return decide(prompt, self._known, refusal)
+            return decide(prompt, self._known, refusal or self._scorer.check_refusal(prompt.config))
         except Exception as error:
             if self._failures_end_it:
                 raise

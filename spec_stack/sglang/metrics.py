@@ -61,8 +61,8 @@ class ReportStore:
         self._tokens = {name: _metric("Counter", *told).labels(model_name) for name, told in _COUNTED.items()}
         gamma = _metric("Histogram", "gamma", "tokens drafted per step", buckets=_GAMMA_BUCKETS)
         scoring = _metric("Histogram", "scoring_seconds", "scoring of a prompt", buckets=_SECONDS_BUCKETS)
-        what = "share of the importance that is dropped, at the last rate tried"
-        dropped = _metric("Histogram", "dropped_importance", what, buckets=_SHARE_BUCKETS)
+        what = "share of the draft's attention that is dropped, at the last rate tried"
+        dropped = _metric("Histogram", "dropped_attention", what, buckets=_SHARE_BUCKETS)
         self._gamma, self._scoring = gamma.labels(model_name), scoring.labels(model_name)
         self._dropped = dropped.labels(model_name)
 
@@ -83,7 +83,7 @@ class ReportStore:
             self._gamma.observe(gamma)
         if report["num_scored_tokens"]:
             self._scoring.observe(report["scoring_s"])
-        if (dropped := report.get("dropped_importance")) is not None:
+        if (dropped := report.get("dropped_attention")) is not None:
             self._dropped.observe(dropped)
 
     def report_of(self, request_id: object) -> Mapping[str, Any] | None:

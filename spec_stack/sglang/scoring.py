@@ -23,6 +23,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.model_loader import get_model
 from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
+from spec_stack.config import PrefillConfig
 from spec_stack.prefill.attention import Parts
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.scoring import PartSize, ScoringQueries, capture_in_parts
@@ -38,9 +39,6 @@ logger = logging.getLogger(__name__)
 _PLACE = "spec_stack_scoring_model"
 # Steps of a look-ahead in one part: without graphs they may take as long as a chunk of a prompt.
 _STEPS_PER_PART = 4
-
-Scoring = Parts[tuple[torch.Tensor, int]]
-"""Gives the importance (num_prompt_tokens,), on the host, and how many tokens the draft had to prefill."""
 
 
 class LeasedDraft:
@@ -90,7 +88,7 @@ class LeasedDraft:
 
     @contextmanager
     def capture(self, first: int = 0) -> Iterator[Queries]:
-        self._first = first
+        self._first, self.captured = first, {}
         yield self.captured
         self._first = None
 
@@ -105,6 +103,16 @@ class LeasedDraft:
             unseen = [int(logits.argmax())]
             drafted += unseen
         return Proposal(drafted)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of a prompt. importance: (num_prompt_tokens,), on the host. num_prefilled: tokens that the draft had to prefill.
+    answer_attention: (num_prompt_tokens,), on the host, of the draft's own answer, where it is checked."""
+
+    importance: torch.Tensor
+    num_prefilled: int
+    answer_attention: torch.Tensor | None
 
 
 class DraftScorer:
@@ -133,6 +141,15 @@ class DraftScorer:
         """Return whether the draft's pool can take so many tokens beside the prompts at work."""
         return num_tokens <= self._draft.index.num_available
 
+    def check_refusal(self, config: PrefillConfig) -> str | None:
+        """Why a prompt cannot be checked, or None."""
+        if config.max_dropped_attention is None or self._draft.has_all_layers:
+            return None
+        return (
+            "the server has only the draft's first layers, and max_dropped_attention needs all; launch it with "
+            "--spec-stack-max-dropped-attention"
+        )
+
     def forget(self) -> None:
         self._draft.index.clear()
 
@@ -146,10 +163,10 @@ class DraftScorer:
         PoolFullError where the prompt is longer than the draft's pool.
         """
         text = known.text_of(needs.prompt)
-        importance, num_prefilled = yield from self.score(needs.prompt, text, most_of_a_part, needs.first_query)
-        return decide_scored(needs, importance, num_prefilled, known)
+        score = yield from self.score(needs.prompt, text, most_of_a_part, needs.first_query)
+        return decide_scored(needs, score.importance, score.num_prefilled, known, score.answer_attention)
 
-    def score(self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0) -> Scoring:
+    def score(self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0) -> Parts[Score]:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
         first_query: first token whose segment may hold the question.
@@ -163,20 +180,36 @@ class DraftScorer:
         num_new, draft = num_tokens - lease.num_shared, LeasedDraft(self._draft, lease, prompt.end_ids)
         config = replace(config, look_ahead=max(0, min(config.look_ahead, self._context_len - num_tokens)))
         num_behind = config.look_ahead if queries.found is None else sum(map(len, queries.repeated))
+        is_checked, answer = config.max_dropped_attention is not None, None
         try:
-            lease.extend(num_new + num_behind)
-            parts = capture_in_parts(draft, queries, draft.look_ahead, config, most_of_a_part=most_of_a_part)
-            for _ in parts:
+            lease.extend(num_new + max(num_behind, config.check_tokens * is_checked))
+            importance = yield from self._importance(draft, lease, queries, config, most_of_a_part)
+            if is_checked:
                 yield
-                lease.num_agreed = min(draft.next_position, num_tokens)
-            captured = draft.captured
-            if unknown := {layer for layer, _ in config.scoring_heads or ()} - set(captured):
-                raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(captured)}")
-            layers = PooledLayers(self._draft, captured, lease.slots[:num_tokens])
-            attention = queries.attention(layers, ranks=TensorParallel())
-            return (yield from attention.importance_in_parts(config)), num_new
+                answering = ScoringQueries(text)
+                answer = yield from self._importance(draft, lease, answering, config.answering, most_of_a_part)
+            return Score(importance, num_new, answer)
         finally:
             lease.insert(lease.num_agreed)
+
+    def _importance(
+        self,
+        draft: LeasedDraft,
+        lease: Lease,
+        queries: ScoringQueries,
+        config: PrefillConfig,
+        most_of_a_part: PartSize,
+    ) -> Parts[torch.Tensor]:
+        """Importance (num_prompt_tokens,) by these queries, on the host."""
+        num_tokens = len(queries.text)
+        for _ in capture_in_parts(draft, queries, draft.look_ahead, config, most_of_a_part=most_of_a_part):
+            yield
+            lease.num_agreed = min(draft.next_position, num_tokens)
+        captured = draft.captured
+        if unknown := {layer for layer, _ in config.scoring_heads or ()} - set(captured):
+            raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(captured)}")
+        layers = PooledLayers(self._draft, captured, lease.slots[:num_tokens])
+        return (yield from queries.attention(layers, ranks=TensorParallel()).importance_in_parts(config))
 
 
 @contextmanager
@@ -230,7 +263,7 @@ def draft_scorer(runner: Any, config: ServerConfig, context_len: int, max_positi
 
     runner: SGLang's ModelRunner. config: calibrated. context_len: the target's. max_positions: the draft's.
     """
-    num_layers = config.prefill.num_scoring_layers
+    num_layers = config.num_draft_layers
     num_tokens = _pool_tokens(runner, bytes_per_token(runner, num_layers), config)
     return DraftScorer(DraftScoringRunner(runner, num_tokens, num_layers), context_len, max_positions)
 

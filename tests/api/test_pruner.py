@@ -282,28 +282,28 @@ def test_a_cancelled_turn_goes_on_from_what_the_draft_has_read(pruner: Pruner) -
     assert result.messages == pruner.prune(text, keep_rate=0.2).messages
 
 
-def test_the_check_tells_how_much_of_the_importance_is_dropped(pruner: Pruner) -> None:
-    less, more = (pruner.prune(CODE, keep_rate=rate, max_dropped_importance=1) for rate in (0.3, 0.6))
+def test_the_check_tells_how_much_of_the_drafts_attention_is_dropped(pruner: Pruner) -> None:
+    less, more = (pruner.prune(CODE, keep_rate=rate, max_dropped_attention=1) for rate in (0.3, 0.6))
     assert less.num_kept_tokens == pruner.prune(CODE, keep_rate=0.3).num_kept_tokens
-    assert 1 > (less.dropped_importance or 0) > (more.dropped_importance or 0) > 0
-    assert "of the importance is dropped" in less.reason
-    next_rate = pruner.prune(CODE, keep_rate=0.3, max_dropped_importance=less.dropped_importance or 0)
+    assert 1 > (less.dropped_attention or 0) > (more.dropped_attention or 0) > 0
+    assert "of the draft's attention is dropped" in less.reason
+    next_rate = pruner.prune(CODE, keep_rate=0.3, max_dropped_attention=less.dropped_attention or 0)
     assert next_rate.messages == less.messages
-    whole = pruner.prune(CODE, keep_rate=0.3, max_dropped_importance=0)
+    whole = pruner.prune(CODE, keep_rate=0.3, max_dropped_attention=0)
     assert (whole.messages, len(whole.tried_rates)) == (CODE, 2)
-    assert pruner.prune(CODE, keep_rate=0.3).dropped_importance is None
+    assert pruner.prune(CODE, keep_rate=0.3).dropped_attention is None
     # A budget holds.
-    budget = pruner.prune(CODE, max_tokens=300, max_dropped_importance=0)
+    budget = pruner.prune(CODE, max_tokens=300, max_dropped_attention=0)
     assert (budget.num_kept_tokens <= 300, len(budget.tried_rates)) == (True, 1)
 
 
 def test_a_conversation_is_checked_turn_by_turn(pruner: Pruner) -> None:
     first, second = chat(f"{CODE}\n{QUESTION}"), chat(f"{CODE}\n{QUESTION}", "It is 3.", "Why?")
     conversation = pruner.conversation()
-    kept = conversation.prune(first, keep_rate=0.3, max_dropped_importance=1)
+    kept = conversation.prune(first, keep_rate=0.3, max_dropped_attention=1)
     assert kept.num_kept_tokens == pruner.prune(first, keep_rate=0.3).num_kept_tokens < kept.num_tokens
-    whole = conversation.prune(second, keep_rate=0.3, max_dropped_importance=0)
+    whole = conversation.prune(second, keep_rate=0.3, max_dropped_attention=0)
     assert whole.messages == second
-    assert whole.reason.startswith("off: too much of the importance")
+    assert whole.reason.startswith("off: too much of the draft's attention")
     # What was checked once goes on unchecked.
-    assert conversation.prune(chat(CODE, "Yes.", "No?"), keep_rate=0.3).dropped_importance is None
+    assert conversation.prune(chat(CODE, "Yes.", "No?"), keep_rate=0.3).dropped_attention is None

@@ -180,9 +180,9 @@ def test_the_fastest_setting_within_the_limit_is_found() -> None:
 
 
 def test_the_check_is_measured_from_the_lowest_rate_on(embedded: SpecStackGenerator, report: FidelityReport) -> None:
-    def checked(max_dropped_importance: float) -> FidelityReport:
+    def checked(max_dropped_attention: float) -> FidelityReport:
         return measure_fidelity(
-            embedded, PROMPTS[:2], [0.4, 1.0], max_tokens=6, max_dropped_importance=max_dropped_importance
+            embedded, PROMPTS[:2], [0.4, 1.0], max_tokens=6, max_dropped_attention=max_dropped_attention
         )
 
     loose, strict = checked(1.0), checked(0.0)

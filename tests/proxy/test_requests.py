@@ -149,7 +149,7 @@ def test_options_are_taken_from_the_body_and_upstream_does_not_see_them(
     [
         ({"keep_rat": 0.2}, "keep_rat is not known; did you mean keep_rate?"),
         ({"protected": ["x"]}, "did you mean protect?"),
-        ({"banana": 1}, "banana is not known; known are keep_rate, max_dropped_importance, question, protect"),
+        ({"banana": 1}, "banana is not known; known are keep_rate, max_dropped_attention, question, protect"),
         ({"keep_rate": 2}, "keep_rate"),
         ({"keep_rate": "0.2"}, "keep_rate"),
         ({"protect": "x"}, "protect"),

@@ -12,6 +12,7 @@ import pytest
 from spec_stack.config import PrefillConfig
 
 from .conftest import Reference, Server, generate_body
+from .test_device_copies import runner_of_layers
 
 RATES = [0.1, *PrefillConfig.check_rates]
 
@@ -24,12 +25,12 @@ def _kept(prompt: Sequence[int], reply: Any) -> list[int]:
     return [at for start, stop in _report(reply)["kept_spans"] for at in range(start, stop)]
 
 
-def _checked(server: Server, prompt: Sequence[int], max_dropped_importance: float, num_tokens: int = 16) -> Any:
+def _checked(server: Server, prompt: Sequence[int], max_dropped_attention: float, num_tokens: int = 16) -> Any:
     options = {
         "sparse_prefill": "on",
         "keep_rate": RATES[0],
         "explain": True,
-        "max_dropped_importance": max_dropped_importance,
+        "max_dropped_attention": max_dropped_attention,
     }
     return server.generate(prompt, num_tokens, **options)
 
@@ -47,20 +48,20 @@ def test_the_share_and_the_kept_rate_are_pythons(
         limit = {"reports alone": 1.0, "none passes": 0.0}.get(name, 1.001 * best)
         reply = _checked(server, prompt, limit)
         report, kept = _report(reply), _kept(prompt, reply)
-        expected = reference.generator.generate(input_ids=prompt, max_dropped_importance=limit, **options).metrics
-        tried = [each["dropped_importance"] for each in report["tried_rates"]]
+        expected = reference.generator.generate(input_ids=prompt, max_dropped_attention=limit, **options).metrics
+        tried = [each["dropped_attention"] for each in report["tried_rates"]]
         assert [each["keep_rate"] for each in report["tried_rates"]] == RATES[: len(tried)]
-        assert tried == pytest.approx([each.dropped_importance for each in expected.tried_rates], rel=2e-3)
+        assert tried == pytest.approx([each.dropped_attention for each in expected.tried_rates], rel=2e-3)
         assert report["num_kept_tokens"] == len(kept) == expected.num_kept_tokens
         assert report["sparse_prefill_reason"] == expected.sparse_prefill_reason
-        assert report["dropped_importance"] == tried[-1]
+        assert report["dropped_attention"] == tried[-1]
         assert reply["output_ids"] == reference.tokens([prompt[at] for at in kept], max_new_tokens=16)
         if limit:
             assert report["outcome"] == "pruned"
             assert tried[-1] <= limit
         else:
             assert (report["outcome"], report["sparse_prefill"], len(tried)) == ("too_much_dropped", False, len(RATES))
-            assert report["sparse_prefill_reason"].startswith("off: too much of the importance")
+            assert report["sparse_prefill_reason"].startswith("off: too much of the draft's attention")
         best = tried[-1]
 
 
@@ -68,7 +69,7 @@ def test_a_checked_turn_gets_back_what_was_dropped(server: Server, reference: Re
     prompt = reference.prompt(900, seed=205)
     first = server.generate(prompt, 8, sparse_prefill="on", keep_rate=0.1, follow_up="recall")
     history = [*prompt, *first["output_ids"], *reference.user_turn(40, seed=206)]
-    reply = server.generate(history, 8, max_dropped_importance=0.0)
+    reply = server.generate(history, 8, max_dropped_attention=0.0)
     report = _report(reply)
     # Nothing of its own is pruned, so it has no keep rate, and all that recall leaves is tried.
     assert (report["outcome"], len(report["tried_rates"])) == ("too_much_dropped", 1)
@@ -83,13 +84,13 @@ def test_a_repeated_prompt_is_not_checked_again_and_metrics_count_it(server: Ser
         assert (report["outcome"], len(report["tried_rates"])) == ("too_much_dropped", len(RATES))
     assert report["num_draft_tokens"] == 0
     after = server.metrics()
-    assert after["spec_stack:dropped_importance_count"] - before["spec_stack:dropped_importance_count"] == 2
+    assert after["spec_stack:dropped_attention_count"] - before["spec_stack:dropped_attention_count"] == 2
 
 
 def test_a_server_survives_aborts_of_checked_requests(server: Server, reference: Reference) -> None:
     for number in range(4):
         body = generate_body(
-            reference.prompt(1200, seed=210 + number), 4, sparse_prefill="on", max_dropped_importance=0.0
+            reference.prompt(1200, seed=210 + number), 4, sparse_prefill="on", max_dropped_attention=0.0
         )
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(server.post, "/generate", {**body, "rid": f"checked {number}"})
@@ -101,3 +102,13 @@ def test_a_server_survives_aborts_of_checked_requests(server: Server, reference:
     assert (pool_state["num_pinned"], pool_state["num_held"] + pool_state["num_free"]) == (0, pool_state["num_tokens"])
     prompt = reference.prompt(500, seed=201)
     assert _report(_checked(server, prompt, 1.0, 2))["outcome"] == "pruned"
+
+
+def test_a_pool_of_the_first_layers_checks_nothing() -> None:
+    from spec_stack.sglang.draft_pool import DraftScoringRunner
+    from spec_stack.sglang.scoring import DraftScorer
+
+    scorer = DraftScorer(DraftScoringRunner(runner_of_layers("cpu"), 100, num_layers=2), 1000)
+    assert scorer.check_refusal(PrefillConfig()) is None
+    refusal = scorer.check_refusal(PrefillConfig(max_dropped_attention=0.1)) or ""
+    assert "--spec-stack-max-dropped-attention" in refusal

@@ -54,7 +54,7 @@ def faulty(launch: Any, chosen: Path) -> Iterator[Server]:
     environment = {"SPEC_STACK_TEST_FAULTS": str(chosen), "SPEC_STACK_SGLANG": '{"calibration": "none"}'}
     flags = ("--spec-stack-min-prompt-tokens", "400", "--enable-metrics", "--chunked-prefill-size", "256")
     # Prompts are checked, and any share is let pass.
-    flags += ("--spec-stack-max-dropped-importance", "1")
+    flags += ("--spec-stack-max-dropped-attention", "1")
     server = launch("--max-total-tokens", "8000", *flags, environment=environment)
     yield server
     server.stop()

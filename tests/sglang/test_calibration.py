@@ -71,11 +71,11 @@ def test_a_calibration_of_other_models_is_refused_where_named_and_left_aside_whe
         with_calibration(ServerConfig(calibration=str(folder)), "", draft, draft)
 
 
-def test_a_calibrated_check_holds_unless_a_server_has_its_own(calibrated_draft: tuple[Path, Any, Any]) -> None:
+def test_a_calibrated_check_takes_all_of_the_drafts_layers(calibrated_draft: tuple[Path, Any, Any]) -> None:
     folder, *models = calibrated_draft
     made = Calibration.load(folder)
-    Calibration({**made.settings, "max_dropped_importance": 0.1}, made.target, made.draft, margin=0.1).save(folder)
+    Calibration({**made.settings, "max_dropped_attention": 0.1}, made.target, made.draft, margin=0.1).save(folder)
     completed = with_calibration(ServerConfig(), str(folder), *models)
-    assert completed.prefill.max_dropped_importance == 0.1
-    asked = with_calibration(ServerConfig(PrefillConfig(max_dropped_importance=0.3)), str(folder), *models)
-    assert asked.prefill.max_dropped_importance == 0.3
+    assert (completed.prefill.max_dropped_attention, completed.num_draft_layers) == (0.1, None)
+    asked = with_calibration(ServerConfig(PrefillConfig(max_dropped_attention=0.3)), str(folder), *models)
+    assert asked.prefill.max_dropped_attention == 0.3

@@ -103,20 +103,20 @@ def test_a_rule_without_a_draft_plans_at_once() -> None:
     [(1.0, "pruned", [0.1]), (0.7, "pruned", [0.1, 0.2, 0.4]), (0.0, "too_much_dropped", [0.1, 0.2, 0.4])],
 )
 def test_a_checked_prompt_keeps_the_first_rate_that_drops_little(most: float, outcome: str, rates: list[float]) -> None:
-    known, prompt = _known(), _prompt(900, keep_rate=0.1, max_dropped_importance=most)
+    known, prompt = _known(), _prompt(900, keep_rate=0.1, max_dropped_attention=most)
     needs = decide(prompt, known)
     assert isinstance(needs, UnscoredPrompt)
-    # Of equal importance, so that a rate drops what it does not keep.
-    plan = decide_scored(needs, torch.ones(900), 900, known)
+    # Equal attention, so that a rate drops what it does not keep.
+    plan = decide_scored(needs, torch.rand(900), 900, known, torch.ones(900))
     assert (plan.outcome, [each.keep_rate for each in plan.tried]) == (outcome, rates)
-    shares = [each.dropped_importance for each in plan.tried]
+    shares = [each.dropped_attention for each in plan.tried]
     assert shares == pytest.approx([1 - rate for rate in rates], abs=0.08)
     assert plan.is_whole or shares[-1] <= most
     request = request_of("a", num_prompt_tokens=900)
     apply(request, plan, known)
     report = request.customized_info["spec_stack"][0]
-    assert (report["dropped_importance"], len(report["tried_rates"])) == (shares[-1], len(rates))
-    assert report["tried_rates"][0] == {"keep_rate": 0.1, "dropped_importance": shares[0]}
+    assert (report["dropped_attention"], len(report["tried_rates"])) == (shares[-1], len(rates))
+    assert report["tried_rates"][0] == {"keep_rate": 0.1, "dropped_attention": shares[0]}
     json.dumps(report, allow_nan=False)
     # Its repetition is neither scored nor checked.
     again = decide(prompt, known)
@@ -125,7 +125,7 @@ def test_a_checked_prompt_keeps_the_first_rate_that_drops_little(most: float, ou
 
 
 def test_a_rule_without_a_draft_waits_for_the_drafts_check() -> None:
-    assert isinstance(decide(_prompt(900, scorer="bm25", max_dropped_importance=0.1), _known()), UnscoredPrompt)
+    assert isinstance(decide(_prompt(900, scorer="bm25", max_dropped_attention=0.1), _known()), UnscoredPrompt)
 
 
 @pytest.mark.parametrize(("follow_up", "recalls"), [("recall", True), ("freeze", False), ("afresh", False)])
