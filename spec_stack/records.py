@@ -106,7 +106,9 @@ def as_record(row: Mapping[str, Any], place: str) -> StepRecord:
         record = StepRecord(**{**row, "signals": DraftSignals(**row["signals"])})
         num_signals = {len(record.signals.entropy), len(record.signals.confidence)}
         fits = num_signals == {record.num_drafted} and record.num_tokens <= record.num_accepted + 1 <= record.gamma + 1
-    except (TypeError, KeyError) as error:
+    except KeyError as error:
+        raise ValueError(f"{place}: no record of a step (it has no {error})") from error
+    except TypeError as error:
         raise ValueError(f"{place}: no record of a step ({error})") from error
     if not fits:
         raise ValueError(f"{place}: its numbers of proposed, accepted and output tokens contradict each other")

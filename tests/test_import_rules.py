@@ -37,6 +37,7 @@ ALLOWED = {
         "tokenizers",
     },
     "api": {
+        "calibrate",
         "config",
         "types",
         "settings.warning",

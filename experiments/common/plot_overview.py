@@ -67,10 +67,11 @@ def draw(to: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     plt.rcParams.update({"font.size": 11})
     panels = charts()
-    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.7), layout="constrained")
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.7), layout=ConstrainedLayoutEngine(wspace=0.06))
     for axis, chart in zip(axes, panels, strict=True):
         places = range(len(chart.bars))
         colours = [_OTHERS] * (len(chart.bars) - 1) + [_OURS]
@@ -87,7 +88,6 @@ def draw(to: Path) -> None:
     caption = "Qwen2.5-Coder 1.5B with its 0.5B draft, bf16, on AMD EPYC cores"
     figure.supxlabel(caption, fontsize=9.5, color=_SMALL, x=0.005, ha="left")
     to.parent.mkdir(parents=True, exist_ok=True)
-    figure.get_layout_engine().set(wspace=0.06)
     figure.savefig(to, dpi=150, facecolor="white", metadata={"Software": None, "Description": data(panels)})
 
 

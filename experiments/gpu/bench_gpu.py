@@ -63,7 +63,7 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
         "memory_gb": round(properties.total_memory / 1e9, 1),
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -27,19 +28,20 @@ GROWN = 64
 APART = 37
 
 
-def select_anything(prompt: list[int], keep_rate: float) -> Selection:
-    """As many tokens as a keep_rate keeps, in chunks, chosen by random importance."""
+def select_anything(prompt: list[int], config: PrefillConfig) -> Selection:
+    """As many tokens as the config keeps, chosen by random importance."""
     importance = torch.rand(len(prompt), generator=torch.Generator().manual_seed(1))
-    return select(ScoringInputs(PromptText(prompt), importance=importance), PrefillConfig(keep_rate=keep_rate))
+    return select(ScoringInputs(PromptText(prompt), importance=importance), config)
 
 
 def bench_prefill(models: Models, length: int, repeats: int) -> dict[str, Any]:
     """Time to first token through the generator, beside the bare forwards that bound it."""
     shape = models.shape
-    config = SpecStackConfig(prefill=PrefillConfig(prefill_chunk=shape.prefill_chunk))
-    generator = SpecStackGenerator(models.target, models.draft, config=config)
+    # Random weights have no tokenizer, and so no lines.
+    config = PrefillConfig(prefill_chunk=shape.prefill_chunk, granularity="chunks")
+    generator = SpecStackGenerator(models.target, models.draft, config=SpecStackConfig(config))
     prompt = random_prompt(shape.num_tokens(length), shape.target.vocab_size)
-    selections = {rate: select_anything(prompt, rate) for rate in shape.keep_rates}
+    selections = {rate: select_anything(prompt, replace(config, keep_rate=rate)) for rate in shape.keep_rates}
     scoring_s: dict[float, list[float]] = {rate: [] for rate in selections}
 
     def first_step(keep_rate: float | None) -> None:
@@ -49,7 +51,7 @@ def bench_prefill(models: Models, length: int, repeats: int) -> dict[str, Any]:
         step = next(generator.stream(input_ids=prompt, max_tokens=16, **options))
         if keep_rate is not None:
             if step.record.keep_rate == 1:
-                raise RuntimeError("scoring failed and the prompt was prefilled densely; the warning above says why")
+                raise RuntimeError("the prompt was prefilled densely: generate() says why in sparse_prefill_reason")
             scoring_s[keep_rate].append(step.record.draft_s)
 
     def bare(model: Any, part: Selection) -> Callable[[], Any]:

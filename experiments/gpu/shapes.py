@@ -48,7 +48,8 @@ class Shape:
 
     def num_tokens(self, length: int) -> int:
         """The prompt of a length: a little shorter where the first answers would run past the last position."""
-        return min(length, self.target.max_position_embeddings - 64)
+        most: int = self.target.max_position_embeddings
+        return min(length, most - 64)
 
 
 def _llama_1b(vocab: int) -> LlamaConfig:

@@ -57,7 +57,10 @@ def read_steps(path: Path) -> StepTable:
     numbers = {
         name: values.astype(int if name in _COUNTS else float) for name, values in columns.items() if name not in _TEXTS
     }
-    return np.rec.fromarrays(list((columns | numbers).values()), names=list(columns))
+    arrays = columns | numbers
+    dtype = np.dtype([(name, array.dtype) for name, array in arrays.items()])
+    found: np.recarray[Any, Any] = np.rec.fromarrays(list(arrays.values()), dtype=dtype)
+    return found
 
 
 def best_gammas(path: Path) -> dict[tuple[str, str], int]:
@@ -70,7 +73,5 @@ def best_gammas(path: Path) -> dict[tuple[str, str], int]:
         for cells in csv.DictReader(file):
             own = speeds[cells["compression"], cells["task"]]
             own[int(cells["gamma"])].append(int(cells["num_tokens"]) / float(cells["elapsed_sec"]))
-    return {
-        key: max(by_gamma, key=lambda gamma, own=by_gamma: float(np.mean(own[gamma])))
-        for key, by_gamma in speeds.items()
-    }
+    means = {key: {gamma: float(np.mean(own)) for gamma, own in of.items()} for key, of in speeds.items()}
+    return {key: max(of, key=of.__getitem__) for key, of in means.items()}

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.policies.estimators import STEP_MODELS, make_estimator
 from experiments.policies.published import StepTable
-from spec_stack.bench.training import STEP_MODELS, make_estimator
 from spec_stack.controller.predictor import PRECISION_CODES
 
 GAMMAS = (2, 4, 6, 8)

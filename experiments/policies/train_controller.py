@@ -23,8 +23,9 @@ import sklearn
 
 from experiments.common.environment import describe
 from experiments.common.script import run_script
+from experiments.policies.estimators import make_estimator, save_predictor
 from spec_stack.bench.recorded import read
-from spec_stack.bench.training import as_network, make_estimator, save_predictor, step_examples
+from spec_stack.bench.training import as_network, step_examples
 from spec_stack.controller.predictor import FILE_NAME, STEP_FEATURES, load_step_predictor
 
 MODELS = ("ridge", "mlp-16", "mlp-32")

@@ -73,7 +73,8 @@ def auroc(values: Sequence[float], labels: Sequence[bool]) -> float:
 
 def _auroc_interval(values: Sequence[float], labels: Sequence[bool], groups: Sequence[int]) -> list[float]:
     """AUROC with its 95 % interval; the cases of a prompt are drawn together."""
-    rng, cells = np.random.default_rng(0), {group: [] for group in groups}
+    rng = np.random.default_rng(0)
+    cells: dict[int, list[int]] = {group: [] for group in groups}
     for at, group in enumerate(groups):
         cells[group].append(at)
     names, found = list(cells), []
@@ -131,11 +132,11 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """AUROC by signal, and the rules, mixed and by group of kinds."""
     cells = [(at, row, rate) for at, row in enumerate(rows) for rate in RATES if "logprobs" in row[str(rate)]]
     labels = [is_lost(row, rate) for _, row, rate in cells]
-    found = {
+    aurocs = {
         name: _auroc_interval([signal(row[str(rate)]) for _, row, rate in cells], labels, [at for at, _, _ in cells])
         for name, signal in SIGNALS.items()
     } if any(labels) else {}  # fmt: skip
-    report: dict[str, Any] = {"n": len(rows), "cells": len(cells), "lost_cells": sum(labels), "auroc": found}
+    report: dict[str, Any] = {"n": len(rows), "cells": len(cells), "lost_cells": sum(labels), "auroc": aurocs}
     parts = {"all": list(rows)}
     parts |= {name: [row for row in rows if row["kind"] in kinds] for name, kinds in GROUPS.items()}
     for name, own in parts.items():
@@ -151,6 +152,6 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         report[name] = rules
         for rule, told in rules.items():
             print(f"{name:14s}{rule:18s}{told}")
-    for name, told in found.items():
-        print(f"{name:24s}{told}")
+    for name, auroc in aurocs.items():
+        print(f"{name:24s}{auroc}")
     return report

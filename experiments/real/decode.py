@@ -167,10 +167,10 @@ def summary(lines: Sequence[Line], by_arm: Mapping[str, Mapping[str, Row]], prom
     for line in lines:
         keys = [prompt.key for prompt in prompts if line.task in (ALL, prompt.task)]
         done, plain = ([by_arm[name][key] for key in keys] for name in (line.policy, PLAIN))
-        later = [[row.get("decode_s") for row in rows] for rows in (plain, done)]
+        before, after = ([row["decode_s"] for row in rows if "decode_s" in row] for rows in (plain, done))
         report.setdefault(line.task, {})[line.policy] = {
             "speed_over_plain": [*astuple(line.speed)],
-            "decode_over_plain": None if None in later[1] else ratio_interval(*later),
+            "decode_over_plain": None if len(after) < len(keys) else ratio_interval(before, after),
             "cpu_s": sum(row["seconds"] for row in done),
             "acceptance": line.acceptance or 0.0,
             "tokens_per_step": line.tokens_per_step,

@@ -218,8 +218,9 @@ def _diffs(old: Path, new: Path) -> Texts:
     for path in sorted(new.glob("rich/*.py")):
         name = path.relative_to(new).as_posix()
         if (old / name).is_file():
-            lines = [(root / name).read_text(encoding="utf-8").splitlines() for root in (old, new)]
-            found.append((name, "\n".join(difflib.unified_diff(*lines, f"a/{name}", f"b/{name}", lineterm=""))))
+            before, after = ((root / name).read_text(encoding="utf-8").splitlines() for root in (old, new))
+            diff = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", lineterm="")
+            found.append((name, "\n".join(diff)))
     yield from _joined(found, "diff")
 
 

@@ -7,10 +7,12 @@
 #       --lengths 8192 32768 --server-args '--attention-backend flashinfer --mem-fraction-static 0.15'
 set -euo pipefail
 chain='--speculative-eagle-topk 1 --speculative-num-steps 2 --speculative-num-draft-tokens 3'
+long='--speculative-eagle-topk 1 --speculative-num-steps 7 --speculative-num-draft-tokens 8'
 scoring='--spec-stack-scoring-model DRAFT'
 head=${HEAD:-tests/serving/eagle3_head}
 "$(dirname "$0")/serving.sh" --parts lengths --arms off SPEC_STACK --rows "$1" "${@:2}" \
     --arm "none + scoring=$scoring" \
     --arm "STANDALONE + scoring=--speculative-algorithm STANDALONE --speculative-draft-model-path DRAFT $chain $scoring" \
+    --arm "STANDALONE of 7 + scoring=--speculative-algorithm STANDALONE --speculative-draft-model-path DRAFT $long $scoring" \
     --arm "NGRAM + scoring=--speculative-algorithm NGRAM --speculative-ngram-capacity 200000 $scoring" \
     --arm "EAGLE3 + scoring=--speculative-algorithm EAGLE3 --speculative-draft-model-path $head $chain $scoring"

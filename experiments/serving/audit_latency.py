@@ -33,7 +33,7 @@ from spec_stack import PrefillConfig, Pruner
 from spec_stack.proxy.app import build_app
 from spec_stack.proxy.config import ProxyConfig
 
-ARMS = {"without audits": {}, "with audits": {"audit_rate": 1.0}}
+ARMS: dict[str, dict[str, Any]] = {"without audits": {}, "with audits": {"audit_rate": 1.0}}
 CLIENTS, STEP_S = 20, 0.01
 
 

@@ -39,9 +39,9 @@ from experiments.common.script import run_script
 from experiments.real.target import Target
 from experiments.serving import parts
 from experiments.serving.client import Client, document
-from experiments.serving.parts import OFF, Arms, Row
+from experiments.serving.parts import OFF, Arms
 from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, other_plugins, sglang_server
-from spec_stack.bench.rows import Rows
+from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.loading import resolve_device, resolve_pair
 
 STANDALONE, DENSE, SLOTS, SPEC_STACK = "STANDALONE", "dense", "slots", "SPEC_STACK"

@@ -42,7 +42,7 @@ class Client:
         """Stream a greedy reply of num_new tokens, or of fewer where it may end. Raises OSError where none comes."""
         answer = Answer(perf_counter())
         connection = http.client.HTTPConnection(HOST, self._port, timeout=self._limit_s)
-        sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": not may_end}
+        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": not may_end}
         sampling["custom_params"] = {"spec_stack": custom}
         body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True, **self._wall}
         connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})

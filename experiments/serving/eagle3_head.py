@@ -37,8 +37,9 @@ class Head(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         hidden, self.head_dim, self.theta = config.hidden_size, config.head_dim, config.rope_parameters["rope_theta"]
-        for name, out in (("q", _NUM_HEADS), ("k", _NUM_KV_HEADS), ("v", _NUM_KV_HEADS)):
-            setattr(self, name, nn.Linear(2 * hidden, out * self.head_dim, bias=False))
+        self.q, self.k, self.v = (
+            nn.Linear(2 * hidden, out * self.head_dim, bias=False) for out in (_NUM_HEADS, _NUM_KV_HEADS, _NUM_KV_HEADS)
+        )
         self.o = nn.Linear(_NUM_HEADS * self.head_dim, hidden, bias=False)
         self.fc = nn.Linear(len(AUX_LAYERS) * hidden, hidden, bias=False)
         self.gate, self.up = (nn.Linear(hidden, _INNER, bias=False) for _ in range(2))
@@ -74,7 +75,7 @@ class Head(nn.Module):
         return outputs
 
     def _split(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return states.view(*states.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def _attend(
         self, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], step: int
@@ -127,7 +128,7 @@ def _batches(corpus: Path, tokenizer: Any, seed: int) -> Iterator[torch.Tensor]:
     files = [path for path in sorted(corpus.glob("*.jsonl.xz")) if "valid" not in path.name]
     texts = [texts for path in files if (texts := _texts(path))]
     while True:
-        rows = []
+        rows: list[list[int]] = []
         while len(rows) < _BATCH:
             text = rng.choice(rng.choice(texts))
             start = rng.randrange(max(1, len(text) - 8 * _CONTEXT))
@@ -175,7 +176,7 @@ def train(corpus: Path, out: Path, minutes: float, seed: int = 0) -> None:
             loss = loss - 0.8**at * (right * logits.log_softmax(-1)).sum(-1).mean()
             agreed.append((logits.argmax(-1) == right.argmax(-1)).float().mean().item())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0:

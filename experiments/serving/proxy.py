@@ -33,9 +33,10 @@ Messages = list[dict[str, str]]
 def ask(client: OpenAI, model: str, messages: Messages, salt: str, max_tokens: int) -> tuple[str, Row]:
     """A greedy reply's text, and what it waited for."""
     began, first_s, text, usage = perf_counter(), 0.0, "", None
-    stream: Any = client.chat.completions.create(
+    create: Any = client.chat.completions.create
+    stream = create(
         model=model,
-        messages=messages,  # type: ignore[arg-type]
+        messages=messages,
         max_tokens=max_tokens,
         temperature=0,
         stream=True,

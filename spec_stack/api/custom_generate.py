@@ -26,6 +26,7 @@ from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
+from spec_stack.hf.architectures import as_ids
 from spec_stack.hf.loading import load_draft
 from spec_stack.hf.processors import Processor, is_shareable, keeps_nothing, name_of
 from spec_stack.hf.prompt import unpadded
@@ -184,7 +185,7 @@ class CustomGenerate:
                 input_ids=prompt_ids,
                 max_tokens=generation_config.max_length - len(row),
                 # Other end tokens are checked by the criteria.
-                ignore_eos=_end_ids(generation_config) != generator.pair.end_ids,
+                ignore_eos=as_ids(generation_config.eos_token_id) != generator.pair.end_ids,
                 **_drawing(generation_config, logits_processor, place),
                 **self.options,
             )
@@ -288,11 +289,6 @@ def _prompt_of(row: torch.Tensor, mask: torch.Tensor | None, positions: torch.Te
         raise ValueError("leave position_ids out; the tokens of a prompt are at 0, 1, 2, …")
     token_ids: list[int] = prompt.tolist()
     return token_ids
-
-
-def _end_ids(config: GenerationConfig) -> frozenset[int]:
-    ends = config.eos_token_id
-    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def _drawing(

@@ -27,7 +27,7 @@ from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Call, Request
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.loading import ASSETS, DeviceMap, find_tokenizers, name_of_model
-from spec_stack.prefill.shipped import choose_calibration, sketch
+from spec_stack.prefill.shipped import AUTO, choose_calibration, file_of, sketch
 from spec_stack.settings.warning import warn_caller
 from spec_stack.types import GenerationResult, StepOutput
 
@@ -89,7 +89,7 @@ class SpecStackGenerator(GenerationMixin):
         config = _checked(config)
         tokenizer, draft_tokenizer = find_tokenizers(target, draft, tokenizer, draft_tokenizer)
         pair = ModelPair.assemble(target, draft, tokenizer, draft_tokenizer, config.prefill.positions, draft_step)
-        prefill = calibrated(config.prefill, name_of_model(draft), calibration, target, draft)
+        prefill = calibrated(config.prefill, name_of_model(draft), calibration, pair)
         self._open: Engine | None = Engine(pair, replace(config, prefill=prefill), policy)
 
     @classmethod
@@ -144,8 +144,8 @@ class SpecStackGenerator(GenerationMixin):
             on CUDA and eager on a CPU.
         calibration : str, Path or bool, optional
             A file from `spec-stack calibrate` for this pair. It replaces defaults of `PrefillConfig`; values set in
-            `config` stay. None uses the file in the draft's folder, or else the one shipped for this draft, if any;
-            False uses none.
+            `config` stay. None uses the one that is saved for this draft, or else the one shipped for it, if any;
+            False uses none. "auto" makes one where there is none: 12 short prompts choose the scoring heads, once.
         device_map : str or mapping, optional
             Placement of the target's modules by transformers and accelerate, instead of `device`. A name ("auto")
             applies to the draft too.
@@ -182,7 +182,7 @@ class SpecStackGenerator(GenerationMixin):
             positions=config.prefill.positions,
             draft_step=draft_step,
         )
-        prefill = calibrated(config.prefill, draft, calibration, pair.target, pair.draft)
+        prefill = calibrated(config.prefill, draft, calibration, pair)
         return cls.over(Engine(pair, replace(config, prefill=prefill), policy))
 
     @property
@@ -284,19 +284,24 @@ def calibrated(
     config: PrefillConfig,
     draft: str | Path | None,
     named: str | Path | bool | None,
-    target_model: PreTrainedModel | None,
-    draft_model: PreTrainedModel,
+    pair: ModelPair,
+    is_pair: bool = True,
 ) -> PrefillConfig:
     """The configuration, completed by a calibration if there is one. A named calibration that does not fit the pair is
-    an error; one beside the draft is skipped for the shipped one."""
+    an error; a saved one is skipped for the shipped one. is_pair: whether the pair has a target of its own."""
+    source = ASSETS / "draft" if draft is None else draft
     calibration, problem = choose_calibration(
-        ASSETS / "draft" if draft is None else draft,
+        source,
         named,
-        (None if target_model is None else text_config(target_model.config), text_config(draft_model.config)),
-        lambda: sketch(draft_model.get_input_embeddings().weight),
+        (text_config(pair.target.config) if is_pair else None, text_config(pair.draft.config)),
+        lambda: sketch(pair.draft.get_input_embeddings().weight),
     )
     if problem:
-        warn_caller(f"the calibration beside the draft is left aside: {problem}")
+        warn_caller(f"the saved calibration is left aside: {problem}")
+    if calibration is None and named == AUTO:
+        from spec_stack.calibrate.quick import calibrate_at_load
+
+        calibration = calibrate_at_load(pair, file_of(source))
     return config if calibration is None else calibration.complete(config)
 
 

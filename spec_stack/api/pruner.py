@@ -190,7 +190,8 @@ class Pruner:
         model = open_alone(draft, precision, device).load()
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(str(draft if tokenizer is None else tokenizer))
-        return cls(model, tokenizer, calibrated(config, draft, calibration, None, model))
+        pair = ModelPair.assemble(model, model, tokenizer)
+        return cls(model, tokenizer, calibrated(config, draft, calibration, pair, is_pair=False))
 
     @property
     def tokenizer(self) -> Any:

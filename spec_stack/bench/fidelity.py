@@ -7,7 +7,7 @@ gives the loss of its tokens, and how many are still the most likely ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -30,6 +30,8 @@ KEEP_RATES = (0.1, 0.2, 0.3)
 _INSTRUCTIONS = 32
 _QUESTION_CHARACTERS = 120
 _ARM = "fidelity"
+# Drawing from fewer prompts again gives intervals that say nothing of what one more would lose.
+_LEAST_PROMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -147,19 +149,44 @@ class FidelityReport:
 
     @property
     def fastest(self) -> SettingFidelity | None:
-        """The setting with the largest speed-up whose perplexity ratio is within the limit; None if there is none."""
-        fitting = [each for each in self.settings if each.perplexity_ratio.value <= 1 + self.within]
-        return max(fitting, key=lambda each: each.speedup.value, default=None)
+        """The setting with the largest speed-up of which the upper bound of the perplexity ratio is within the limit;
+        None if there is none. Settings that drop text need 8 prompts."""
+        enough = len(self.prompts) >= _LEAST_PROMPTS
+        return _fastest(
+            each
+            for each in self.settings
+            if each.perplexity_ratio.high <= 1 + self.within and (enough or each.whole == 1)
+        )
+
+    @property
+    def promising(self) -> SettingFidelity | None:
+        """A faster setting than `fastest` whose perplexity ratio is within the limit, and its upper bound is not."""
+        found = _fastest(each for each in self.settings if each.perplexity_ratio.value <= 1 + self.within)
+        return None if found is self.fastest else found
+
+    def num_needed(self, setting: SettingFidelity) -> float:
+        """About how many prompts bound a setting's loss by the limit, if they are like the measured ones."""
+        room, width = math.log(1 + self.within) - setting.lost.value, setting.lost.high - setting.lost.value
+        return max(_LEAST_PROMPTS, math.ceil(len(self.prompts) * (width / room) ** 2)) if room > 0 else math.inf
 
     @property
     def shown(self) -> SettingFidelity:
-        """The fastest setting within the limit, or else the one that loses least."""
-        return self.fastest or min(self.settings, key=lambda each: each.lost.value)
+        """The fastest setting within the limit, or else the one that may be, or that loses least."""
+        return self.fastest or self.promising or min(self.settings, key=lambda each: each.lost.value)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         settings = [asdict(each) | {"perplexity_ratio": asdict(each.perplexity_ratio)} for each in self.settings]
-        return asdict(self) | {"settings": settings, "fastest": self.fastest and self.fastest.setting}
+        found, promising = self.fastest, self.promising
+        verdict = {
+            "fastest": found and found.setting,
+            "promising": promising and {"setting": promising.setting, "prompts_needed": self.num_needed(promising)},
+        }
+        return asdict(self) | {"settings": settings, **verdict}
+
+
+def _fastest(settings: Iterable[SettingFidelity]) -> SettingFidelity | None:
+    return max(settings, key=lambda each: each.speedup.value, default=None)
 
 
 def measure_fidelity(

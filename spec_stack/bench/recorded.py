@@ -18,7 +18,7 @@ from spec_stack.bench.intervals import ratio_interval
 from spec_stack.bench.leaderboard import ALL, ORACLE, Leaderboard, Line, with_all
 from spec_stack.bench.oracles import best_fixed, oracle
 from spec_stack.bench.replay import Costs, ReplayText, Score, fit_costs, merge_runs, replay
-from spec_stack.bench.training import as_network, make_estimator, step_examples
+from spec_stack.bench.training import as_network, make_mlp, step_examples
 from spec_stack.controller.base import Policy, StepRecord
 from spec_stack.controller.registry import POLICIES, make_policy
 from spec_stack.controller.simple import Confidence
@@ -43,7 +43,11 @@ def _read(path: Path) -> list[StepRecord]:
         from pyarrow import parquet
     except ImportError as error:
         raise ImportError(f"{path}: a .parquet file needs pyarrow; pip install pyarrow") from error
-    table = parquet.read_table(path)
+    try:
+        with path.open("rb") as file:
+            table = parquet.read_table(file)
+    except ValueError as error:
+        raise ValueError(f"{path} is not Parquet: {error}") from error
     # The shipped profile has a column of an earlier version.
     rows = table.drop_columns([name for name in table.column_names if name == "lag"]).to_pylist()
     return [as_record(row, f"{path}, row {number}") for number, row in enumerate(rows)]
@@ -94,7 +98,7 @@ class _Fold:
         makers["confidence, tuned"] = partial(Confidence, max(_THRESHOLDS, key=self._tokens_per_s))
         if with_predictor:
             inputs, rates, _ = step_examples(self.records)
-            trained = as_network(make_estimator("mlp-16").fit(inputs, rates))
+            trained = as_network(make_mlp().fit(inputs, rates))
             makers["speckv, trained"] = partial(SpecKV, predictor=trained)
             makers["speckv, as published"] = partial(SpecKV, predictor=trained, objective="per_step")
         return makers

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.predictor import FORMAT, Network, step_features
+from spec_stack.controller.predictor import Network, step_features
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
-
-
-STEP_MODELS = ("ridge", "mlp-16", "mlp-32", "rf-10", "rf-100")
-
-
-def save_predictor(path: str | Path, network: Network, card: Mapping[str, Any]) -> None:
-    """Write a predictor as JSON, numbers in full precision. card: its features, in order, and its provenance."""
-    layers = [
-        {"weights": matrix.tolist(), "bias": bias.tolist()}
-        for matrix, bias in zip(network.weights, network.biases, strict=True)
-    ]
-    content = {"format": FORMAT, "card": dict(card), "layers": layers}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def step_examples(records: Sequence[StepRecord]) -> tuple[Floats, Floats, list[str]]:
@@ -45,22 +30,11 @@ def step_examples(records: Sequence[StepRecord]) -> tuple[Floats, Floats, list[s
     return np.array(inputs), np.array(rates), groups
 
 
-def make_estimator(name: str, seed: int = 42) -> Any:
-    """An unfitted scikit-learn estimator, one of STEP_MODELS, as in the paper's notebooks."""
-    from sklearn.ensemble import RandomForestRegressor
-    from sklearn.linear_model import Ridge
+def make_mlp(num_hidden: int = 16, seed: int = 42) -> Any:
+    """An unfitted scikit-learn MLP, as in the paper's notebooks."""
     from sklearn.neural_network import MLPRegressor
 
-    match name:
-        case "ridge":
-            return Ridge(alpha=1.0)
-        case "mlp-16" | "mlp-32":
-            return MLPRegressor(hidden_layer_sizes=(int(name[4:]),), max_iter=500, random_state=seed)
-        case "rf-10":
-            return RandomForestRegressor(10, max_depth=8, random_state=seed)
-        case "rf-100":
-            return RandomForestRegressor(100, random_state=seed)
-    raise ValueError(f"unknown predictor {name!r}; known: {', '.join(STEP_MODELS)}")
+    return MLPRegressor(hidden_layer_sizes=(num_hidden,), max_iter=500, random_state=seed)
 
 
 def as_network(estimator: Any) -> Network:

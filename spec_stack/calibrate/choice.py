@@ -80,7 +80,8 @@ class HeadRanking:
         self.heads = heads
         self._by_kind: dict[str, torch.Tensor] = {}
         for kind in dict.fromkeys(case.task.kind for case in cases):
-            own = [_log_score(case.judged.alone) for case in cases if case.task.kind == kind]
+            # On a log scale; beyond 0.5 all are equal.
+            own = [-case.judged.alone.clamp(0.02, 0.5).log() for case in cases if case.task.kind == kind]
             self._by_kind[kind] = torch.stack(own).mean(dim=0)
 
     def best(self, setting: Setting, without: Collection[str] = ()) -> list[int]:
@@ -97,11 +98,6 @@ class HeadRanking:
     def cost(self, setting: Setting) -> int:
         """Number of layers that a setting runs."""
         return _num_layers([self.heads[row] for row in self.best(setting)])
-
-
-def _log_score(need: torch.Tensor) -> torch.Tensor:
-    """Value of needing this share, on a log scale; beyond 0.5 all are equal."""
-    return -need.clamp(0.02, 0.5).log()
 
 
 @dataclass(frozen=True)

@@ -93,11 +93,6 @@ def flight_record(rng: random.Random) -> dict[str, object]:
     }
 
 
-def _records(rng: random.Random) -> Iterator[str]:
-    while True:
-        yield json.dumps(flight_record(rng))
-
-
 def _dialogue(rng: random.Random) -> Iterator[str]:
     people = rng.sample(PEOPLE, 5)
     things = ("the budget", "the second draft", "our website", "the survey", "that prototype", "the hiring plan")
@@ -120,6 +115,6 @@ def _dialogue(rng: random.Random) -> Iterator[str]:
 
 _GENERATED: Mapping[str, Callable[[random.Random], Iterator[str]]] = {
     "log": _log,
-    "json": _records,
+    "json": lambda rng: (json.dumps(flight_record(rng)) for _ in count()),
     "dialogue": _dialogue,
 }

@@ -224,7 +224,12 @@ def _add_calibrate(commands: Any) -> None:
     _add(parser, CalibrateConfig, but=("budget_s",))
     budget = CalibrateConfig.budget_s / 60
     parser.add_argument("--budget", type=float, default=budget, help="time budget in minutes (default: %(default)g)")
-    parser.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
+    parser.add_argument(
+        "--out", type=Path, help="file or folder for the result (default: the draft's folder, or the hub's cache)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="12 prompts of 1,024 tokens choose the heads alone, in a minute or two"
+    )
     what = (
         "share of lost answers: also find the largest max_dropped_attention whose upper 95 %% bound stays under it. "
         "The target"
@@ -385,7 +390,8 @@ def _add_placement(parser: Any) -> None:
     parser.add_argument(
         "--calibration",
         type=lambda text: False if text == _NONE else text,
-        help="file of `spec-stack calibrate`, or none (default: the file in the draft's folder, or the shipped one)",
+        help="file of `spec-stack calibrate`, or none; auto makes one where none is known, from 12 short prompts "
+        "(default: the draft's saved or shipped one)",
     )
 
 

@@ -44,8 +44,10 @@ def read_document(path: Path, newline: str | None = None) -> str:
     try:
         with path.open(encoding="utf-8-sig", newline=newline) as file:
             return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def system_messages(text: str | None) -> list[dict[str, str]]:
@@ -117,7 +119,8 @@ class Chat:
     def _command(self, line: str) -> None:
         name, _, path = line.partition(" ")
         commands = {"/reset": self._reset, "/undo": self._undo}
-        path_commands = {"/file": self._add_document, "/save": self._save, "/load": self._load}
+        path_commands: dict[str, Callable[[Path], None]] = {"/save": self._save, "/load": self._load}
+        path_commands["/file"] = lambda path: self._documents.append(read_document(path))
         try:
             if name in commands:
                 commands[name]()
@@ -133,9 +136,6 @@ class Chat:
         self._begin()
         if self._documents:
             self._say(f"{len(self._documents)} documents go with the next message", dim=True)
-
-    def _add_document(self, path: Path) -> None:
-        self._documents.append(read_document(path))
 
     def _undo(self) -> None:
         """Remove the last turn; its documents go with the next message, at which the session rolls back."""

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -173,26 +173,18 @@ def _is_json(text: str) -> bool:
 def _serve(arguments: argparse.Namespace) -> int:
     arguments.api_keys += filter(None, [os.environ.get("SPEC_STACK_API_KEY")])
     config = config_of(ServeConfig, arguments)
-    from spec_stack.serve.app import serve
+    from spec_stack.serve.app import run
+    from spec_stack.serve.http import begin
 
-    _begin_server(config)
+    begin(config, config.port)
     generator = _load(arguments, SpecStackConfig(prefill_of(arguments), config_of(DecodeConfig, arguments)))
     pair = generator.pair
     target = f"{arguments.target or 'the embedded target'} ({pair.precision})"
     draft = f"{arguments.draft or 'the embedded draft'} ({pair.draft_precision})"
     what = describe_pruning(generator.config.prefill)
     logger.info("spec-stack: %s with %s on %s; %s", target, draft, pair.target.device, what)
-    serve(generator, config)
+    run(generator, config)
     return 0
-
-
-def _begin_server(config: ServeConfig | ProxyConfig) -> None:
-    """Log as configured from here on, and refuse an address that is taken before minutes of loading."""
-    from spec_stack.serve.http import check_address
-    from spec_stack.serve.logs import configure_logging
-
-    configure_logging(config.log_level, config.log_json)
-    check_address(config.host, config.port)
 
 
 def describe_pruning(config: PrefillConfig) -> str:
@@ -211,8 +203,9 @@ def describe_pruning(config: PrefillConfig) -> str:
 def _proxy(arguments: argparse.Namespace) -> int:
     config, prefill = config_of(ProxyConfig, arguments), prefill_of(arguments)
     from spec_stack.proxy.app import serve_proxy
+    from spec_stack.serve.http import begin
 
-    _begin_server(config)
+    begin(config, config.port)
     pruner = _load_pruner(arguments, prefill)
     draft = f"{arguments.draft or 'the embedded draft'} ({pruner.precision}) on {pruner.device}"
     logger.info("spec-stack: %s in front of %s; %s", draft, config.upstream, describe_pruning(pruner.config))
@@ -281,21 +274,29 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from spec_stack.bench.prompts import questions_of, read_prompts
     from spec_stack.calibrate.config import CalibrateConfig
     from spec_stack.calibrate.loss import built_in, check_share, with_bound
+    from spec_stack.calibrate.quick import QUICK, calibrate_heads
     from spec_stack.calibrate.search import calibrate, format_calibration
     from spec_stack.engine.pair import ModelPair
     from spec_stack.prefill.calibration import FILE_NAME
+    from spec_stack.prefill.shipped import file_of
 
     started = monotonic()
-    named = arguments.out or arguments.draft
-    if named is None:
+    if (named := arguments.out) is None and arguments.draft is None:
         raise ValueError("name a file or folder for the result with --out")
-    if not ((out := Path(named)).is_dir() or out.parent.is_dir()):
+    out = file_of(arguments.draft) if named is None else Path(named)
+    if named is None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    if not (out.is_dir() or out.parent.is_dir()):
         raise ValueError(f"name a file or folder for the result with --out; {out.parent} is no folder")
     # Errors must show before minutes of work.
     check_writable(out / FILE_NAME if out.is_dir() else out)
     arguments.budget_s = 60 * arguments.budget
     config = config_of(CalibrateConfig, arguments)
     documents, max_loss = read_documents(arguments.documents), arguments.max_loss
+    if arguments.quick:
+        if given(arguments, ("prompts", "lengths", "margin", "seed")):
+            raise ValueError("--quick has prompts, lengths, margin and seed of its own; leave them out, or --quick")
+        config = replace(QUICK, budget_s=config.budget_s)
     if max_loss is None and arguments.loss_prompts is not None:
         raise ValueError("--loss-prompts are for --max-loss; add it, or leave them out")
     prompts = read_prompts(arguments.loss_prompts) if arguments.loss_prompts is not None else None
@@ -307,7 +308,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         spent = monotonic() - started
         _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
-    calibration = calibrate(pair, config, documents=documents, progress=show)
+    measure = calibrate_heads if arguments.quick else calibrate
+    calibration = measure(pair, config, documents=documents, progress=show)
     if max_loss is not None:
         questions = questions_of(prompts, pair.tokenizer) if prompts else built_in(pair, config, documents)
         calibration = with_bound(calibration, pair, questions, max_loss, config.budget_s, show)
@@ -342,9 +344,12 @@ def _explain(arguments: argparse.Namespace) -> int:
     )
     page, turns = render(explanation), explanation["turns"]
     out.write_text(page, encoding="utf-8")
-    print(f"{out}: {len(page) / 1000:.0f} kB, turns: {len(turns)}")
-    for query in (query for turn in turns for query in turn["queries"][:3]):
-        print(f"scoring query, weight {query['weight']:.2f}: {shorten(query['text'], 96, placeholder=' …')}")
+    for turn in turns:
+        print(turn["text"].strip())
+        for query in turn["queries"][:3]:
+            _tell(f"scoring query, weight {query['weight']:.2f}: {shorten(query['text'], 96, placeholder=' …')}")
+        _tell(f"{turn['metrics']['num_kept_tokens']} of {turn['metrics']['num_prompt_tokens']} prompt tokens kept")
+    _tell(f"page: {out.resolve()}")
     return 0
 
 
@@ -412,6 +417,13 @@ def _measured_fidelity(arguments: argparse.Namespace) -> Any:
     return report.as_dict() if arguments.json else fidelity_lines(report)
 
 
+def _in_words(error: Exception) -> str:
+    """One line, also of a library's error of several, and without the number of a file's error."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": _generate,
     "chat": _chat,
@@ -450,8 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except (ValueError, OSError, ImportError) as error:
         is_extra = isinstance(error, ImportError) and getattr(arguments, "command", None) in ("serve", "proxy")
-        # One line, also of a library's error of several.
-        problem = f"{error}; {how_to_install('serve')}" if is_extra else " ".join(str(error).split())
+        problem = f"{error}; {how_to_install('serve')}" if is_extra else _in_words(error)
         if getattr(arguments, "json", False):
             # Standard output may be what failed.
             with suppress(OSError):

@@ -82,18 +82,28 @@ def _row(found: SettingFidelity) -> tuple[str, ...]:
 
 
 def _fidelity_verdict(report: FidelityReport) -> str:
-    """The fastest setting within the limit, and how sure that is."""
-    shown, limit = report.shown, 1 + report.within
-    ratio = f"{shown.perplexity_ratio:.3f}"
-    if report.fastest is None:
-        return (
-            f"no setting is within {report.within:.0%}: {shown.setting} loses least, perplexity ratio {ratio}; prefill "
-            "these prompts densely, or keep more"
+    """The fastest setting whose upper bound is within the limit, and how many prompts a faster one needs."""
+    within, promising = f"within {report.within:.0%}", report.promising
+    more = ""
+    if promising is not None:
+        more = (
+            f"keep_rate {_told(promising)}, may be, but {len(report.prompts)} prompts do not show it; about "
+            f"{report.num_needed(promising):.0f} like these would"
         )
-    surely = "" if shown.perplexity_ratio.high <= limit else "; the interval reaches past it, so measure more prompts"
+    if report.fastest is not None:
+        return f"fastest {within}, by the upper bound: keep_rate {_told(report.fastest)}{more and f'; {more}'}"
+    if more:
+        return f"no setting is surely {within}: {more}"
+    shown = report.shown
     return (
-        f"fastest within {report.within:.0%}: keep_rate {shown.setting}, first token {shown.speedup.value:.1f}x "
-        f"sooner, perplexity ratio {ratio}{surely}"
+        f"no setting is {within}: {shown.setting} loses least, perplexity ratio {shown.perplexity_ratio:.3f}; prefill "
+        "these prompts densely, or keep more"
+    )
+
+
+def _told(found: SettingFidelity) -> str:
+    return (
+        f"{found.setting}, first token {found.speedup.value:.1f}x sooner, perplexity ratio {found.perplexity_ratio:.3f}"
     )
 
 

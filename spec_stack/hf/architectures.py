@@ -77,10 +77,11 @@ def max_positions(config: Any) -> int:
 def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """End-of-sequence ids from the generation config, or else the model config. Raises ValueError for invalid ids."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    return _as_ids(text_config(model.config).eos_token_id if ids is None else ids)
+    return as_ids(text_config(model.config).eos_token_id if ids is None else ids)
 
 
-def _as_ids(ids: Any) -> frozenset[int]:
+def as_ids(ids: Any) -> frozenset[int]:
+    """The ids of an eos_token_id: none, one or a list."""
     listed = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
     if not all(type(token_id) is int for token_id in listed):
         raise ValueError(f"eos_token_id must be a token id or a list of them, got {ids!r}; correct the model's files")

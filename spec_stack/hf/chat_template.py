@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -249,15 +249,14 @@ def _marks(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with marks in place of their texts."""
-    marks = iter(_marks(messages))
-    return [{**message, "content": _with_marks(message["content"], marks)} for message in messages]
-
-
-def _with_marks(content: Any, marks: Iterator[str]) -> Any:
-    if isinstance(content, list):
-        return [{**part, "text": next(marks)} for part in content]
-    mark = next(marks)
-    return content if content is None else mark
+    marks, marked = iter(_marks(messages)), []
+    for message in messages:
+        own = [next(marks) for _ in _texts(message["content"])]
+        content = message["content"] and own[0]
+        if isinstance(message["content"], list):
+            content = [{**part, "text": mark} for part, mark in zip(message["content"], own, strict=True)]
+        marked.append({**message, "content": content})
+    return marked
 
 
 def _with_arguments(message: dict[str, Any], change: Callable[[str], Any]) -> dict[str, Any]:

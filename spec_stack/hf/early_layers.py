@@ -61,7 +61,7 @@ class EarlyLayers:
     def rest(self, first: int, last: int) -> PreTrainedModel:
         """The model that enters layer `end` with the states of slots first…last - 1, whatever it is fed."""
         states = self._states()[:, first:last]
-        entering = dict.fromkeys(range(self.end), partial(_give, states))
+        entering = dict.fromkeys(range(self.end), lambda *_, **__: states)
         return _with_layers(self._model, self._path or [], entering)
 
     def fork(self) -> EarlyLayers:
@@ -69,10 +69,6 @@ class EarlyLayers:
         other = EarlyLayers(self._model, self.end)
         other._entered = list(self._entered)
         return other
-
-
-def _give(states: torch.Tensor, run: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-    return states
 
 
 def _path_to_decoder(model: PreTrainedModel) -> list[str] | None:

@@ -191,7 +191,10 @@ class CachedModel:
             if self._states is not None:
                 self._states.take(len(self.positions))
             logits = self._run_last(token_ids[start:end], positions[start:end], num_logits)
-        return self._widen(logits)
+        if self._num_ids is not None:
+            # A negative pad crops.
+            logits = F.pad(logits, (0, self._num_ids - logits.shape[-1]), value=-torch.inf)
+        return logits
 
     def prefill(
         self,
@@ -357,13 +360,6 @@ class CachedModel:
                 **model_cache.cache_argument(self.model, self._cache),
             )
         return output.logits[0]  # type: ignore[no-any-return]
-
-    def _widen(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits (…, rows) cut or padded to (…, num_ids)."""
-        if self._num_ids is None:
-            return logits
-        # A negative pad crops.
-        return F.pad(logits, (0, self._num_ids - logits.shape[-1]), value=-torch.inf)
 
     def checkpoint(self) -> None:
         """Snapshot a recurrent state, so that a rollback to here recomputes nothing; a no-op otherwise."""

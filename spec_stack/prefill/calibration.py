@@ -110,7 +110,9 @@ class Calibration:
             calibration.apply()
         except KeyError as error:
             raise ValueError(f"cannot take {file} for a calibration: it has no {error}") from error
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise ValueError(f"cannot read the calibration {file}: {error.strerror}") from error
+        except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"cannot take {file} for a calibration: {error}") from error
         return calibration
 

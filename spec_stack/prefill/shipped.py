@@ -1,4 +1,4 @@
-"""Calibrations that ship with the package, for known drafts: matched by configuration and weights.
+"""Where a draft's calibration is found: beside it, in the hub's cache, or among those that ship with the package.
 
 `sketch` identifies the weights of a loaded draft, `sketch_of_files` those of files (docs/calibration.md).
 """
@@ -20,6 +20,8 @@ from spec_stack.prefill.calibration import FILE_NAME, Calibration, fingerprint
 FOLDER = Path(__file__).resolve().parent.parent / "assets" / "calibrations"
 # Values of the embedding: so many rows, spread over the vocabulary, and so many columns of each.
 _ROWS, _COLUMNS = 16, 16
+AUTO = "auto"
+"""In place of a calibration's file: the one that is found, else one that is made while the pair loads."""
 _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "model.language_model.embed_tokens.weight")
 # Rounding to 4 bits moves the values by less, training for another purpose by more.
 _TOLERANCE = 0.12
@@ -68,26 +70,35 @@ def choose_calibration(
     configs: tuple[Any, Any],
     weights: Callable[[], Sequence[float]],
 ) -> tuple[Calibration | None, str]:
-    """The calibration of a pair: the named one, else the one beside the draft, else the shipped one.
+    """The calibration of a pair: the named one, else the saved one (`file_of`), else the shipped one.
 
-    named: a file or folder; None and True name none, False disables all. configs: the transformers text configurations
-    of target and draft. weights: gives the draft's sketch. Returns it or None, and why the one beside the draft does
-    not apply (empty if it does). Raises ValueError for a named one that does not fit these models, and for a damaged
-    file.
+    named: a file or folder; None, True and "auto" name none, False disables all. configs: the transformers text
+    configurations of target and draft. weights: gives the draft's sketch. Returns it or None, and why the saved one
+    does not apply (empty if it does). Raises ValueError for a named one that does not fit these models, and for a
+    damaged file.
     """
     if named is False:
         return None, ""
-    if named is not None and named is not True:
+    if named is not None and named is not True and named != AUTO:
         found = Calibration.load(named)
         if problem := found.check(*configs):
             raise ValueError(f"{named}: {problem}; calibrate this pair, or name no calibration")
         return found, ""
-    file, problem = Path(draft) / FILE_NAME, ""
-    if str(draft) and file.is_file():
+    problem = ""
+    if str(draft) and (file := file_of(draft)).is_file():
         found = Calibration.load(file)
         if not (problem := found.check(*configs)):
             return found, ""
     return find_shipped(configs[1], weights()), problem
+
+
+def file_of(draft: str | Path) -> Path:
+    """Where a draft's calibration is saved: in its folder, or for a hub id and a GGUF file in the hub's cache."""
+    if Path(draft).is_dir():
+        return Path(draft) / FILE_NAME
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(HF_HOME) / "spec_stack" / f"{str(draft).strip('/').replace('/', '--')}.json"
 
 
 def find_shipped(config: Any, weights: Sequence[float]) -> Calibration | None:

@@ -19,7 +19,14 @@ from spec_stack.api.request_body import BodyPrompt, find_prompt
 from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.proxy.audits import answer_again
 from spec_stack.proxy.config import PRUNED, ProxyConfig
-from spec_stack.proxy.pruning import PromptPruner, PruneOptions, Pruning, body_options, header_options
+from spec_stack.proxy.pruning import (
+    PromptPruner,
+    PruneOptions,
+    Pruning,
+    body_options,
+    header_options,
+    refuse_misplaced,
+)
 from spec_stack.proxy.upstream import Upstream, UpstreamError, UpstreamResponse
 from spec_stack.serve.audits import AUDITOR, Audit, Audits, Words
 from spec_stack.serve.config import LOOPBACK
@@ -97,7 +104,7 @@ class ProxyEndpoint:
         return await unless_disconnected(request, asyncio.create_task(self._forward(request, body)))
 
     async def _forward(self, request: Request, body: bytes) -> Response:
-        forwarded, headers = await self._pruned(request, body)
+        forwarded, headers, audit = await self._pruned(request, body)
         try:
             response = await self._upstream.send(request, forwarded, is_changed=forwarded is not body)
         except UpstreamError as problem:
@@ -108,34 +115,36 @@ class ProxyEndpoint:
             error = BadRequestError(f"the upstream server did not answer{why}", status=504 if is_late else 502)
             return error_response(request, error, headers)
         self._outcomes.labels("ok").inc()
-        return UpstreamResponse(response, headers)
+        on_end = partial(self._audits.offer, audit) if audit is not None and response.status == 200 else None
+        return UpstreamResponse(response, headers, on_end)
 
-    async def _pruned(self, request: Request, body: bytes) -> tuple[bytes, dict[str, str]]:
-        """The body to forward, and headers that say what was done."""
+    async def _pruned(self, request: Request, body: bytes) -> tuple[bytes, dict[str, str], Audit | None]:
+        """The body to forward, headers that say what was done, and what an audit of its answer would do."""
         path = request.url.path.rstrip("/")
         field = next((field for end, field in PRUNED.items() if path.endswith(end)), None)
         if field is None or request.method != "POST":
-            return body, report_headers(f"off: only POST to paths that end with {', '.join(PRUNED)} is pruned")
+            reason = f"off: only POST to paths that end with {', '.join(PRUNED)} is pruned"
+            return body, report_headers(reason), None
         options = header_options(request.headers.get(KEEP_RATE_HEADER))
         try:
             parsed = _parsed(decoded(request, body, self._config.max_parsed_bytes))
         except BadRequestError as error:
             reason = "the body is too long to parse" if error.status == 413 else error.message
-            return body, self._report(Pruning("unread", f"off: {reason}"))
+            return body, self._report(Pruning("unread", f"off: {reason}")), None
+        refuse_misplaced(parsed)
         if (given := parsed.pop(OPTIONS_FIELD, None)) is not None:
             options, body = body_options(given, options), json.dumps(parsed).encode()
         try:
             prompt = _prunable(parsed, field)
         except ValueError as error:
-            return body, self._report(Pruning("unread", f"off: {error}"))
+            return body, self._report(Pruning("unread", f"off: {error}")), None
         route, client = self._audits.route_of(request), client_of(request, ())
         why = "" if options.keep_rate is not None else self._audits.why_whole(route)
         pruning = Pruning("audited", why) if why else await self._prompts.prune(client, prompt.chat, options)
         if pruning.prompt is not None:
             body = json.dumps(prompt.shortened(pruning.prompt)).encode()
-        if why or pruning.prompt is not None:
-            self._audits.offer(Audit(route, partial(self._answered_again, request, prompt, options, pruning)))
-        return body, self._report(pruning)
+        audit = Audit(route, partial(self._answered_again, request, prompt, options, pruning))
+        return body, self._report(pruning), audit if why or pruning.prompt is not None else None
 
     async def _answered_again(
         self, request: Request, prompt: BodyPrompt, options: PruneOptions, pruning: Pruning

@@ -7,7 +7,7 @@ import json
 import logging
 import traceback
 from asyncio import Task
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from copy import deepcopy
@@ -34,6 +34,11 @@ _BYTES_PER_POSITION, _BYTES_PER_TOKEN = 16, 8
 # More tokens than a template writes around a message, and than any prompt has.
 _TEMPLATE_TOKENS, _ALL_TOKENS = 64, 1 << 30
 _MAX_PROTECTED = 64
+# Fields of `spec-stack serve` about pruning, and what says the same here.
+_MISPLACED = {
+    **{name: f'spec_stack: {{"{name}": …}}' for name in ("keep_rate", "max_divergence", "question")},
+    "sparse_prefill": 'spec_stack: {"keep_rate": 1}, which forwards the whole prompt',
+}
 
 Check = Callable[..., None]
 """Raises ClientDisconnected when work should end; called as `on_progress`."""
@@ -96,6 +101,14 @@ def header_options(keep_rate: str | None) -> PruneOptions:
     except ValueError:
         wanted = "must be over 0 and at most 1; 1 forwards the whole prompt"
         raise BadRequestError(f"{KEEP_RATE_HEADER} {wanted}") from None
+
+
+def refuse_misplaced(body: Mapping[str, Any]) -> None:
+    """Raise BadRequestError for an option of pruning that stands outside of the body's field, where nothing reads it;
+    other unknown fields are upstream's."""
+    name = next((name for name in _MISPLACED if body.get(name) is not None), None)
+    if name is not None:
+        raise BadRequestError(f"{name} is a field of spec-stack serve; the proxy takes {_MISPLACED[name]}", name)
 
 
 def body_options(given: Any, default: PruneOptions) -> PruneOptions:

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import ssl
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 from urllib.request import getproxies, proxy_bypass
@@ -51,7 +51,7 @@ UpstreamError = (httpcore2.TimeoutException, httpcore2.NetworkError, httpcore2.P
 
 
 class Upstream:
-    """A client of the upstream server. It knows no other address, and follows no redirects. Raises OSError for
+    """A client of the upstream server. It knows no other address, and follows no redirects. Raises ValueError for
     certificates that cannot be read."""
 
     def __init__(self, config: ProxyConfig) -> None:
@@ -114,13 +114,16 @@ class Upstream:
 
 
 class UpstreamResponse(StreamingResponse):
-    """An upstream response with added headers. It is closed when the client disconnects."""
+    """An upstream response with added headers. It is closed when the client disconnects. on_end: called when all of it
+    was passed on."""
 
-    def __init__(self, upstream: httpcore2.Response, added: Mapping[str, str]) -> None:
+    def __init__(
+        self, upstream: httpcore2.Response, added: Mapping[str, str], on_end: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(upstream.aiter_stream(), upstream.status)
         self.raw_headers = _end_to_end(upstream.headers, _NOT_PASSED_ON)
         self.headers.update(added)
-        self._upstream = upstream
+        self._upstream, self._on_end = upstream, on_end
 
     async def stream_response(self, send: Send) -> None:
         try:
@@ -128,6 +131,9 @@ class UpstreamResponse(StreamingResponse):
         except UpstreamError as error:
             # A response without an end makes uvicorn close the connection, so that the client sees the cut.
             logger.warning("upstream ended in the middle of a response: %r", error)
+            return
+        if self._on_end is not None:
+            self._on_end()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -192,7 +198,10 @@ def _ssl_context(ca_file: str) -> ssl.SSLContext:
         # Also where SSL_CERT_FILE is set, as OpenSSL reads them.
         context.load_verify_locations(capath=folder)
     if ca_file:
-        context.load_verify_locations(**{"capath" if os.path.isdir(ca_file) else "cafile": ca_file})
+        try:
+            context.load_verify_locations(**{"capath" if os.path.isdir(ca_file) else "cafile": ca_file})
+        except OSError as error:
+            raise ValueError(f"ca_file {ca_file} holds no certificate authorities: {error.strerror}") from error
     return context
 
 

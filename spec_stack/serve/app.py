@@ -24,6 +24,7 @@ from spec_stack.serve.audits import Audit, Audits
 from spec_stack.serve.config import LOOPBACK, ServeConfig
 from spec_stack.serve.http import (
     IGNORED_HEADER,
+    begin,
     client_of,
     decoded,
     new_app,
@@ -94,6 +95,12 @@ def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> N
     In a script, call it under `if __name__ == "__main__":`, because worker processes import the script.
     """
     config = config or ServeConfig()
+    begin(config, config.port)
+    run(generator, config)
+
+
+def run(generator: SpecStackGenerator, config: ServeConfig) -> None:
+    """`serve` after `begin`."""
     if config.host not in LOOPBACK and not config.api_keys:
         logger.warning("listening on %s without an API key: whoever reaches this machine may ask", config.host)
     run_app(build_app(generator, config), config, config.port)
@@ -163,7 +170,8 @@ class Endpoint:
 
         def ended(job: asyncio.Task[Answer]) -> None:
             answer = None if job.cancelled() else job.result()
-            if isinstance(answer, dict) and (why or is_pruned(answer)):
+            report = answer["usage"][REPORT] if isinstance(answer, dict) else None
+            if report and (why or report["kept_tokens"] < report["prompt_tokens"]):
                 again = partial(self._worker.answer_again, processed.encoded, options)
                 self._audits.offer(Audit(route, again))
 
@@ -191,17 +199,11 @@ class Endpoint:
         default = min(self._config.default_max_tokens, room)
         options = {**processed.options, "max_tokens": room if wanted == -1 else wanted or default}
         try:
-            # Only checks; work starts with the first step.
-            self._generator.stream_encoded(processed.encoded, options)
+            # Only checks; work starts with the first step. The grammar has been compiled, within limits.
+            self._generator.stream_encoded(processed.encoded, {**options, "response_format": None})
         except (ValueError, TypeError, OverflowError) as error:
             raise BadRequestError(str(error)) from error
         return options
-
-
-def is_pruned(answer: Json) -> bool:
-    """Whether an answer is to a pruned prompt."""
-    report = answer["usage"][REPORT]
-    return bool(report["kept_tokens"] < report["prompt_tokens"])
 
 
 class EventStream(StreamingResponse):

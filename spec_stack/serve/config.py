@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from spec_stack.settings.checks import check_fields, require, require_int
+from spec_stack.settings.checks import check_fields, require
 from spec_stack.settings.options import documented, option
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -97,16 +97,9 @@ class ServeConfig(HttpConfig):
     max_sessions: int = option(
         8, "conversations whose caches are kept, least recently used evicted first; 0 keeps none", least=0
     )
-    ngram_cache_tokens: int = option(
-        65_536,
-        "tokens of a client's earlier answers that n-gram lookup searches, about 200 bytes each, for max_sessions "
-        "clients; 0 keeps none",
-    )
 
     def __post_init__(self) -> None:
         self.check_server()
-        if self.ngram_cache_tokens:
-            require_int("ngram_cache_tokens", self.ngram_cache_tokens, 2)
         if isinstance(self.api_keys, str) or not all(isinstance(key, str) and key for key in self.api_keys):
             raise ValueError("api_keys must be a list of non-empty strings")
         if isinstance(self.cors_origins, str) or not all(map(_is_origin, self.cors_origins)):

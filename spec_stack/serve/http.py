@@ -186,8 +186,11 @@ async def unless_disconnected(request: Request, work: asyncio.Future[Result]) ->
         watching.cancel()
 
 
-def check_address(host: str, port: int) -> None:
-    """Raise ValueError for an address that cannot be listened on, before minutes of loading."""
+def begin(config: HttpConfig, port: int) -> None:
+    """Log as configured from here on. Raises ValueError for an address that cannot be listened on, before minutes of
+    loading."""
+    configure_logging(config.log_level, config.log_json)
+    host = config.host
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -196,7 +199,6 @@ def check_address(host: str, port: int) -> None:
 
 def run_app(app: FastAPI, config: HttpConfig, port: int, **settings: Any) -> None:
     """Serve an application until Ctrl-C or SIGTERM; running requests then have `shutdown_s` seconds left."""
-    configure_logging(config.log_level, config.log_json)
     shutdown_s = max(1, round(config.shutdown_s))
     settings |= {"log_config": None, "access_log": False, "timeout_graceful_shutdown": shutdown_s}
     uvicorn.run(app, host=config.host, port=port, **settings)

@@ -7,13 +7,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Histogram
 
 from spec_stack.api.answering import samples
-from spec_stack.decode.ngram_index import SharedNgramCache
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.serve.audits import AUDITOR, MAX_TOKENS, Words, words_in
 from spec_stack.serve.config import ServeConfig
@@ -65,20 +64,12 @@ class ServerMetrics(AppMetrics):
 
 
 class SessionStore:
-    """Least-recently-used sessions, and each client's n-gram memory; single-threaded. max_sessions limits the sessions,
-    and the number of clients with a memory."""
+    """Least-recently-used sessions; single-threaded."""
 
-    def __init__(self, generator: SpecStackGenerator, max_sessions: int, ngram_cache_tokens: int = 0) -> None:
+    def __init__(self, generator: SpecStackGenerator, max_sessions: int) -> None:
         self.generator, self._max = generator, max_sessions
         # In order of last use.
         self._kept: list[tuple[str, Session]] = []
-
-        @lru_cache(max_sessions)
-        def memory_of(client: str) -> SharedNgramCache | None:
-            """A shared one would leak answers through latency."""
-            return SharedNgramCache(ngram_cache_tokens) if ngram_cache_tokens else None
-
-        self._memory_of = memory_of
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -88,8 +79,8 @@ class SessionStore:
         """The client's session with the longest common prefix, or a new one; dropped on failure. Other clients'
         sessions are never used: latency and recalled tokens would leak their texts."""
         lengths = [session.num_continued(encoded=prompt) if owner == client else 0 for owner, session in self._kept]
-        longest, memory = max(lengths, default=0), self._memory_of(client)
-        session = self._kept.pop(lengths.index(longest))[1] if longest else self.generator.session(ngram_cache=memory)
+        longest = max(lengths, default=0)
+        session = self._kept.pop(lengths.index(longest))[1] if longest else self.generator.session()
         self._kept.append((client, session))
         try:
             yield session
@@ -121,7 +112,7 @@ class Worker:
     """The generating thread, its sessions and its metrics."""
 
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig) -> None:
-        self.sessions = SessionStore(generator, config.max_sessions, config.ngram_cache_tokens)
+        self.sessions = SessionStore(generator, config.max_sessions)
         self.metrics = ServerMetrics()
         self.queue = FairExecutor(
             "spec-stack-serve", config.max_queued, config.max_queued_per_client, self.metrics.wait_s.observe

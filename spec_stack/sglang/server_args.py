@@ -16,7 +16,7 @@ from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SessionCon
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
 from spec_stack.prefill.cost import with_threshold
-from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
+from spec_stack.prefill.shipped import AUTO, choose_calibration, sketch_of_files
 from spec_stack.settings.checks import check_fields, require, require_int
 from spec_stack.settings.options import documented, meaning, option
 
@@ -201,7 +201,11 @@ def with_calibration(
     configs = target_config, draft_config
     found, problem = choose_calibration(draft, named, configs, lambda: sketch_of_files(draft))
     if problem:
-        logger.warning("%s: the calibration beside the draft is left aside: %s", NAME, problem)
+        logger.warning("%s: the saved calibration is left aside: %s", NAME, problem)
+    if found is None and named == AUTO:
+        raise ValueError(
+            f"no calibration of {draft} is saved; `spec-stack calibrate --quick --draft {draft}` makes one"
+        )
     if found is not None:
         logger.info("%s: prompts are pruned as calibrated by %s", NAME, found.origin)
         prefill = found.complete(config.prefill)

@@ -40,12 +40,6 @@ def test_an_awaited_answer_is_the_same_and_others_run_meanwhile(embedded: SpecSt
     assert asyncio.run(ask()) == [each.token_ids for each in embedded.generate(PROMPTS, max_tokens=6, gamma=2)]
 
 
-def test_an_awaited_call_names_itself_and_the_nearest_option(embedded: SpecStackGenerator) -> None:
-    asked: dict[str, Any] = {"max_new_tokens": 2}
-    with pytest.raises(TypeError, match=r"agenerate\(\) has no option 'max_new_tokens'; did you mean max_tokens="):
-        asyncio.run(embedded.agenerate("x", **asked))
-
-
 def test_a_cancelled_answer_ends(embedded: SpecStackGenerator) -> None:
     begun = asyncio.Event()
 

@@ -27,7 +27,7 @@ from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.registry import POLICIES, make_policy
 from spec_stack.controller.simple import Fixed
 from spec_stack.records import read_records
-from tests.support.forwards import forwards_of, positions_of
+from tests.support.forwards import failing, forwards_of, positions_of
 from tests.support.models import make_model, random_prompt
 from tests.support.nightly import others_nightly
 
@@ -201,16 +201,6 @@ def test_the_metrics_say_whether_the_prompt_was_pruned_and_why(
     assert metrics.as_dict()["keep_rate"] == metrics.num_kept_tokens / length
 
 
-def poison(model: PreTrainedModel, is_poisoned: Any) -> Any:
-    """Make the model raise in the forwards that is_poisoned picks, by a hook of torch's own."""
-
-    def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if is_poisoned(kwargs["input_ids"].shape[1]):
-            raise RuntimeError("out of memory")
-
-    return model.register_forward_pre_hook(hook, with_kwargs=True)
-
-
 def test_an_error_while_scoring_falls_back_to_dense_with_one_warning(
     target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
@@ -218,21 +208,17 @@ def test_an_error_while_scoring_falls_back_to_dense_with_one_warning(
     generator = SpecStackGenerator(target, draft, config=config)
     prompt = random_prompt(100)
     dense = generator.generate(input_ids=prompt, max_tokens=10, sparse_prefill="off")
-    calls = iter(range(100))
-    handle = poison(draft, lambda size: next(calls) == 3)
-    with pytest.warns(UserWarning, match="out of memory"):
+    failure = RuntimeError("out of memory")
+    with failing(draft, 3, failure), pytest.warns(UserWarning, match="out of memory"):
         result = generator.generate(input_ids=prompt, max_tokens=10, sparse_prefill="on")
     assert result.token_ids == dense.token_ids
     assert not result.metrics.sparse_prefill
     assert result.metrics.num_scored_tokens == 0
     assert "scoring failed, prefilled densely: RuntimeError: out of memory" in result.metrics.sparse_prefill_reason
-    handle.remove()
-    handle = poison(draft, lambda size: size == 99)
-    with warnings.catch_warnings():
+    with failing(draft, 0, failure), warnings.catch_warnings():
         warnings.simplefilter("error")
         again = generator.generate(input_ids=prompt, max_tokens=10, sparse_prefill="on")
     assert again.token_ids == dense.token_ids
-    handle.remove()
     assert generator.generate(input_ids=prompt, max_tokens=10, sparse_prefill="on").metrics.sparse_prefill
 
 
@@ -240,14 +226,14 @@ def test_an_error_while_scoring_is_logged_with_its_traceback_or_raised_on_reques
     target: PreTrainedModel, draft: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"input_ids": random_prompt(100), "max_tokens": 3, "sparse_prefill": "on"}
-    poison(draft, lambda size: size == 100)
-    with pytest.warns(UserWarning, match="out of memory"):
+    failure = RuntimeError("out of memory")
+    with failing(draft, 0, failure), pytest.warns(UserWarning, match="out of memory"):
         SpecStackGenerator(target, draft, config=SpecStackConfig(CHUNKS)).generate(**options, keep_rate=0.1)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "RuntimeError: out of memory" in caplog.text
     assert "in gather_inputs" in caplog.text
     strict = SpecStackConfig(replace(CHUNKS, on_scoring_failure="raise"))
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with failing(draft, 0, failure), pytest.raises(RuntimeError, match="out of memory"):
         SpecStackGenerator(target, draft, config=strict).generate(**options, keep_rate=0.1)
 
 
@@ -258,31 +244,15 @@ def test_an_error_after_the_first_token_is_raised_and_leaves_the_generator_usabl
     prompt = random_prompt(40)
     expected = generator.generate(input_ids=prompt, max_tokens=20)
     for error in (RuntimeError, KeyboardInterrupt):
-        calls = iter(range(1000))
-
-        def fail(size: int, calls: Any = calls, error: Any = error) -> bool:
-            if next(calls) == 6:
-                raise error("stopped")
-            return False
-
-        handle = poison(target, fail)
-        outputs = []
-        with pytest.raises(error, match="stopped"):
-            outputs.extend(generator.stream(input_ids=prompt, max_tokens=20, gamma=1))
-        handle.remove()
+        with failing(target, 6, error("stopped")), pytest.raises(error, match="stopped"):
+            list(generator.stream(input_ids=prompt, max_tokens=20, gamma=1))
         assert generator.generate(input_ids=prompt, max_tokens=20).token_ids == expected.token_ids
 
 
 def test_an_interrupt_while_scoring_is_not_swallowed(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     generator = SpecStackGenerator(target, draft, config=SpecStackConfig(CHUNKS))
-
-    def interrupt(size: int) -> bool:
-        raise KeyboardInterrupt
-
-    handle = poison(draft, interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with failing(draft, 0, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         generator.generate(input_ids=random_prompt(100), sparse_prefill="on", max_tokens=4)
-    handle.remove()
     assert generator.generate(input_ids=random_prompt(100), sparse_prefill="on", max_tokens=4).metrics.sparse_prefill
 
 
@@ -519,16 +489,9 @@ def test_a_fallback_starts_from_a_fresh_draft(target: PreTrainedModel) -> None:
         twin,
         config=SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, scoring_queries="look_ahead")),
     )
-    calls = iter(range(1000))
-
-    def fail(module: torch.nn.Module, args: Any) -> None:
-        if next(calls) == 2:
-            raise RuntimeError("inside the model")
-
-    handle = twin.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.warns(UserWarning, match="inside the model"):
+    failure = RuntimeError("inside the model")
+    with failing(twin.model.layers[1], 2, failure), pytest.warns(UserWarning, match="inside the model"):
         result = generator.generate(input_ids=random_prompt(100), max_tokens=30, sparse_prefill="on", gamma=4)
-    handle.remove()
     assert result.metrics.acceptance_rate == 1.0
 
 

@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenalty
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.engine.request import Call
 from tests.support import reference
+from tests.support.forwards import forwards_of, sizes_of
 from tests.support.models import make_model, random_prompt
 
 
@@ -63,27 +64,15 @@ def test_a_streams_logprobs_are_those_of_generate_and_forbidden_tokens_have_none
 def test_samples_share_the_prefill(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     config = SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, keep_rate=0.3))
     generator, prompt = SpecStackGenerator(target, draft, config=config), random_prompt(300)
-    sizes: list[int] = []
-    for model in (target, draft):
-        model.register_forward_pre_hook(
-            lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-        )
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 5, "n": 4, "gamma": 2}
     for pruned in (False, True):
-        sizes.clear()
-        result = generator.generate(
-            input_ids=prompt,
-            max_tokens=6,
-            temperature=1.0,
-            seed=5,
-            n=4,
-            sparse_prefill="on" if pruned else "off",
-            gamma=2,
-        )
+        with forwards_of(target, draft) as fed:
+            result = generator.generate(input_ids=prompt, sparse_prefill="on" if pruned else "off", **options)
         assert len(result.choices) == 4
         assert result.choices[0] is result
         assert len({tuple(choice.token_ids) for choice in result.choices}) > 1
         # The target's prefill and the draft's, each once.
-        assert sum(size for size in sizes if size > 20) <= 300 + 310
+        assert sum(size for size in sizes_of(fed) if size > 20) <= 300 + 310
         assert all(choice.metrics.num_cached_tokens == 299 for choice in result.others)
         kept = {choice.metrics.num_kept_tokens for choice in result.choices}
         assert len(kept) == 1

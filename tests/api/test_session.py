@@ -18,6 +18,7 @@ from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.segments import ChunkSegments
 from tests.support import reference_session, tiny_architectures
+from tests.support.forwards import failing, forwards_of, sizes_of
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.nightly import others_nightly
 from tests.support.reference_session import Trace
@@ -44,18 +45,6 @@ def slots(session: Session) -> tuple[list[int], list[int]]:
     """Token ids and positions of the target's slots, in the order in which they were written."""
     positions = list(session.conversation.target.positions)
     return [session.conversation.token_ids[position] for position in positions], positions
-
-
-def num_fed(generator: SpecStackGenerator) -> dict[str, list[int]]:
-    """The tokens of every forward from now on, by model."""
-    fed: dict[str, list[int]] = {"target": [], "draft": []}
-    for role, model in (("target", generator.target), ("draft", generator.draft)):
-
-        def note(module: Any, args: Any, options: dict[str, Any], sizes: list[int] = fed[role]) -> None:
-            sizes.append(options["input_ids"].shape[1])
-
-        model.register_forward_pre_hook(note, with_kwargs=True)
-    return fed
 
 
 @pytest.mark.parametrize("seed", others_nightly(range(20), usual=range(4)))
@@ -104,24 +93,20 @@ def test_a_pruned_session_is_one_plain_forward_over_its_slots_in_the_order_writt
 
 def test_only_what_is_new_goes_through_the_models() -> None:
     generator = make_generator(PrefillConfig(keep_rate=1.0))
-    sizes: list[int] = []
-    generator.target.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
     session = generator.session()
     first = session.generate(input_ids=random_prompt(100), max_tokens=5, gamma=0)
     prompt = [*random_prompt(100), *first.token_ids, 7, 8, 9]
-    sizes.clear()
-    second = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
-    # The last token of the answer has been asked for, but not been through the target.
-    assert sizes == [4, 1, 1, 1, 1]
+    with forwards_of(generator.target) as fed:
+        second = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
+        # The last token of the answer has been asked for, but not been through the target.
+        assert sizes_of(fed) == [4, 1, 1, 1, 1]
+        fed.clear()
+        again = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
+    assert sizes_of(fed)[0] == 1
+    assert again.token_ids == second.token_ids
     metrics = second.metrics
     assert (metrics.num_prompt_tokens, metrics.num_cached_tokens, metrics.num_new_tokens) == (108, 104, 4)
     assert not metrics.sparse_prefill
-    sizes.clear()
-    again = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
-    assert sizes[0] == 1
-    assert again.token_ids == second.token_ids
 
 
 def test_the_threshold_counts_new_text_alone_and_a_long_one_is_pruned_alone() -> None:
@@ -270,12 +255,12 @@ def test_recalled_tokens_and_the_new_text_are_one_forward_and_nothing_is_prefill
     session = generator.session()
     prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3).token_ids, *question]
     held, num_cached = slots(session)[1], 202
-    fed = num_fed(generator)
-    result = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0)
+    with forwards_of(generator.target) as fed:
+        result = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0)
     restored = sorted({*range(num_cached)} & {*slots(session)[1]} - {*held})
     assert result.metrics.num_recalled_tokens == len(restored) > 0
     assert slots(session)[1] == [*held, *restored, *range(num_cached, 210)]
-    assert fed["target"] == [len(restored) + len(prompt_2) - num_cached, 1, 1]
+    assert sizes_of(fed) == [len(restored) + len(prompt_2) - num_cached, 1, 1]
     assert result.metrics.num_recomputed_tokens == 0
 
 
@@ -284,16 +269,15 @@ def test_a_later_turns_draft_reads_what_is_new_and_nothing_twice() -> None:
     generator = make_generator(session=EAGER)
     session = generator.session()
     prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3, gamma=0).token_ids, *question]
-    fed = num_fed(generator)
-    metrics = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0).metrics
-    assert metrics.num_scored_tokens == len(prompt_2)
-    # Without texts segments are 16 tokens long: here 192 up to 208.
-    assert fed["draft"] == [len(prompt_2) - 192]
-    # New text that is pruned is scored by earlier questions too.
-    long = [*prompt_2, *random_prompt(60, seed=9)]
-    fed["draft"].clear()
-    assert session.generate(input_ids=long, max_tokens=3, gamma=0).metrics.sparse_prefill
-    assert sum(fed["draft"]) >= WINDOW
+    with forwards_of(generator.draft) as fed:
+        metrics = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0).metrics
+        assert metrics.num_scored_tokens == len(prompt_2)
+        # Without texts segments are 16 tokens long: here 192 up to 208.
+        assert sizes_of(fed) == [len(prompt_2) - 192]
+        # New text that is pruned is scored by earlier questions too.
+        long = [*prompt_2, *random_prompt(60, seed=9)]
+        assert session.generate(input_ids=long, max_tokens=3, gamma=0).metrics.sparse_prefill
+    assert sum(sizes_of(fed[1:])) >= WINDOW
 
 
 @pytest.mark.parametrize("positions", ["original", "contiguous"])
@@ -339,17 +323,9 @@ def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(po
                 error = (RuntimeError, KeyboardInterrupt)[call % 2]
                 session = generator.session()
                 session.generate(input_ids=prompt, max_tokens=6)
-                calls = iter(range(1000))
-
-                def fail(module: Any, args: Any, calls: Any = calls, call: int = call, error: Any = error) -> None:
-                    if next(calls) == call:
-                        raise error("stopped")
-
-                handle = layer.mlp.register_forward_pre_hook(fail)
                 before = slots(session)
-                with pytest.raises(error, match="stopped"):
+                with failing(layer.mlp, call, error("stopped")), pytest.raises(error, match="stopped"):
                     ask(session, answer)
-                handle.remove()
                 assert slots(session) == before
                 again = ask(session, answer)
                 assert again.token_ids == expected.token_ids
@@ -362,17 +338,10 @@ def test_a_scoring_error_takes_the_new_text_whole_and_the_session_goes_on() -> N
     session = generator.session(SessionConfig(recall=False))
     prompt = random_prompt(100)
     answer = session.generate(input_ids=prompt, max_tokens=3).token_ids
-    calls = iter(range(1000))
-
-    def fail(module: Any, args: Any) -> None:
-        if next(calls) == 0:
-            raise RuntimeError("no memory")
-
-    handle = generator.draft.register_forward_pre_hook(fail)
     prompt = [*prompt, *answer, *random_prompt(100, seed=1)]
-    with pytest.warns(UserWarning, match="no memory"):
+    failure = RuntimeError("no memory")
+    with failing(generator.draft, 0, failure), pytest.warns(UserWarning, match="no memory"):
         result = session.generate(input_ids=prompt, max_tokens=3)
-    handle.remove()
     assert not result.metrics.sparse_prefill
     ids, positions = slots(session)
     assert reference_session.answers_by_slots(make_model(seed=1), ids, positions, 3) == result.token_ids
@@ -438,22 +407,6 @@ def test_a_closed_session_is_refused_and_its_caches_are_gone() -> None:
         session.generate(input_ids=[3, 4])
     with pytest.raises(ValueError, match="closed"):
         session.fork()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"recall": 1}, "recall"),
-        ({"recall_threshold": -1}, "recall_threshold"),
-        ({"recall_threshold": "4"}, "recall_threshold"),
-        ({"max_recalled_chunks": 0}, "recall=False recalls nothing"),
-        ({"recall_word_threshold": 0}, "None asks attention alone"),
-        ({"recall_word_threshold": "1"}, "recall_word_threshold"),
-    ],
-)
-def test_a_configuration_that_is_none_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SessionConfig(**options)
 
 
 def test_sessions_of_one_generator_run_side_by_side() -> None:
@@ -633,17 +586,9 @@ def test_an_error_in_a_turn_of_a_recurrent_model_costs_no_more_than_time() -> No
     prompt = random_prompt(40, vocab=tiny_architectures.VOCAB)
     session = generator.session()
     prompt += session.generate(input_ids=prompt, max_tokens=6).token_ids
-    calls = iter(range(1000))
-
-    def fail(module: Any, args: Any) -> None:
-        if next(calls) == 2:
-            raise RuntimeError("stopped")
-
-    handle = generator.target.register_forward_pre_hook(fail)
     before = slots(session)
-    with pytest.raises(RuntimeError, match="stopped"):
+    with failing(generator.target, 2, RuntimeError("stopped")), pytest.raises(RuntimeError, match="stopped"):
         session.generate(input_ids=prompt, max_tokens=12, gamma=1)
-    handle.remove()
     assert slots(session) == before
     expected = generator.generate(input_ids=prompt, max_tokens=12).token_ids
     assert session.generate(input_ids=prompt, max_tokens=12).token_ids == expected
@@ -657,20 +602,18 @@ def test_a_draft_with_another_tokenizer_serves_a_session() -> None:
     generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=other)
     plain = make_model(seed=1, vocab=16)
     text, session, restored = "abcdefdeab" * 60, generator.session(), 0
-    fed: list[int] = []
-    generator.draft.register_forward_pre_hook(
-        lambda module, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
     for turn in range(4):
-        fed.clear()
-        result = session.generate(text, max_tokens=5, gamma=2)
+        with forwards_of(generator.draft) as fed:
+            result = session.generate(text, max_tokens=5, gamma=2)
         ids, positions = slots(session)
         assert reference_session.answers_by_slots(plain, ids, positions, 5) == result.token_ids
         assert (result.metrics.num_cached_tokens > 0) is (turn > 0)
         # Once all that was dropped is recalled, nothing is left to score.
         is_whole = result.metrics.num_kept_tokens == result.metrics.num_prompt_tokens
         assert is_whole or result.metrics.num_scored_tokens
-        assert (sum(fed) < 2 * (WINDOW + 64)) is (turn > 0), "the draft reads only what is new, and the scoring queries"
+        assert (sum(sizes_of(fed)) < 2 * (WINDOW + 64)) is (turn > 0), (
+            "the draft reads only what is new, and the scoring queries"
+        )
         restored += result.metrics.num_recalled_tokens
         text += result.text + "cdef"
     assert restored
@@ -727,16 +670,15 @@ def test_a_session_is_one_plain_forward_over_its_slots_with_a_window_and_with_bm
 
 def test_a_turn_that_is_scored_by_bm25_does_not_run_the_draft() -> None:
     generator = make_generator(replace(SPARSE, scorer="bm25"))
-    forwards: list[Any] = []
-    generator.draft.get_input_embeddings().register_forward_hook(lambda *call: forwards.append(call))
     session = generator.session()
     prompt = random_prompt(300)
-    first = session.generate(input_ids=prompt, max_tokens=2, gamma=0)
-    prompt = [*prompt, *first.token_ids, *random_prompt(200, seed=1)]
-    second = session.generate(input_ids=prompt, max_tokens=2, gamma=0)
+    with forwards_of(generator.draft) as fed:
+        first = session.generate(input_ids=prompt, max_tokens=2, gamma=0)
+        prompt = [*prompt, *first.token_ids, *random_prompt(200, seed=1)]
+        second = session.generate(input_ids=prompt, max_tokens=2, gamma=0)
     assert first.metrics.sparse_prefill
     assert second.metrics.sparse_prefill
-    assert not forwards
+    assert not fed
 
 
 def test_a_draft_that_reads_a_conversation_turn_by_turn_with_a_window_holds_what_one_reading_leaves() -> None:

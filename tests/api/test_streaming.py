@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel, TextIteratorStreamer, TextStreamer
@@ -129,6 +130,15 @@ def test_padding_at_either_end_is_left_out(
     assert generator.generate(input_ids=ids, attention_mask=mask, max_tokens=8).token_ids == expected
 
 
+def test_prompts_come_in_every_shape_of_one_row(embedded: SpecStackGenerator) -> None:
+    ids = embedded.tokenizer(PROMPT).input_ids
+    expected = embedded.generate(PROMPT, max_tokens=4).token_ids
+    shapes = [ids, tuple(ids), np.array(ids), torch.tensor(ids), torch.tensor([ids])]
+    assert all(embedded.generate(input_ids=shape, max_tokens=4).token_ids == expected for shape in shapes)
+    inputs = embedded.tokenizer(PROMPT, return_tensors="pt")
+    assert embedded.generate(**inputs, max_tokens=4).token_ids == expected
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -137,6 +147,7 @@ def test_padding_at_either_end_is_left_out(
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 1]}, "of shape"),
         ({"input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 1]]}, "once for each"),
         ({"input_ids": [[1, 2], [3, 4]]}, "once for each"),
+        ({"input_ids": torch.ones(2, 4, dtype=torch.long)}, "once for each"),
         ({"prompt": ["a", "b"], "attention_mask": [1]}, "goes with input_ids"),
         ({"prompt": "a", "attention_mask": [1]}, "goes with input_ids"),
     ],

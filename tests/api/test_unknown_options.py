@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from functools import partial
 from typing import Any
@@ -14,12 +15,14 @@ from spec_stack.api.unknown_options import ALIASES
 PROMPT = "def read_lines(path):\n"
 
 
-@pytest.mark.parametrize("name", ["max_new_tokens", "do_sample", "typical_p", "num_speculative_tokens", "prune"])
+@pytest.mark.parametrize("name", ["max_new_tokens", "do_sample", "typical_p", "prune", "inputs", "keeprate"])
 def test_an_option_of_another_name_is_refused_by_naming_the_option(embedded: SpecStackGenerator, name: str) -> None:
     asked: dict[str, Any] = {name: None}
-    for call in (embedded.generate, embedded.stream, embedded.session().generate):
-        with pytest.raises(TypeError, match=rf"\(\) has no option '{name}'; did you mean {ALIASES[name]}=\?"):
-            call(PROMPT, **asked)
+    nearest = ALIASES.get(name, "keep_rate")
+    for call in (embedded.generate, embedded.stream, embedded.session().generate, embedded.agenerate):
+        expected = rf"{call.__name__}\(\) has no option '{name}'; did you mean {nearest}=\?"
+        with pytest.raises(TypeError, match=expected):
+            asyncio.run(call(PROMPT, **asked)) if call == embedded.agenerate else call(PROMPT, **asked)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,8 @@ def test_an_option_without_a_counterpart_is_refused_by_naming_all(embedded: Spec
 
 
 @pytest.mark.parametrize(
-    ("option", "nearest"), [("load_in_4bit", "precision"), ("pretrained_model_name_or_path", "target")]
+    ("option", "nearest"),
+    [("load_in_4bit", "precision"), ("torch_dtype", "precision"), ("pretrained_model_name_or_path", "target")],
 )
 def test_loading_names_the_option_too(option: str, nearest: str) -> None:
     asked: dict[str, Any] = {option: "x"}

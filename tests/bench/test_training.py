@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_stack.bench.training import as_network, make_estimator, save_predictor, step_examples
+from experiments.policies.estimators import make_estimator, save_predictor
+from spec_stack.bench.training import as_network, step_examples
 from spec_stack.controller.predictor import (
     STEP_FEATURES,
     Network,

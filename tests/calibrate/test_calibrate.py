@@ -201,7 +201,7 @@ def test_a_file_that_is_no_calibration_is_refused_by_name(
     file.write_text(json.dumps(values | damage))
     with pytest.raises(ValueError, match=r"calibration\.json"):
         Calibration.load(file)
-    with pytest.raises(ValueError, match="cannot take"):
+    with pytest.raises(ValueError, match="cannot read the calibration"):
         Calibration.load(file.parent / "missing.json")
 
 

@@ -72,6 +72,7 @@ def test_a_plugins_policy_runs_live_as_json(tmp_path: Path, plugin: None, capsys
         (["--policies", "mine"], "unknown policy 'mine'"),
         (["--prompts", "/nowhere/x.jsonl"], "cannot read /nowhere/x.jsonl"),
         (["--csv", "/nowhere/x.csv"], "cannot write /nowhere/x.csv"),
+        (["--rows", "/nowhere/x.jsonl"], "cannot write /nowhere/x.jsonl"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_model_is_loaded(

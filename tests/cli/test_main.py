@@ -282,6 +282,48 @@ def test_flags_are_whole_and_a_value_of_another_form_names_the_form(
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "FILE"],
+        ["bench", "--prompts", "FILE"],
+        ["prune", "FILE"],
+        ["generate", "--file", "FILE"],
+        ["explain", "--file", "FILE", "Why?"],
+        ["chat", "--file", "FILE"],
+        ["doctor", "--measure", "--prompts", "FILE"],
+        ["doctor", "--measure", "--documents", "FILE"],
+        ["calibrate", "--out", "made.json", "--max-loss", "0.1", "--loss-prompts", "FILE"],
+        ["generate", "x", "--calibration", "FILE"],
+        ["proxy", "--upstream", "http://127.0.0.1:1", "--config", "FILE"],
+    ],
+)
+@pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet"])
+def test_a_file_that_is_missing_is_named_in_one_line(
+    arguments: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([name if each == "FILE" else each for each in arguments]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "No such file or directory" in said
+    assert "Errno" not in said
+    assert said.count(name) == 1
+
+
+@pytest.mark.parametrize("name", ["empty.jsonl", "words.jsonl", "bytes.jsonl", "bytes.parquet"])
+def test_a_file_of_something_else_is_named_in_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = {"empty": b"", "words": b"no JSON\n", "bytes": b"\xff\xfe\x00\n"}
+    Path(name).write_bytes(content[Path(name).stem])
+    for arguments in (["bench", name], ["bench", "--prompts", name], ["doctor", "--measure", "--prompts", name]):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"spec-stack: error: {name}")
+        assert len(said) < 200
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["generate", "x", "--temperature", "-1"], "temperature must be"),

@@ -38,7 +38,6 @@ def run_bench(out: Path, *options: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
     report, output = run_bench(tmp_path / "out.json", "--repeats", "2", "--commit", "abc")
     assert json.loads(output.splitlines()[-1]) == report

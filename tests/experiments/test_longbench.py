@@ -14,25 +14,32 @@ from spec_stack.bench.rows import Rows
 from spec_stack.hf.loading import resolve_pair
 
 _TASK = LongBenchTask("qasper", "0", "A question", ("The red car.", "a bicycle"), (), 10)
+_CLASSES = replace(_TASK, task="trec", answers=("Other location",), classes=("location", "Other location", "Date"))
+_CODE = replace(_TASK, task="lcc", answers=("    return x",))
+_NUMBERED = replace(_TASK, task="passage_retrieval_en", answers=("Paragraph 19",))
 
 
-def test_the_best_of_the_right_answers_counts() -> None:
-    assert score(_TASK, "Red car") == 1.0
-    assert score(_TASK, "an old bicycle") == pytest.approx(2 * 1 / (2 + 1))
-    assert score(_TASK, "nothing") == 0.0
-
-
-def test_a_class_that_is_part_of_the_right_one_does_not_cost() -> None:
-    task = replace(_TASK, task="trec", answers=("Other location",), classes=("location", "Other location", "Date"))
-    assert score(task, "\nOther location\nQuestion: Date") == 1.0
-    assert score(task, "Other location, Date") == 0.5
-    assert score(task, "Date") == 0.0
-
-
-def test_code_is_judged_by_its_first_line_that_is_code() -> None:
-    task = replace(_TASK, task="lcc", answers=("    return x",))
-    assert score(task, "\n# a comment\n    return x\n    return y") == 1.0
-    assert score(task, "```") == 0.0
+@pytest.mark.parametrize(
+    ("task", "answer", "expected"),
+    [
+        # The best of the right answers counts.
+        (_TASK, "Red car", 1.0),
+        (_TASK, "an old bicycle", 2 * 1 / (2 + 1)),
+        (_TASK, "nothing", 0.0),
+        # A class that is part of the right one costs nothing.
+        (_CLASSES, "\nOther location\nQuestion: Date", 1.0),
+        (_CLASSES, "Other location, Date", 0.5),
+        (_CLASSES, "Date", 0.0),
+        # The first line that is code.
+        (_CODE, "\n# a comment\n    return x\n    return y", 1.0),
+        (_CODE, "```", 0.0),
+        # Numbers that are not asked for share the score.
+        (_NUMBERED, "Paragraph 19", 1.0),
+        (_NUMBERED, "Paragraph 19 or Paragraph 1", 0.5),
+    ],
+)
+def test_an_answer_has_its_tasks_score(task: LongBenchTask, answer: str, expected: float) -> None:
+    assert score(task, answer) == pytest.approx(expected)
 
 
 def test_summaries_are_judged_by_the_longest_common_sequence_of_words() -> None:
@@ -42,12 +49,6 @@ def test_summaries_are_judged_by_the_longest_common_sequence_of_words() -> None:
         2 * (3 / 4) * (3 / 5) / (3 / 4 + 3 / 5), abs=1e-6
     )
     assert score(task, " ... ") == 0.0
-
-
-def test_numbers_that_are_not_asked_for_share_the_score() -> None:
-    task = replace(_TASK, task="passage_retrieval_en", answers=("Paragraph 19",))
-    assert score(task, "Paragraph 19") == 1.0
-    assert score(task, "Paragraph 19 or Paragraph 1") == 0.5
 
 
 def test_a_file_is_read_with_its_classes(tmp_path: Path) -> None:

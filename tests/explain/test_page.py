@@ -141,7 +141,11 @@ def test_the_command_names_title_and_file_after_the_prompt(
     assert main(["explain", "--file", "notes.py", QUESTION, "--chat", "--sparse-prefill", "on", "--device", "cpu"]) == 0
     page = (tmp_path / "explain-notes-what-does-f17-return.html").read_text(encoding="utf-8")
     assert Reader(page).title == f"{QUESTION} (notes.py)"
-    assert f"scoring query, weight 1.00: {QUESTION}" in capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    assert captured.out.strip() == data_of(page)["turns"][0]["text"].strip() != ""
+    told = captured.err.splitlines()
+    assert f"scoring query, weight 1.00: {QUESTION}" in told
+    assert told[-1] == f"page: {tmp_path / 'explain-notes-what-does-f17-return.html'}"
     assert file_name("prompt", "../ ?/") == "explain-prompt.html"
 
 

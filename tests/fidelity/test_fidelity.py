@@ -13,6 +13,7 @@ import torch
 
 from spec_stack import SpecStackGenerator, measure_fidelity
 from spec_stack.bench.fidelity import FidelityReport, Interval, PromptFidelity, PrunedPrompt, summarise
+from spec_stack.cli.reports import fidelity_lines
 
 CODE = "".join(f"def step_{number}(x):\n    return x + {number}\n\n" for number in range(24))
 SYSTEM = {"role": "system", "content": "Answer in one line.\nName the function."}
@@ -165,6 +166,7 @@ def test_the_fastest_setting_within_the_limit_is_found() -> None:
     assert report.fastest is report.settings[1]
     assert report.fastest.speedup.value == pytest.approx(4.0)
     assert report.fastest.answer_agreement == 1
+    assert report.promising is None
     strict = replace(report, within=1e-3)
     assert strict.fastest is strict.settings[2]
     lossy = replace(report, settings=report.settings[:1])
@@ -177,6 +179,30 @@ def test_the_fastest_setting_within_the_limit_is_found() -> None:
     with_less = replace(lossy.settings[0], lost=Interval(0.1, 0.0, 0.2))
     ratio = replace(lossy, settings=[with_less]).as_dict()["settings"][0]["perplexity_ratio"]
     assert ratio == pytest.approx({"value": math.exp(0.1), "low": 1.0, "high": math.exp(0.2)})
+
+
+def test_the_upper_bound_decides_and_a_setting_that_needs_more_prompts_says_how_many() -> None:
+    times, losses = {"0.1": 0.4, "0.3": 0.8}, [0.0] * 9 + [0.15]
+    rows = [made_up(at, "question last", {"0.1": lost, "0.3": 0.0}, times) for at, lost in enumerate(losses)]
+    report = FidelityReport([summarise(name, rows) for name in times], rows, [], 0, 0, 0.02)
+    # The mean is within the limit.
+    fast, slow = report.settings
+    assert fast.perplexity_ratio.value < 1.02 < fast.perplexity_ratio.high
+    assert report.fastest is slow
+    assert report.promising is fast
+    needed = report.num_needed(fast)
+    told = " ".join(fidelity_lines(report))
+    assert "fastest within 2%, by the upper bound: keep_rate 0.3" in told
+    assert f"keep_rate 0.1, first token 5.0x sooner, perplexity ratio {fast.perplexity_ratio:.3f}, may be" in told
+    assert f"about {needed:.0f} like these would" in told
+    assert report.as_dict()["promising"] == {"setting": "0.1", "prompts_needed": needed}
+    # So many of the same kind do.
+    many = [replace(row, number=at) for at, row in enumerate(rows * math.ceil(needed / len(rows)))]
+    assert summarise("0.1", many).perplexity_ratio.high == pytest.approx(1.02, abs=2e-3)
+    one = FidelityReport([summarise("0.3", rows[:1])], rows[:1], [], 0, 0, 0.02)
+    assert one.fastest is None
+    assert "no setting is surely within 2%" in " ".join(fidelity_lines(one))
+    assert one.num_needed(one.settings[0]) == 8
 
 
 def test_the_check_is_measured_from_the_lowest_rate_on(embedded: SpecStackGenerator, report: FidelityReport) -> None:

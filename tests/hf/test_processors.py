@@ -24,6 +24,7 @@ from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.bench.demo import hide_fact
 from spec_stack.hf.processors import is_shareable
 from tests.support import reference
+from tests.support.forwards import forwards_of, positions_of
 from tests.support.models import make_model, make_tokenizer, random_prompt
 from tests.support.nightly import others_nightly
 
@@ -212,13 +213,9 @@ class Forbidding:
 
 def positions_read(generator: SpecStackGenerator, **options: Any) -> list[int]:
     """Positions of the prompt that the target prefills."""
-    read: list[int] = []
-    handle = generator.target.register_forward_pre_hook(
-        lambda module, args, kwargs: read.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
-    )
-    generator.generate(**options)
-    handle.remove()
-    return [position for position in read if position < len(options["input_ids"])]
+    with forwards_of(generator.target) as fed:
+        generator.generate(**options)
+    return [position for position in positions_of(fed) if position < len(options["input_ids"])]
 
 
 def test_after_sparse_prefill_processors_see_the_whole_prompt(target: PreTrainedModel) -> None:

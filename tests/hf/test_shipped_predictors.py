@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.policies.estimators import make_estimator, save_predictor
 from spec_stack import SpecStackGenerator
-from spec_stack.bench.training import as_network, make_estimator, save_predictor, step_examples
+from spec_stack.bench.training import as_network, step_examples
 from spec_stack.controller.predictor import FILE_NAME, STEP_FEATURES, load_step_predictor
 from spec_stack.controller.registry import POLICIES, make_policy
 from spec_stack.controller.speckv import SHIPPED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -103,10 +104,34 @@ def test_no_audit_without_a_rate(start: Start, upstream: FakeUpstream) -> None:
     assert len(upstream.seen) == 1
 
 
-def test_an_upstream_that_refuses_is_counted(start: Start, upstream: FakeUpstream) -> None:
+def test_an_answer_that_cannot_be_read_is_counted(start: Start, upstream: FakeUpstream) -> None:
     url = start(**AUDITED).url
-    assert post(url, CHAT, {"messages": LONG}, **{"x-behave": "too_many"}).status_code == 429
+    post(url, CHAT, {"messages": LONG}, **{"x-behave": "cookies"})
     until(lambda: counted(url, "failed") == 1)
+
+
+@pytest.mark.parametrize("behaviour", ["too_many", "redirect", "die_first", "die_in_stream", "die_in_body"])
+def test_a_request_that_got_no_answer_is_not_audited(start: Start, upstream: FakeUpstream, behaviour: str) -> None:
+    url = start(**AUDITED).url
+    with suppress(httpx2.RemoteProtocolError):
+        post(url, CHAT, {"messages": LONG}, **{"x-behave": behaviour})
+    assert idle(url, upstream)
+    assert len(upstream.seen) == 1
+
+
+def test_a_stream_that_its_client_leaves_is_not_audited(start: Start, upstream: FakeUpstream) -> None:
+    url, body = start(**AUDITED).url, {"messages": LONG, "stream": True}
+    with httpx2.stream("POST", url + CHAT, json=body, headers={"x-behave": "hang_in_stream"}, timeout=60) as response:
+        next(response.iter_bytes())
+    assert upstream.left.wait(30)
+    assert idle(url, upstream)
+    assert len(upstream.seen) == 1
+
+
+def test_a_stream_is_audited_at_its_end(start: Start, upstream: FakeUpstream) -> None:
+    url = start(**AUDITED).url
+    post(url, CHAT, {"messages": LONG, "stream": True})
+    until(lambda: counted(url, "agreed") == 1)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,28 @@ def test_a_wrong_option_is_refused_by_name(start: Start, upstream: FakeUpstream,
     assert not upstream.seen
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"keep_rate": 0.3}, 'spec_stack: {"keep_rate": …}'),
+        ({"max_divergence": 0.1}, 'spec_stack: {"max_divergence": …}'),
+        ({"question": QUESTION}, 'spec_stack: {"question": …}'),
+        ({"sparse_prefill": "off"}, 'spec_stack: {"keep_rate": 1}'),
+    ],
+)
+def test_an_option_outside_of_the_field_is_refused_with_its_place(
+    start: Start, upstream: FakeUpstream, given: dict[str, Any], hint: str
+) -> None:
+    url = start().url
+    response = post(url, CHAT, {"messages": LONG, **given})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == next(iter(given))
+    assert hint in response.json()["error"]["message"]
+    assert not upstream.seen
+    post(url, CHAT, {"messages": LONG, **dict.fromkeys(given), "keep_last": 3})
+    assert upstream.seen[-1].json.keys() == {"messages", *given, "keep_last"}
+
+
 def test_questions_about_one_document_do_not_depend_on_each_other(
     pruner: Pruner, start: Start, upstream: FakeUpstream
 ) -> None:

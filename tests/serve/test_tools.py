@@ -91,13 +91,3 @@ def test_half_a_character_in_a_request_is_refused(server: Server, options: dict[
         urllib.request.urlopen(request)
     assert refusal.value.code == 400
     assert "cannot be read as JSON" in json.load(refusal.value)["error"]["message"]
-
-
-def test_tool_choices_that_mean_nothing_are_refused(server: Server) -> None:
-    create = server.client().chat.completions.create
-    for options, message in (
-        ({"tool_choice": {"type": "function", "function": {"name": "nope"}}}, "the tools are look_up, add"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "not both"),
-    ):
-        with pytest.raises(Exception, match=message):
-            create(messages=CHAT, **(ASKED | options))

@@ -1,12 +1,14 @@
-"""What models are fed, forward by forward, by a hook of torch's own."""
+"""What models are fed, forward by forward, and a forward that fails: by hooks of torch's own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -33,6 +35,22 @@ def forwards_of(*models: PreTrainedModel) -> Iterator[list[Forward]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def failing(module: nn.Module, call: int, error: BaseException) -> Iterator[None]:
+    """Forward number `call` of a module, from 0 on, raises this error inside the block."""
+    calls = count()
+
+    def fail(*_: Any) -> None:
+        if next(calls) == call:
+            raise error
+
+    hook = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def sizes_of(forwards: list[Forward]) -> list[int]:

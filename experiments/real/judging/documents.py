@@ -81,7 +81,8 @@ def haystack(
         # The beginning of code is its imports; prose may begin anywhere.
         begin = 0 if medium in (*_CODE, "diff") else rng.randrange(max(1, len(text_lines) // 3))
         following = iter(text_lines[begin:])
-    lines, total = [], 0
+    lines: list[str] = []
+    total = 0
     for line in following:
         total += measure(line + "\n")
         if total > num_tokens:
@@ -220,6 +221,7 @@ def _records(lines: Sequence[str], medium: str) -> list[list[str]]:
 
 def _of_record(rng: random.Random, medium: str, block: list[str]) -> Needle:
     """The question about a record."""
+    evidence: tuple[str, ...]
     if medium == "json":
         names, evidence = {"id": json.loads(block[0])["id"]}, (block[0],)
     elif medium == "csv":
