@@ -36,7 +36,7 @@ _TEMPLATE_TOKENS, _ALL_TOKENS = 64, 1 << 30
 _MAX_PROTECTED = 64
 # Fields of `spec-stack serve` about pruning, and what says the same here.
 _MISPLACED = {
-    **{name: f'spec_stack: {{"{name}": …}}' for name in ("keep_rate", "max_divergence", "question")},
+    **{name: f'spec_stack: {{"{name}": …}}' for name in ("keep_rate", "max_dropped_attention", "question")},
     "sparse_prefill": 'spec_stack: {"keep_rate": 1}, which forwards the whole prompt',
 }
 

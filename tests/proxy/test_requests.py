@@ -170,7 +170,7 @@ def test_a_wrong_option_is_refused_by_name(start: Start, upstream: FakeUpstream,
     ("given", "hint"),
     [
         ({"keep_rate": 0.3}, 'spec_stack: {"keep_rate": …}'),
-        ({"max_divergence": 0.1}, 'spec_stack: {"max_divergence": …}'),
+        ({"max_dropped_attention": 0.1}, 'spec_stack: {"max_dropped_attention": …}'),
         ({"question": QUESTION}, 'spec_stack: {"question": …}'),
         ({"sparse_prefill": "off"}, 'spec_stack: {"keep_rate": 1}'),
     ],
