@@ -1,7 +1,7 @@
-"""The rows that docs/results.md begins with: what was measured of a real pair, written from the committed results.
+"""The tables that docs/results.md begins with: what was measured of a real pair, written from the committed results.
 
-A row names the script that made it and its result files, which know their commits. To add a row: a function that makes
-the figure of the files' contents, and a line in ROWS.
+A row names the script that made it and its result files, which know their commits; a cell holds one figure. To add a
+row: a function that makes its figures of the files' contents, and a line in FIRST_TOKENS or ROWS.
 
     python -m experiments.common.headlines
 """
@@ -25,15 +25,26 @@ Content = Mapping[str, Any]
 ByLength = Callable[[Content], Mapping[str, Content]]
 
 
+Figure = tuple[str, str, int | str]
+"""What was measured, the figure, and n."""
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """A setting's time to the first token, dense over its own, and its rows by length in a result."""
+
+    setting: str
+    file: str
+    rows: ByLength
+
+
 @dataclass(frozen=True)
 class Row:
-    """What was measured, its script in experiments/runs, its files, and what makes figure and n of them."""
+    """A script in experiments/runs, its files, and the figures of their contents."""
 
-    what: str
     run: str
     files: tuple[str, ...]
-    figure: Callable[..., str]
-    n: Callable[..., str]
+    figures: Callable[..., list[Figure]]
 
 
 def load(name: str, folder: Path = RESULTS) -> Any:
@@ -57,105 +68,67 @@ def shipped(content: Content, calibration: Path = CALIBRATION) -> dict[str, Cont
     return found
 
 
-def by_default(content: Content) -> dict[str, Content]:
-    """The default's rows by length."""
-    return {length: own["default 0.2"] for length, own in content["lengths"].items()}
+def setting_of(name: str) -> ByLength:
+    """A setting's rows by length."""
+    return lambda content: {length: own[name] for length, own in content["lengths"].items()}
 
 
-def _times_sooner(rows: ByLength) -> Callable[[Content], str]:
-    return lambda content: ", ".join(
-        f"{int(length) // 1024}K {around(row['ttft_ratio'])}×" for length, row in rows(content).items()
-    )
+def _longbench(content: Content) -> list[Figure]:
+    names = {"calibrated 0.1": "calibrated at 0.1", "random 0.2": "random lines at 0.2"}
+    names |= {"dense, other rounding": "other rounding"}
+    arms, found = content["arms"], []
+    for at, (name, shown) in enumerate(names.items()):
+        what = f"{'' if at else 'LongBench to 4K, score over dense: '}{shown}"
+        found.append((what, around(arms[name]["share_of_dense"]), arms[name]["n"]))
+    return found
 
 
-def _repeats(rows: ByLength) -> Callable[[Content], str]:
-    return lambda content: ", ".join(str(row["n"]) for row in rows(content).values())
+def _humaneval(content: Content) -> list[Figure]:
+    batched, spec = content["batched"], content["spec"]
+    shares = [around([arm["pass_at_1"], *arm["interval"]], ".3f") for arm in (batched, spec)]
+    return [
+        ("HumanEval, pass@1 (its makers: 0.707): Transformers", shares[0], batched["n"]),
+        ("with the draft", shares[1], spec["n"]),
+        ("texts that part, at near-ties", str(len(spec["divergences"])), spec["n"]),
+    ]
 
 
-def _decoding(content: Content) -> str:
-    arms = {name: arm["speed_over_plain"] for name, arm in content["all"].items()}
-    assisted = max(arm[0] for name, arm in arms.items() if name.startswith("assisted"))
-    return (
-        f"{around(arms['default'])}; {around(arms['draft'])}; Transformers {around(arms['look-up 10'])}, {assisted:.2f}"
-    )
-
-
-def _longbench(content: Content) -> str:
-    names = ("default 0.2", "calibrated 0.2", "calibrated 0.1", "BM25 0.2", "random 0.2", "dense, other rounding")
-    return "; ".join(around(content["arms"][name]["share_of_dense"]) for name in names)
-
-
-def _humaneval(content: Content) -> str:
-    shares = [around([content[arm]["pass_at_1"], *content[arm]["interval"]], ".3f") for arm in ("batched", "spec")]
-    gaps = [abs(gap) for *_, gap in content["spec"]["divergences"].values()]
-    return f"{'; '.join(shares)}; {len(gaps)} part, by {max(gaps, default=0.0):.3g} of a logit at most"
-
-
-def _conversations(content: Content) -> str:
+def _conversations(content: Content) -> list[Figure]:
     dense, session = content["summary"]
-    return f"{session['right']:.3f}; {dense['right']:.3f}; difference {around(session['less_dense'], '+.3f')}"
+    what = "Right answers in five turns over 3K, a session at 0.1 less dense"
+    return [
+        (what, around(session["less_dense"], "+.3f"), session["asked"]),
+        ("dense", f"{dense['right']:.3f}", dense["asked"]),
+    ]
 
 
-def _agents(cold: Content, warm: Content) -> str:
-    first = cold["kinds"]["cold, whole conversation"]["ttft_ratio"]
-    later = warm["kinds"]["warm turns, nothing pruned"]["ttft_ratio"]
+def _agents(cold: Content, warm: Content) -> list[Figure]:
+    first, later = cold["kinds"]["cold, whole conversation"], warm["kinds"]["warm turns, nothing pruned"]
     # Sooner by the largest ratio is the least.
-    sooner = [1 / first[0], 1 / first[2], 1 / first[1]]
-    return f"{around(sooner)}× sooner; {around(later)} of a kept dense cache"
-
-
-ROWS = (
-    Row(
-        "Time to first token, dense over calibrated at 0.1, 0.5B draft",
-        "real_speed",
-        ("real_speed",),
-        _times_sooner(shipped),
-        _repeats(shipped),
-    ),
-    Row(
-        "the same, default at 0.2, SmolLM2 135M as the draft",
-        "real_speed",
-        ("real_speed_smollm2",),
-        _times_sooner(by_default),
-        _repeats(by_default),
-    ),
-    Row(
-        "LongBench's scores to 4K over dense: default 0.2, calibrated 0.2 and 0.1, BM25, random, another rounding",
-        "real_quality",
-        ("longbench",),
-        _longbench,
-        lambda content: f"{content['arms']['dense']['n']}; rounding {content['arms']['dense, other rounding']['n']}",
-    ),
-    Row(
-        "HumanEval, pass@1 (its makers: 0.707): Transformers alone; with the draft; texts that part",
-        "real_humaneval",
-        ("humaneval",),
-        _humaneval,
-        lambda content: f"{content['batched']['n']}, {content['spec']['n']}",
-    ),
-    Row(
-        "Decoding over plain: default; draft alone; Transformers' look-up, its best assisted",
-        "real_decode",
-        ("real_decode",),
-        _decoding,
-        lambda content: str(content["num_prompts"]),
-    ),
-    Row(
-        "Right answers in conversations of five turns over 3K: session, 0.1 kept; dense",
-        "session_suite_real",
-        ("session_suite_real",),
-        _conversations,
-        lambda content: str(content["summary"][0]["asked"]),
-    ),
-    Row(
-        "Recorded agents: cold turns at 8K and 11K; later turns of which nothing is pruned",
-        "real_agents",
-        ("real_agents_cold", "real_agents"),
-        _agents,
-        lambda cold, warm: (
-            f"{cold['kinds']['cold, whole conversation']['n']}, {warm['kinds']['warm turns, nothing pruned']['n']}"
+    value, low, high = (1 / ratio for ratio in first["ttft_ratio"])
+    return [
+        (
+            "Recorded agents, first token, dense over ours: cold turns at 8K and 11K",
+            f"{around([value, high, low])}×",
+            first["n"],
         ),
-    ),
+        ("later turns, of which nothing is pruned", f"{around(later['ttft_ratio'])}×", later["n"]),
+    ]
+
+
+FIRST_TOKENS = (
+    FirstToken("calibrated, 0.1 (8K: window of 512)", "real_speed", shipped),
+    FirstToken("the same without the window", "real_speed", setting_of("calibrated 0.1")),
+    FirstToken("default (not calibrated), 0.2", "real_speed", setting_of("default 0.2")),
+    FirstToken("SpecPrefill's rule, 0.2", "real_speed", setting_of("paper 0.2")),
+    FirstToken("SmolLM2 135M as the draft, default, 0.2", "real_speed_smollm2", setting_of("default 0.2")),
+)
+LENGTHS = ("2048", "4096", "8192")
+ROWS = (
+    Row("real_quality", ("longbench",), _longbench),
+    Row("real_humaneval", ("humaneval",), _humaneval),
+    Row("session_suite_real", ("session_suite_real",), _conversations),
+    Row("real_agents", ("real_agents_cold", "real_agents"), _agents),
 )
 
 
@@ -164,14 +137,26 @@ def commit_of(content: Content) -> str:
     return str(content.get("recorded_at") or content["commit"])
 
 
+def first_tokens() -> list[str]:
+    """The table of first tokens, by prompt length."""
+    lines = ["| first token, dense over | 2K | 4K | 8K | n |", "|---|---|---|---|---|"]
+    for row in FIRST_TOKENS:
+        found = row.rows(load(row.file))
+        cells = [f"{around(found[length]['ttft_ratio'])}×" if length in found else "–" for length in LENGTHS]
+        (number,) = {own["n"] for own in found.values()}
+        lines.append(f"| {' | '.join([row.setting, *cells, str(number)])} |")
+    return lines
+
+
 def table() -> str:
-    """Return the rows in Markdown."""
-    lines = ["| what | figure | n | made by |", "|---|---|---|---|"]
+    """Return both tables in Markdown."""
+    lines = [*first_tokens(), "", "| what | figure | n | made by |", "|---|---|---|---|"]
     for row in ROWS:
         contents = [load(name) for name in row.files]
         made_at = ", ".join(f"`{commit}`" for commit in dict.fromkeys(map(commit_of, contents)))
-        made_by = f"`experiments/runs/{row.run}.sh`, {made_at}"
-        lines.append(f"| {row.what} | {row.figure(*contents)} | {row.n(*contents)} | {made_by} |")
+        made_by = f"`{row.run}.sh`, {made_at}"
+        for at, (what, figure, number) in enumerate(row.figures(*contents)):
+            lines.append(f"| {what} | {figure} | {number} | {'' if at else made_by} |")
     return "\n".join(lines)
 
 

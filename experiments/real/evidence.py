@@ -2,10 +2,11 @@
 
 Prompts: one question behind each document, by kind; with --shapes documents with several questions, each asked in many
 shapes of prompts; with --multi-hop question sets whose evidence stands in several paragraphs (all:
-evidence_prompts.py). Rules: the default, a calibration where one is named, BM25, the paper's, and
-lines in random order. A row is written for every prompt and rule: the share of the prompt at which all of its evidence
-is kept, and how much of it is kept at 0.1, 0.2 and 0.3. A run goes on where it ended. Intervals: 95 %, by drawing
-documents again. Prints tables, ends in one JSON line. The target's weights are not used.
+evidence_prompts.py). Rules: the default, a calibration where one is named, BM25, the paper's, and lines in random
+order; with --draft-free BM25, random lines and the newest ones, without a pass of the draft. A row is written for every
+prompt and rule: the share of the prompt at which all of its evidence is kept, and how much of it is kept at 0.1, 0.2
+and 0.3. A run goes on where it ended. Intervals: 95 %, by drawing documents again. Prints tables, ends in one JSON
+line. The target's weights are not used.
 
     python -m experiments.real.evidence --data DATA --target TARGET --draft DRAFT --rows ROWS.jsonl --shapes
         [--calibration FILE] [--minutes 10]
@@ -51,30 +52,34 @@ from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.loading import load_tokenizer
 
 RATES = (0.1, 0.2, 0.3)
-RANDOM = "random lines"
+RANDOM, NEWEST = "random lines", "newest lines"
 _GRID = [at / 200 for at in range(4, 201)]
 Tell = Callable[[Row], float]
 
 
-def rules(calibration: Path | None) -> dict[str, PrefillConfig | None]:
-    """The rules by name; None: random."""
+Rule = Callable[[EvidencePrompt, Encoded, Looks], Ranked]
+
+
+def by_config(config: PrefillConfig) -> Rule:
+    return lambda prompt, encoded, looks: Ranked.by_rule(encoded, looks, config)
+
+
+def rules(calibration: Path | None, draft_free: bool = False) -> dict[str, Rule]:
+    """The rules by name."""
     default = PrefillConfig()
-    found: dict[str, PrefillConfig | None] = {"default": default}
-    if calibration is not None:
-        found["calibrated"] = calibrated(calibration)
-    return found | {
-        "BM25": replace(default, scorer="bm25"),
-        "paper": PrefillConfig.full_look_ahead(),
-        RANDOM: None,
-    }
+    found = {"BM25": by_config(replace(default, scorer="bm25"))}
+    if not draft_free:
+        chosen = {} if calibration is None else {"calibrated": by_config(calibrated(calibration))}
+        found = {"default": by_config(default), **chosen, **found, "paper": by_config(PrefillConfig.full_look_ahead())}
+    found[RANDOM] = lambda prompt, encoded, looks: Ranked.by_chance(encoded, crc32(prompt.name.encode()))
+    if draft_free:
+        found[NEWEST] = lambda prompt, encoded, looks: Ranked.by_age(encoded)
+    return found
 
 
-def judge_rule(prompt: EvidencePrompt, encoded: Encoded, looks: Looks, rule: PrefillConfig | None) -> Row:
+def judge_rule(prompt: EvidencePrompt, encoded: Encoded, looks: Looks, rule: Rule) -> Row:
     """What a rule keeps of a prompt's evidence."""
-    if rule is None:
-        ranked = Ranked.by_chance(encoded, crc32(prompt.name.encode()))
-    else:
-        ranked = Ranked.by_rule(encoded, looks, rule)
+    ranked = rule(prompt, encoded, looks)
     gold, answers = encoded.spans[: len(prompt.spans)], iter(encoded.spans[len(prompt.spans) :])
     hops = [[next(answers) for _ in hop] for hop in prompt.hops]
     kept = {rate: ranked.kept(rate) for rate in RATES}
@@ -108,13 +113,15 @@ def prompts_for(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[Evide
 
 def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], rows: Rows) -> None:
     """Judge what is left of the prompts."""
-    wanted, scorer = rules(arguments.calibration), Scorer.load(arguments)
+    wanted = rules(arguments.calibration, arguments.draft_free)
+    tokenizer = load_tokenizer(str(arguments.target))
+    scorer = None if arguments.draft_free else Scorer.load(arguments)
     for prompt in prompts:
         left = rows.left(prompt.name, wanted)
         if not left:
             continue
-        began, encoded = process_time(), encode(scorer.pair.tokenizer, prompt)
-        looks = scorer.look(encoded)
+        began, encoded = process_time(), encode(tokenizer, prompt)
+        looks = {} if scorer is None else scorer.look(encoded)
         told = {"kind": prompt.kind, "shape": prompt.shape, "source": prompt.source}
         for name, rule in left.items():
             found = judge_rule(prompt, encoded, looks, rule)
@@ -184,11 +191,12 @@ def main() -> None:
     parser.add_argument("--shapes", action="store_true", help="several questions a document, in many shapes of prompts")
     parser.add_argument("--per-shape", type=int, default=2, help="with --shapes, questions a shape of a document")
     parser.add_argument("--multi-hop", type=Path, metavar="FILE", help="a set of multi-hop questions, JSON lines")
+    parser.add_argument("--draft-free", action="store_true", help="only rules that need no draft")
     add_row_arguments(parser, limited=False)
     add_out_argument(parser)
     arguments = parser.parse_args()
     note_pair(str(arguments.target), str(arguments.draft))
-    names, rows = list(rules(arguments.calibration)), Rows(arguments.rows, arguments.minutes)
+    names, rows = list(rules(arguments.calibration, arguments.draft_free)), Rows(arguments.rows, arguments.minutes)
     prompts = list(islice(prompts_for(arguments, load_tokenizer(str(arguments.target))), arguments.limit))
     keys = [prompt.name for prompt in prompts]
     if rows.num_left(keys, names):

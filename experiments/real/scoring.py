@@ -134,6 +134,12 @@ class Ranked:
         return cls(encoded, config, segments, scores)
 
     @classmethod
+    def by_age(cls, encoded: Encoded) -> Ranked:
+        """The newest lines first."""
+        segments = make_segments(len(encoded.token_ids), encoded.pieces, config := PrefillConfig())
+        return cls(encoded, config, segments, torch.arange(len(segments), dtype=torch.float))
+
+    @classmethod
     def by_chance(cls, encoded: Encoded, seed: int) -> Ranked:
         """Lines in random order."""
         segments = make_segments(len(encoded.token_ids), encoded.pieces, config := PrefillConfig())

@@ -16,6 +16,7 @@ measure "$QWEN" shapes_qwen_2k 2048 "${CALIBRATED[@]}" "${SHAPES[@]}" --document
 measure "$QWEN" shapes_qwen_4k 4096 "${CALIBRATED[@]}" "${SHAPES[@]}" --documents 6 --seed 312
 measure "$QWEN" shapes_qwen_8k 8192 "${CALIBRATED[@]}" "${SHAPES[@]}" --documents 4 --seed 333 --draft-window 512 \
   --precision bf16
+measure "$QWEN" shapes_draft_free_2k 2048 --draft-free "${SHAPES[@]}" --documents 12 --seed 313
 for questions in musique hotpotqa 2wikimultihopqa; do
   measure "$QWEN" "$questions" 2048 "${CALIBRATED[@]}" --multi-hop "$DATA/multihop/$questions.jsonl" --limit 30
 done

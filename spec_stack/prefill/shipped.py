@@ -87,9 +87,15 @@ def choose_calibration(
     problem = ""
     if str(draft) and (file := file_of(draft)).is_file():
         found = Calibration.load(file)
-        if not (problem := found.check(*configs)):
+        if not (problem := found.check(*configs) or _other_weights(found, weights())):
             return found, ""
     return find_shipped(configs[1], weights()), problem
+
+
+def _other_weights(found: Calibration, own: Sequence[float]) -> str:
+    """Why a calibration does not fit these weights; empty where it does, and where a sketch is missing."""
+    is_known = bool(found.weights) and bool(own)
+    return "it was made for other weights" if is_known and not is_same(found.weights, own) else ""
 
 
 def file_of(draft: str | Path) -> Path:

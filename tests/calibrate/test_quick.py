@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,10 @@ def test_an_unwritable_place_is_told_and_the_heads_are_used(draft: Path, caplog:
     (draft / FILE_NAME).symlink_to(draft / "missing" / "file")
     SpecStackGenerator.from_pretrained(ASSETS / "target", draft, calibration="auto")
     assert "could not be saved" in caplog.text
+
+
+def test_a_saved_calibration_of_other_weights_is_left_aside(draft: Path) -> None:
+    saved = Calibration.load(ASSETS / "draft")
+    replace(saved, weights=[-value for value in saved.weights]).save(draft)
+    with pytest.warns(UserWarning, match="other weights"):
+        SpecStackGenerator.from_pretrained(ASSETS / "target", draft)

@@ -18,6 +18,16 @@ def test_the_front_page_has_the_table_of_the_committed_results() -> None:
     assert text == expected, "run python -m experiments.common.front_page"
 
 
+def test_the_loss_in_the_front_pages_first_lines_is_the_tables() -> None:
+    found, speed = headlines.load("evidence_shapes_qwen_2k"), headlines.load("real_speed")["lengths"]
+    n = found["num_prompts"]
+    num_lost = round(n * (1 - found["whole"]["calibrated"]["0.1"][0]))
+    default = [f"{speed[length]['default 0.2']['ttft_ratio'][0]:.2f}" for length in ("2048", "8192")]
+    text = front_page.PAGE.read_text(encoding="utf-8")
+    assert f"with 10 % kept, {num_lost} of {n} prompts lose evidence" in text
+    assert f"20 % kept, first tokens gain [{' to '.join(default)}×]" in text
+
+
 def test_a_cell_holds_one_figure() -> None:
     cells = [cell for line in front_page.table().splitlines()[2:] for cell in line.split("|")[2:-2]]
     one = re.compile(r"(\*\*)?[+-]?\d+\.\d\d( \[[+-]?\d+\.\d\d, [+-]?\d+\.\d\d\])?×?(\*\*)?|–|")
