@@ -107,8 +107,9 @@ def ladder(
 def cost(row: Row, rate: float | None, num_tried: int = 0, ratio: float = _RATIO) -> float:
     """Processor seconds to the first token. num_tried: 0 checks nothing; the draft reads no rate. ratio: of draft to
     target, by which the draft's seconds are scaled."""
-    seconds = float(row["scoring_s"]) + (float(row["look_ahead_s"]) if num_tried else 0.0)
-    return seconds * ratio / _RATIO + float(row["dense_s"] if rate is None else row[str(rate)]["sparse_s"])
+    seconds: float = row["scoring_s"] + (row["look_ahead_s"] if num_tried else 0)
+    target: float = row["dense_s"] if rate is None else row[str(rate)]["sparse_s"]
+    return seconds * ratio / _RATIO + target
 
 
 def _rule(rows: Sequence[Row], choose: Callable[[Row], tuple[float | None, int]]) -> dict[str, Any]:
