@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from experiments.common.front_page import LENGTHS, ROWS, cells_of
 from experiments.common.headlines import CALIBRATION, RESULTS, ROOT
@@ -147,20 +148,26 @@ def main() -> None:
     if not (out / "texts" / "LICENCES.md").is_file():
         _run(["real.fetch_texts", str(out / "texts"), *["--offline"] * is_small])
     minutes = [] if arguments.minutes is None else ["--minutes", str(arguments.minutes)]
-    failed = [name for name, command in every.items() if name in (arguments.only or every) and _run(command + minutes)]
+    asked = {name: command + minutes for name, command in every.items() if name in (arguments.only or every)}
+    failed = [name for at, (name, command) in enumerate(asked.items(), 1) if _run(command, f"[{at} of {len(asked)}] ")]
     made = {name: ["python", "-m", f"experiments.{command[0]}", *command[1:]] for name, command in every.items()}
     print("\n" + comparison(out, pair.calibration, made))
     if is_small:
-        print("\nThe embedded pair is a toy: its figures show that the commands work.")
+        print(
+            "\nThe embedded pair is a toy of other sizes and prompts: its figures show that the commands work, no more."
+        )
     if failed:
         raise ValueError(f"these commands failed: {', '.join(failed)}")
 
 
-def _run(command: Sequence[str]) -> int:
-    """Run a script; its exit status."""
+def _run(command: Sequence[str], place: str = "") -> int:
+    """Run a script, and print the seconds; its exit status."""
     module, *given = command
-    print(f"\n$ python -m experiments.{module} {shlex.join(given)}", flush=True)
-    return subprocess.run([sys.executable, "-m", f"experiments.{module}", *given], cwd=ROOT, check=False).returncode
+    print(f"\n{place}$ python -m experiments.{module} {shlex.join(given)}", flush=True)
+    began = monotonic()
+    done = subprocess.run([sys.executable, "-m", f"experiments.{module}", *given], cwd=ROOT, check=False)
+    print(f"{place}{monotonic() - began:.0f} s", flush=True)
+    return done.returncode
 
 
 if __name__ == "__main__":

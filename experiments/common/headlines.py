@@ -78,7 +78,7 @@ def _longbench(content: Content) -> list[Figure]:
     names |= {"dense, other rounding": "other rounding"}
     arms, found = content["arms"], []
     for at, (name, shown) in enumerate(names.items()):
-        what = f"{'' if at else 'LongBench to 4K, score over dense: '}{shown}"
+        what = f"LongBench{'' if at else ' to 4K, score over dense'}: {shown}"
         found.append((what, around(arms[name]["share_of_dense"]), arms[name]["n"]))
     return found
 
@@ -88,8 +88,8 @@ def _humaneval(content: Content) -> list[Figure]:
     shares = [around([arm["pass_at_1"], *arm["interval"]], ".3f") for arm in (batched, spec)]
     return [
         ("HumanEval, pass@1 (its makers: 0.707): Transformers", shares[0], batched["n"]),
-        ("with the draft", shares[1], spec["n"]),
-        ("texts that part, at near-ties", str(len(spec["divergences"])), spec["n"]),
+        ("HumanEval: with the draft", shares[1], spec["n"]),
+        ("HumanEval: texts that part, at near-ties", str(len(spec["divergences"])), spec["n"]),
     ]
 
 
@@ -98,7 +98,7 @@ def _conversations(content: Content) -> list[Figure]:
     what = "Right answers in five turns over 3K, a session at 0.1 less dense"
     return [
         (what, around(session["less_dense"], "+.3f"), session["asked"]),
-        ("dense", f"{dense['right']:.3f}", dense["asked"]),
+        ("the same, dense alone", f"{dense['right']:.3f}", dense["asked"]),
     ]
 
 
@@ -112,7 +112,7 @@ def _agents(cold: Content, warm: Content) -> list[Figure]:
             f"{around([value, high, low])}×",
             first["n"],
         ),
-        ("later turns, of which nothing is pruned", f"{around(later['ttft_ratio'])}×", later["n"]),
+        ("agents: later turns, of which nothing is pruned", f"{around(later['ttft_ratio'])}×", later["n"]),
     ]
 
 

@@ -3,56 +3,69 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from contextvars import Context
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from fastapi import Request
+
 from spec_stack.serve.audits import MAX_TOKENS, Audit, Audits, Words, words_in
 from spec_stack.serve.config import HttpConfig
 from spec_stack.sglang.request import KEY
 
 _NAME = f"{KEY} audit"
-_ROUTE = "all"
 _LOWEST = 1 << 30
 
 
 class ServerAudits:
-    """Audits in the process that reads requests. manager: SGLang's TokenizerManager. rate: share of pruned requests."""
+    """Audits in the process that reads requests. manager: SGLang's TokenizerManager."""
 
-    def __init__(self, manager: Any, rate: float) -> None:
+    def __init__(self, manager: Any, config: HttpConfig) -> None:
         self._manager = manager
-        self._audits = Audits(HttpConfig(audit_rate=rate), {"namespace": KEY})
+        self._audits = Audits(config, {"namespace": KEY})
         self._running: asyncio.Task[None] | None = None
 
     def client_waits(self) -> AbstractContextManager[None]:
         """In this block a client waits: a running audit ends, and none begins."""
         return self._audits.client_waits()
 
+    def route_of(self, scope: MutableMapping[str, Any]) -> tuple[str, str]:
+        """The route of an HTTP request (ASGI's scope), and why its prompts are left whole; empty where they are not."""
+        route = self._audits.route_of(Request(scope))
+        return route, self._audits.why_whole(route)
+
     def offer(self, asked: Any, report: Mapping[str, Any]) -> None:
-        """Audit a finished request later, by chance, if it is a pruned one. asked: SGLang's GenerateReqInput."""
-        if not report["sparse_prefill"] or asked.rid.startswith(_NAME):
+        """Audit a finished request of HTTP later, by chance, if it was pruned or audits left it whole. asked: SGLang's
+        GenerateReqInput."""
+        is_pruned = bool(report["sparse_prefill"])
+        # Audits' own have no route.
+        if "route" not in report or not (is_pruned or report["outcome"] == "audited"):
             return
         if self._running is None:
             # Without the context of the request that runs SGLang's loop now.
             self._running = asyncio.get_running_loop().create_task(self._run(), context=Context())
-        self._audits.offer(Audit(_ROUTE, partial(self._answers, asked, report["num_kept_tokens"])))
+        num_kept = report["num_kept_tokens"] if is_pruned else None
+        self._audits.offer(Audit(report["route"], partial(self._answers, asked, num_kept)))
 
     async def _run(self) -> None:
         async with self._audits.running():
             await asyncio.Event().wait()
 
-    async def _answers(self, asked: Any, num_kept: int) -> tuple[Words, Words] | None:
-        """Of the whole and of the pruned prompt; None where it is not pruned as it was."""
+    async def _answers(self, asked: Any, num_kept: int | None) -> tuple[Words, Words] | None:
+        """Of the whole and of the pruned prompt; None where it is not pruned as it was. num_kept: of its tokens; None
+        for all."""
         custom = (asked.sampling_params or {}).get("custom_params") or {}
-        pruned = await self._answer(asked, custom, asked.extra_key)
-        if pruned["meta_info"][KEY]["num_kept_tokens"] != num_kept:
+        own, apart = asked.extra_key, f"{asked.extra_key or ''} {_NAME}"
+        # A dense prefix in the cache would change how a prompt is pruned: the other answer has its own.
+        of_pruned, of_whole = (f"{apart} pruned", own) if num_kept is None else (own, f"{apart} whole")
+        pruned = await self._answer(asked, custom, of_pruned)
+        report = pruned["meta_info"][KEY]
+        if not report["sparse_prefill"] or num_kept not in (None, report["num_kept_tokens"]):
             return None
-        # Apart from clients' prefixes, of which a dense one would change how they are pruned.
-        apart = f"{asked.extra_key or ''} {_NAME}"
-        whole = await self._answer(asked, {**custom, KEY: {"sparse_prefill": "off"}}, apart)
+        whole = await self._answer(asked, {**custom, KEY: {"sparse_prefill": "off"}}, of_whole)
         return _words(whole), _words(pruned)
 
     async def _answer(self, asked: Any, custom: Mapping[str, Any], extra_key: str | None) -> dict[str, Any]:

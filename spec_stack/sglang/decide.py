@@ -38,6 +38,7 @@ _MOST_DECISIONS = 16
 OUTCOMES = (
     "pruned",
     "disabled",
+    "audited",
     "unsupported",
     "cached",
     "nothing_to_prune",
@@ -45,8 +46,8 @@ OUTCOMES = (
     "draft_pool_full",
     "failed",
 )
-"""Outcomes of a prompt, for counting. disabled: by the request or its length; nothing_to_prune: all was selected;
-too_much_dropped: at every keep rate that the check tried."""
+"""Outcomes of a prompt, for counting. disabled: by the request or its length; audited: by its route's audits;
+nothing_to_prune: all was selected; too_much_dropped: at every keep rate that the check tried."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,8 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
     turn = plan_turn(prompt.token_ids, lambda: text, Held(), config)
     if isinstance(turn, Plan):
         return Decision.dense(prompt, turn.reason, "disabled")
+    if prompt.options.whole:
+        return Decision.dense(prompt, prompt.options.whole, "audited")
     if prompt in known.decisions:
         return known.decisions[prompt]
     if is_long_enough(held, num_tokens):
@@ -335,6 +338,8 @@ def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[
     if decision.tried:
         report["tried_rates"] = [asdict(each) for each in decision.tried]
         report["dropped_attention"] = decision.tried[-1].dropped_attention
+    if options.route is not None:
+        report["route"] = options.route
     if options.explain:
         report["kept_spans"] = tuple(union((at, at + 1) for at in _shown_positions(decision)))
     return report

@@ -20,7 +20,7 @@ from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget, Ints
 from spec_stack.sglang.draft_kv_rows import DraftKVRow, num_row_slots, pool_slots
-from spec_stack.sglang.draft_pool import bytes_per_token, draft_forward, extend_batch
+from spec_stack.sglang.draft_pool import draft_forward, extend_batch
 from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.request import RunningRequest, was_wrong
 
@@ -41,7 +41,7 @@ class _Part:
 
 
 class DraftKVSlots:
-    """The rows of one draft runner, whose pools are not yet made.
+    """The rows of one draft runner, whose pools are not yet made. slot_bytes: of one slot.
 
     Memory is reserved here, before SGLang divides the rest, and passed to the draft's pool by `pools`. The prompt's
     chosen part is prefilled in the first step after the target's prefill, so it delays no first token::
@@ -50,10 +50,10 @@ class DraftKVSlots:
         draft's row    0 1 4 5 8 9 10             chosen positions; shift 4: 10 is at place 6
     """
 
-    def __init__(self, runner: Any, config: PrefillConfig, max_gamma: int, num_requests: int) -> None:
+    def __init__(self, runner: Any, config: PrefillConfig, max_gamma: int, num_requests: int, slot_bytes: int) -> None:
         self._runner, self._config = runner, config
         self.num_per_request = num_row_slots(config, max_gamma)
-        self.num_bytes = pool_slots(num_requests, self.num_per_request) * bytes_per_token(runner)
+        self.num_bytes = pool_slots(num_requests, self.num_per_request) * slot_bytes
         self._reserve = torch.empty(self.num_bytes, dtype=torch.uint8, device=runner.device)
         self._rows: dict[int, DraftKVRow] = {}
         self._num_prefilled: dict[int, int] = {}

@@ -29,18 +29,6 @@ Queries = dict[int, list[torch.Tensor]]
 """Scoring queries by layer, (num_heads, n, head_dim), in parts along n."""
 
 
-def _attention_layers(model: torch.nn.Module, num_layers: int | None) -> list[RadixAttention]:
-    """Those of a model's first num_layers layers; None is all."""
-    return [module for module in model.modules() if isinstance(module, RadixAttention)][:num_layers]
-
-
-def bytes_per_token(runner: Any, num_layers: int | None = None) -> int:
-    """Bytes of one token's keys and values in the first layers on this rank, in the model's own precision."""
-    layers = _attention_layers(runner.model, num_layers)
-    numbers = sum(layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim) for layer in layers)
-    return int(numbers * runner.dtype.itemsize)
-
-
 def extend_batch(
     input_ids: torch.Tensor,
     rows: Sequence[int],
@@ -96,7 +84,7 @@ class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
         self._runner, self.device = runner, torch.device(runner.device)
         self.index = DraftPrefixes(num_tokens)
         self._num_layers = num_layers
-        self._layers = _attention_layers(runner.model, num_layers)
+        self._layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)][:num_layers]
         self._at = {layer.layer_id: at for at, layer in enumerate(self._layers)}
         self._keys = self._values = torch.empty(0, dtype=runner.dtype, device=self.device)
         # Of the forward at work.

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +21,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from spec_stack.sglang.errors import log_and_continue
-from spec_stack.sglang.http import SpecStackMiddleware, asked_options
+from spec_stack.sglang.http import SpecStackMiddleware, asked_options, audited_route
 from spec_stack.sglang.launch import require_drafting
 from spec_stack.sglang.manager import SparsePrefillManager
 from spec_stack.sglang.metrics import ReportStore
@@ -99,7 +100,7 @@ def _prepare_front_end(init: Callable[..., None], manager: Any, *args: Any, **kw
                 # It makes metrics, and imports what serve needs.
                 from spec_stack.sglang.audits import ServerAudits
 
-                books.audits = ServerAudits(manager, _config().audit_rate)
+                books.audits = ServerAudits(manager, _config().audits)
             server.app.add_middleware(SpecStackMiddleware, books=books, audits=books.audits)
 
 
@@ -114,6 +115,9 @@ def _sampling_params(**asked: Any) -> SamplingParams:
             options, by_header = RequestOptions.parse(custom, _config()), asked_options()
             if by_header and not (options.sparse_prefill or options.keep_rate):
                 options = RequestOptions.parse({KEY: {**options.as_asked(), **by_header}}, _config())
+            route, whole = audited_route()
+            is_set = options.sparse_prefill or options.keep_rate
+            options = replace(options, route=route, whole=None if is_set else whole)
             if options.as_asked():
                 asked["custom_params"] = {**(custom if isinstance(custom, Mapping) else {}), KEY: options.on_wire()}
     return SamplingParams(**asked)

@@ -1,7 +1,8 @@
 """What requests and replies over HTTP carry beside their bodies. No SGLang import.
 
 Header `x-spec-stack-keep-rate`, as the proxy's, for every endpoint: a keep rate, which prunes at any length; 1 prefills
-the whole prompt. Options in a body hold against it. An OpenAI stream takes its report into the usage chunk.
+the whole prompt. Options in a body hold against it. `x-spec-stack-route`, as the proxy's, names the route that audits
+count a request under. An OpenAI stream takes its report into the usage chunk.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 _asked: ContextVar[str | None] = ContextVar("keep rate", default=None)
+_audited: ContextVar[tuple[str, str] | None] = ContextVar("route", default=None)
 
 
 def asked_options() -> dict[str, Any]:
@@ -39,6 +41,12 @@ def asked_options() -> dict[str, Any]:
     if not 0 < keep_rate <= 1:
         raise ValueError(f"{KEEP_RATE_HEADER} must be over 0 and at most 1; 1 prefills the whole prompt")
     return {"sparse_prefill": "off"} if keep_rate == 1 else {"sparse_prefill": "on", "keep_rate": keep_rate}
+
+
+def audited_route() -> tuple[str | None, str | None]:
+    """The current request's route, and why its audits leave prompts whole; None for what is not so."""
+    route, whole = _audited.get() or (None, None)
+    return route, whole or None
 
 
 class SpecStackMiddleware:
@@ -62,11 +70,13 @@ class SpecStackMiddleware:
             await send(message)
 
         audits = self._audits if scope.get("method") == "POST" else None
+        route = _audited.set(None if audits is None else audits.route_of(scope))
         try:
             with nullcontext() if audits is None else audits.client_waits():
                 await self._app(scope, receive, send_with_report)
         finally:
             _asked.reset(token)
+            _audited.reset(route)
 
 
 def with_report(event: bytes, books: ReportStore) -> bytes:

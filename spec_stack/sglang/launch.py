@@ -85,6 +85,12 @@ class Launch:
     def prunes(self) -> bool:
         return self.refusal is None and self.config.prunes
 
+    def bytes_per_token(self, num_layers: int | None = None) -> int:
+        """Bytes of a token's keys and values in the small model's first layers, None for all, on one rank."""
+        small = self.small
+        num_heads = (num_layers or small.num_hidden_layers) * small.get_num_kv_heads(self.args.tp_size)
+        return int(num_heads * (small.head_dim + small.v_head_dim) * small.dtype.itemsize)
+
 
 def _scoring_model(source: str, args: Any, target: Any, tokenizer: Any) -> tuple[Any, bool]:
     """The scoring model's configuration, and whether its rows are to be fitted. Raises ValueError where SGLang's runner
@@ -262,7 +268,7 @@ def describe(
     if args.disable_radix_cache:
         warnings.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
     if launch.prunes:
-        num_bytes = _bytes_per_token(launch, config.num_draft_layers)
+        num_bytes = launch.bytes_per_token(config.num_draft_layers)
         size, context = config.draft_pool_tokens or MOST_POOL_TOKENS, launch.target.context_len
         note = f"{size} tokens of {num_bytes} bytes, {size * num_bytes / 1e9:.2f} GB on each rank"
         if config.draft_pool_tokens is None:
@@ -284,18 +290,11 @@ def describe(
     report["CUDA graphs"] = graphs_note(config, sizes)
     if config.prefill.sparse_prefill == "draft_only":
         num_slots = num_row_slots(config.prefill, config.gammas[-1])
-        num_bytes = pool_slots(args.max_running_requests, num_slots) * _bytes_per_token(launch)
+        num_bytes = pool_slots(args.max_running_requests, num_slots) * launch.bytes_per_token()
         slots = f"the draft has {num_slots} slots of its own for each request"
         report["draft's slots"] = f"{slots}, {num_bytes / 1e9:.2f} GB in all"
     advice = penalty_advice(launch.target.get_default_sampling_params())
     return {**report, "warnings": warnings if advice is None else [*warnings, advice]}
-
-
-def _bytes_per_token(launch: Launch, num_layers: int | None = None) -> int:
-    """Bytes of a token's keys and values in the small model's first layers, None for all, on one rank."""
-    small = launch.small
-    num_heads = (num_layers or small.num_hidden_layers) * small.get_num_kv_heads(launch.args.tp_size)
-    return int(num_heads * (small.head_dim + small.v_head_dim) * small.dtype.itemsize)
 
 
 def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from spec_stack.config import PrefillConfig, SparsePrefill
@@ -56,7 +56,11 @@ class RunningRequest(Protocol):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """A request's options (docs/serving.md); None is the server's default. protect: half-open token spans."""
+    """A request's options (docs/serving.md); None is the server's default. protect: half-open token spans.
+
+    route, whole: the front end's, where it audits: what the request is counted under, and why audits leave its prompt
+    whole.
+    """
 
     sparse_prefill: SparsePrefill | None = None
     keep_rate: float | None = None
@@ -67,6 +71,8 @@ class RequestOptions:
     explain: bool | None = None
     gamma: int | None = None
     policy: str | None = None
+    route: str | None = field(default=None, compare=False)
+    whole: str | None = field(default=None, compare=False)
 
     @classmethod
     def parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:
@@ -82,13 +88,15 @@ class RequestOptions:
         asked = params.get(KEY)
         if asked is None:
             return cls()
+        known = OPTIONS
         if isinstance(asked, str):
+            known = tuple(entry.name for entry in fields(cls))
             # What a client wrote itself may be any text.
             with suppress(json.JSONDecodeError):
                 asked = json.loads(asked)
         if not isinstance(asked, Mapping):
             raise ValueError(f"custom_params.{KEY} must be an object of options, got {asked!r}")
-        unknown = [str(name) for name in asked if name not in OPTIONS]
+        unknown = [str(name) for name in asked if name not in known]
         if unknown:
             raise ValueError(f"custom_params.{KEY} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
         given = {name: value for name, value in asked.items() if value is not None}
@@ -143,7 +151,8 @@ class RequestOptions:
         return replace(config.prefill, **{name: value for name, value in asked.items() if value is not None})
 
 
-OPTIONS = tuple(entry.name for entry in fields(RequestOptions))
+OPTIONS = tuple(entry.name for entry in fields(RequestOptions) if entry.compare)
+"""A client's."""
 
 
 def _spans(protect: object) -> tuple[Span, ...]:

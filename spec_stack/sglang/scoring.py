@@ -28,7 +28,7 @@ from spec_stack.prefill.attention import Parts
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.scoring import PartSize, ScoringQueries, capture_in_parts
 from spec_stack.sglang.decide import Decision, KnownTexts, Prompt, UnscoredPrompt, decide_scored
-from spec_stack.sglang.draft_pool import DraftScoringRunner, PooledLayers, Queries, bytes_per_token
+from spec_stack.sglang.draft_pool import DraftScoringRunner, PooledLayers, Queries
 from spec_stack.sglang.draft_prefixes import Lease
 from spec_stack.sglang.launch import Launch
 from spec_stack.sglang.ranks import TensorParallel, least_free_bytes
@@ -258,25 +258,19 @@ class ScoringModel:
         return getattr(scheduler, _PLACE, None) or getattr(scheduler.draft_worker, "scoring_model", None)
 
 
-def draft_scorer(runner: Any, config: ServerConfig, context_len: int, max_positions: int | None = None) -> DraftScorer:
+def draft_scorer(launch: Launch, runner: Any, max_positions: int | None = None) -> DraftScorer:
     """A scorer by a draft, its pool of the configured size or what the device has room for. Collective.
 
-    runner: SGLang's ModelRunner. config: calibrated. context_len: the target's. max_positions: the draft's.
+    runner: SGLang's ModelRunner of the draft. max_positions: the draft's.
     """
-    num_layers = config.num_draft_layers
-    num_tokens = _pool_tokens(runner, bytes_per_token(runner, num_layers), config)
-    return DraftScorer(DraftScoringRunner(runner, num_tokens, num_layers), context_len, max_positions)
-
-
-def _pool_tokens(runner: Any, num_bytes: int, config: ServerConfig) -> int:
-    """The size of a draft's pool with num_bytes per token. Collective."""
-    num_free = least_free_bytes(runner.device, runner.gpu_id)
-    num_tokens = config.draft_pool_tokens or max(1, min(MOST_POOL_TOKENS, num_free // 10 // num_bytes))
+    num_layers = launch.config.num_draft_layers
+    num_bytes, num_free = launch.bytes_per_token(num_layers), least_free_bytes(runner.device, runner.gpu_id)
+    num_tokens = launch.config.draft_pool_tokens or max(1, min(MOST_POOL_TOKENS, num_free // 10 // num_bytes))
     logger.info(
         "%s: the draft's own KV pool: %d tokens (--spec-stack-draft-pool-tokens), %.2f GB of the %.2f GB that are free",
         *(NAME, num_tokens, num_tokens * num_bytes / 1e9, num_free / 1e9),
     )
-    return num_tokens
+    return DraftScorer(DraftScoringRunner(runner, num_tokens, num_layers), launch.target.context_len, max_positions)
 
 
 def load_beside(scheduler: Any) -> None:
@@ -300,7 +294,7 @@ def load_beside(scheduler: Any) -> None:
 
 def _scorer(launch: Launch, target: Any) -> DraftScorer:
     """Load the scoring model. target: SGLang's ModelRunner. Collective."""
-    found, config, context_len = launch.small, launch.config, launch.target.context_len
+    found = launch.small
     load_format = "dummy" if launch.args.load_format == "dummy" else "auto"
     with draft_model_build_scope():
         own: torch.nn.Module = get_model(
@@ -314,7 +308,7 @@ def _scorer(launch: Launch, target: Any) -> DraftScorer:
     reserve_rope_cache_for_long_sequences(own, found)
     # What `DraftScoringRunner` needs of a ModelRunner.
     runner = SimpleNamespace(model=own, dtype=found.dtype, device=target.device, gpu_id=target.gpu_id)
-    return draft_scorer(runner, config, context_len)
+    return draft_scorer(launch, runner)
 
 
 def fit_draft(model: torch.nn.Module, target_size: int, draft_size: int) -> None:

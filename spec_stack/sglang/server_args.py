@@ -17,6 +17,7 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
 from spec_stack.prefill.cost import with_threshold
 from spec_stack.prefill.shipped import AUTO, choose_calibration, sketch_of_files
+from spec_stack.serve.config import HttpConfig
 from spec_stack.settings.checks import check_fields, require, require_int
 from spec_stack.settings.options import documented, meaning, option
 
@@ -93,10 +94,11 @@ class ServerConfig:
         "share of pruned requests that are answered again, shortly and greedily, from the whole and from the pruned "
         "prompt, while no client of the HTTP server waits; 0 audits nothing",
     )
+    audit_max_loss: float | None = option(None, meaning(HttpConfig, "audit_max_loss"))
 
     def __post_init__(self) -> None:
         check_fields(self)
-        require(0 <= self.audit_rate <= 1, f"audit_rate must be a share, 0 to 1, got {self.audit_rate!r}")
+        self.audits.check_server()
         require(isinstance(self.gammas, tuple), f"gammas must be a list, got {self.gammas!r}")
         for gamma in self.gammas:
             require_int("a gamma of gammas", gamma, 0, MAX_GAMMA)
@@ -113,6 +115,10 @@ class ServerConfig:
         if self.scoring_model is not None and self.prefill.sparse_prefill == "draft_only":
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
         self.make_policy(self.policy)
+
+    @property
+    def audits(self) -> HttpConfig:
+        return HttpConfig(audit_rate=self.audit_rate, audit_max_loss=self.audit_max_loss)
 
     @property
     def prunes(self) -> bool:
@@ -269,6 +275,7 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "follow_up": (str, "RULE"),
     "draft_pool_tokens": (int, "TOKENS"),
     "audit_rate": (float, "SHARE"),
+    "audit_max_loss": (float, "SHARE"),
 }
 _OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "max_dropped_attention", "draft_kv_budget")
 

@@ -91,12 +91,11 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         # SGLang's worker makes its draft worker by name, and its backends only later.
         self.draft_worker.__class__ = SpecStackDraftWorker
         runner, draft, launch = self.target_worker.model_runner, self.draft_worker.draft_runner, self._launch
-        self.scoring_model = ScoringModel(
-            launch, draft_scorer(draft, launch.config, launch.target.context_len, positions)
-        )
+        self.scoring_model = ScoringModel(launch, draft_scorer(launch, draft, positions))
         if config.prefill.sparse_prefill == "draft_only":
             num_requests = launch.args.max_running_requests
-            self.slots = DraftKVSlots(draft, config.prefill, config.gammas[-1], num_requests)
+            num_bytes = launch.bytes_per_token()
+            self.slots = DraftKVSlots(draft, config.prefill, config.gammas[-1], num_requests, num_bytes)
             self.draft_worker.slots = self.slots
             # `hooks` reads them.
             setattr(draft, KEY, self.slots)

@@ -157,6 +157,7 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
         "follow-up": defaults.follow_up,
         "draft-pool-tokens": "",
         "audit-rate": f"{defaults.audit_rate:g}",
+        "audit-max-loss": "",
         "config": "",
     }
     assert {name: default.strip() for name, default in rows.items()} == shown

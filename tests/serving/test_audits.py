@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +12,16 @@ import pytest
 
 from .conftest import Reference, Server, generate_body
 
+ROOMS = "\n".join(f"The code of room {number} is {number * 7 + 13}." for number in range(60))
+BREAKS = "/v1/chat/completions"
 
-def _audits(server: Server) -> dict[str, float]:
+
+def _audits(server: Server, route: str = "") -> dict[str, float]:
     """Audits by outcome."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=600) as reply:
         lines = [line for line in reply.read().decode().splitlines() if line.startswith("spec_stack_audits_total{")]
     counts: dict[str, float] = {}
-    for line in lines:
+    for line in (line for line in lines if f'route="{route}' in line):
         outcome = line.partition('outcome="')[2].partition('"')[0]
         counts[outcome] = counts.get(outcome, 0.0) + float(line.rpartition(" ")[2])
     return counts
@@ -48,5 +52,46 @@ def test_pruned_requests_are_audited_when_clients_are_gone(launch: Any, referenc
     history = [*prompts[0], *replies[0][1]["output_ids"], *reference.user_turn(30, seed=310)]
     report = server.generate(history, 4)["meta_info"]["spec_stack"]
     assert (report["outcome"], report["num_cached_tokens"] > 500) == ("pruned", True)
+    assert not server.state()["num_failures"]
+    server.stop()
+
+
+def _asked(server: Server, text: str, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
+    """The report on a chat of one message."""
+    asked = {"model": "default", "messages": [{"role": "user", "content": text}], "max_tokens": 12, "temperature": 0}
+    data, headers = json.dumps({**asked, "return_meta_info": True, **body}).encode(), headers or {}
+    request = urllib.request.Request(server.url + BREAKS, data, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        return dict(json.loads(reply.read())["choices"][0]["meta_info"]["spec_stack"])
+
+
+def _wait_for(server: Server, num_audits: int) -> dict[str, float]:
+    deadline = time.monotonic() + 300
+    while sum((found := _audits(server, BREAKS)).values()) < num_audits:
+        assert time.monotonic() < deadline, server.tail()
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.nightly
+def test_lost_answers_turn_a_routes_pruning_off(launch: Any) -> None:
+    server = launch(
+        *("--max-total-tokens", "40000", "--enable-metrics", "--spec-stack-min-prompt-tokens", "300"),
+        *("--spec-stack-keep-rate", "0.1", "--spec-stack-audit-rate", "1", "--spec-stack-audit-max-loss", "0.1"),
+    )
+    for number in range(5):
+        # The embedded pair loses codes of rooms.
+        report = _asked(server, f"Floor {number}.\n{ROOMS}\nContinue, please.")
+        assert (report["outcome"], report["route"]) == ("pruned", BREAKS)
+        found = _wait_for(server, number + 1)
+    assert found == {"lost": 5}
+    report = _asked(server, f"Floor 5.\n{ROOMS}\nContinue, please.")
+    assert (report["outcome"], report["num_kept_tokens"]) == ("audited", report["num_prompt_tokens"])
+    assert report["sparse_prefill_reason"].startswith(f"off: audits of {BREAKS} found more lost answers")
+    # Other routes, and requests that say so themselves, are pruned.
+    other = _asked(server, f"Floor 6.\n{ROOMS}\nContinue.", {"x-spec-stack-route": "another"})
+    assert (other["outcome"], other["route"]) == ("pruned", "another")
+    for own in ({"custom_params": {"spec_stack": {"keep_rate": 0.1}}}, {"headers": {"x-spec-stack-keep-rate": "0.1"}}):
+        assert _asked(server, f"Floor {len(str(own))}.\n{ROOMS}\nContinue.", **own)["outcome"] == "pruned"
     assert not server.state()["num_failures"]
     server.stop()

@@ -97,7 +97,7 @@ def test_slots_are_chosen_and_renewed_without_waiting(num_prompts: int, monkeypa
         init_forward_metadata=lambda batch: None, forward=lambda q, k, v, layer, batch, save_kv_cache: q
     )
     runner.attn_backend, runner.kv_index_translator = backend, None
-    draft = DraftKVSlots(runner, PrefillConfig(draft_kv_budget=128), max_gamma=4, num_requests=4)
+    draft = DraftKVSlots(runner, PrefillConfig(draft_kv_budget=128), max_gamma=4, num_requests=4, slot_bytes=0)
     draft.pools(_Sizes(1000), ReqToTokenPool(4, 2000, "meta", enable_memory_saver=False))
     batch: Any = SimpleNamespace(
         req_pool_indices_cpu=torch.arange(1, 1 + num_prompts),

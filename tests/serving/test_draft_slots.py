@@ -220,7 +220,7 @@ def slotted_without_layers(num_rows: int) -> tuple[Any, _Nothing]:
         attn_backend=SimpleNamespace(init_forward_metadata=lambda batch: None),
         kv_index_translator=None,
     )
-    draft = DraftKVSlots(runner, CONFIG, GAMMA, num_rows)
+    draft = DraftKVSlots(runner, CONFIG, GAMMA, num_rows, 0)
     target_rows = ReqToTokenPool(num_rows, CONTEXT, "cpu", enable_memory_saver=False)
     draft.pools(_PoolConfig(), target_rows)
     return draft, model

@@ -16,6 +16,19 @@ def runner_of(num_layers: int, num_kv_heads: int, head_dim: int) -> Any:
     return SimpleNamespace(model=torch.nn.ModuleList(layers), dtype=torch.bfloat16, device="meta", gpu_id=0)
 
 
+def _launch(num_layers: int, num_kv_heads: int, head_dim: int, pool_tokens: int | None) -> Any:
+    """A launch with the same draft by its configuration."""
+    from spec_stack.sglang.launch import Launch
+    from spec_stack.sglang.server_args import ServerConfig
+
+    small = SimpleNamespace(
+        **{"num_hidden_layers": num_layers, "head_dim": head_dim, "v_head_dim": head_dim, "dtype": torch.bfloat16},
+        get_num_kv_heads=lambda num_ranks: num_kv_heads // num_ranks,
+    )
+    config, target = ServerConfig(draft_pool_tokens=pool_tokens), SimpleNamespace(context_len=4096)
+    return Launch("SPEC_STACK", SimpleNamespace(tp_size=1), target, small, config, None)
+
+
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the gigabytes that SGLang finds free, on one rank."""
@@ -44,11 +57,10 @@ def test_the_drafts_pool_takes_a_tenth_of_the_free_memory_at_most(
     free: Any, caplog: pytest.LogCaptureFixture, gigabytes: float, set_to: int | None, expected: int
 ) -> None:
     from spec_stack.sglang.scoring import draft_scorer
-    from spec_stack.sglang.server_args import ServerConfig
 
     free(gigabytes)
     with caplog.at_level("INFO"):
-        scorer = draft_scorer(runner_of(28, 8, 128), ServerConfig(draft_pool_tokens=set_to), 4096)
+        scorer = draft_scorer(_launch(28, 8, 128, set_to), runner_of(28, 8, 128))
     assert scorer.num_pool_tokens == expected
     scorer.allocate()
     assert scorer.pool_state()["num_bytes"] == 114_688 * expected
@@ -56,15 +68,12 @@ def test_the_drafts_pool_takes_a_tenth_of_the_free_memory_at_most(
 
 
 def test_a_pool_that_does_not_fit_names_its_flag(free: Any) -> None:
-    from spec_stack.sglang.launch import Launch
     from spec_stack.sglang.scoring import ScoringModel, draft_scorer
-    from spec_stack.sglang.server_args import ServerConfig
 
     free(7)
     # 256 TB.
-    runner = runner_of(2, 2, 2**20)
+    runner, launch = runner_of(2, 2, 2**20), _launch(2, 2, 2**20, 2**24)
     runner.device = "cpu"
-    config = ServerConfig(draft_pool_tokens=2**24)
-    scorer = draft_scorer(runner, config, 4096)
+    scorer = draft_scorer(launch, runner)
     with pytest.raises(ValueError, match="set --spec-stack-draft-pool-tokens to fewer"):
-        ScoringModel(Launch("SPEC_STACK", None, None, None, config, None), scorer)
+        ScoringModel(launch, scorer)

@@ -82,6 +82,9 @@ def test_nothing_is_lost_nothing_is_wrong_and_memory_stays(launch: Launcher, ref
     assert server.is_alive, server.tail()
     for traffic in rounds:
         traffic.check_tokens()
+    # Together they are longer than the draft's pool, however few rounds there were time for.
+    for seed in (1, 2):
+        assert server.generate(reference.text_ids(3500, seed), 2, sparse_prefill="on")["meta_info"]["spec_stack"]
     state = server.state()
     assert state["num_waiting_for_their_score"] == 0
     assert (state["draft_pool"]["num_pinned"], state["num_failures"]) == (0, {})

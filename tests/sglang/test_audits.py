@@ -11,8 +11,11 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from spec_stack.serve.audits import MAX_TOKENS
+from spec_stack.serve.config import HttpConfig
 from spec_stack.sglang.audits import ServerAudits
 from tests.support.sglang_requests import REPORT
+
+PRUNED = {**REPORT, "route": "/generate"}
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Manager:
 
 
 def _counted(outcome: str) -> float:
-    return REGISTRY.get_sample_value("spec_stack_audits_total", {"route": "all", "outcome": outcome}) or 0.0
+    return REGISTRY.get_sample_value("spec_stack_audits_total", {"route": "/generate", "outcome": outcome}) or 0.0
 
 
 async def _until(counts: Any) -> None:
@@ -71,10 +74,10 @@ async def _audit(audits: ServerAudits, manager: Manager) -> None:
     client = Asked(input_ids=[5, 6], sampling_params=sampling, extra_key="tenant", cache_salt="salt")
 
     # Dense replies, and the audits' own, are not audited.
-    audits.offer(client, {**REPORT, "sparse_prefill": False})
-    audits.offer(Asked(rid="spec_stack audit 1"), REPORT)
+    audits.offer(client, {**PRUNED, "sparse_prefill": False, "outcome": "cached"})
+    audits.offer(Asked(), REPORT)
     with audits.client_waits():
-        audits.offer(client, REPORT)
+        audits.offer(client, PRUNED)
         await asyncio.sleep(0.7)
         assert manager.asked == []
     await _until(lambda: manager.asked)
@@ -85,7 +88,7 @@ async def _audit(audits: ServerAudits, manager: Manager) -> None:
     await _until(lambda: _counted("agreed") == 1)
     pruned, whole = manager.asked[-2:]
     assert len(manager.asked) == 3
-    assert (pruned.extra_key, whole.extra_key) == ("tenant", "tenant spec_stack audit")
+    assert (pruned.extra_key, whole.extra_key) == ("tenant", "tenant spec_stack audit whole")
     for each, own in ((pruned, custom), (whole, {**custom, "spec_stack": {"sparse_prefill": "off"}})):
         changed = {"temperature": 0, "n": 1, "max_new_tokens": MAX_TOKENS, "custom_params": own}
         assert each.sampling_params == {**sampling, **changed}
@@ -93,18 +96,52 @@ async def _audit(audits: ServerAudits, manager: Manager) -> None:
         assert (each.priority or 0) < -(10**6)
 
     manager.says = ("It is 42.", "It is 17.")
-    audits.offer(client, REPORT)
+    audits.offer(client, PRUNED)
     await _until(lambda: _counted("lost") == 1)
     # Pruned otherwise than the client's, it tells nothing of it.
-    audits.offer(client, {**REPORT, "num_kept_tokens": 3})
+    audits.offer(client, {**PRUNED, "num_kept_tokens": 3})
     await _until(lambda: len(manager.asked) == 6)
     await asyncio.sleep(0.05)
     assert (_counted("lost"), _counted("agreed"), _counted("failed")) == (1, 1, 0)
+    # What audits left whole is pruned for them alone, apart from the client's dense prefix.
+    audits.offer(client, {**PRUNED, "sparse_prefill": False, "outcome": "audited", "num_kept_tokens": 9})
+    await _until(lambda: _counted("lost") == 2)
+    assert [each.extra_key for each in manager.asked[-2:]] == ["tenant spec_stack audit pruned", "tenant"]
 
 
-def test_a_pruned_reply_is_answered_again_from_both_prompts_while_no_client_waits() -> None:
+async def _lose_and_recover(audits: ServerAudits, manager: Manager) -> None:
+    scope = {"type": "http", "path": "/lossy", "headers": [], "query_string": b""}
+    sampling = {"custom_params": {"spec_stack": {"explain": True}}}
+    client, report = Asked(input_ids=[5, 6], sampling_params=sampling), {**REPORT, "route": "/lossy"}
+    manager.may.set()
+    manager.says = ("It is 42.", "It is 17.")
+
+    async def audit(report: dict[str, Any]) -> None:
+        num_asked = len(manager.asked)
+        audits.offer(client, report)
+        await _until(lambda: len(manager.asked) == num_asked + 2)
+        await asyncio.sleep(0.02)
+
+    for _ in range(5):
+        assert audits.route_of(scope) == ("/lossy", "")
+        await audit(report)
+    why = audits.route_of(scope)[1]
+    assert why.startswith("off: audits of /lossy found more lost answers than audit_max_loss=0.1")
+    named = {**scope, "headers": [(b"x-spec-stack-route", b"another")]}
+    assert audits.route_of(named) == ("another", "")
+    manager.says, num_whole = ("It is 42.", "It is 42."), 0
+    while audits.route_of(scope)[1]:
+        await audit({**report, "sparse_prefill": False, "outcome": "audited", "num_kept_tokens": 9})
+        num_whole += 1
+    # Twenty audits decide that it is on again.
+    assert num_whole == 20
+
+
+def test_pruned_replies_are_answered_again_and_lost_answers_turn_their_route_off_for_a_while() -> None:
     async def run() -> None:
         manager = Manager()
-        await _audit(ServerAudits(manager, 1.0), manager)
+        audits = ServerAudits(manager, HttpConfig(audit_rate=1.0, audit_max_loss=0.1, audit_idle_s=0.01))
+        await _audit(audits, manager)
+        await _lose_and_recover(audits, manager)
 
     asyncio.run(run())

@@ -21,6 +21,7 @@ from spec_stack.sglang.decide import (
     decide_scored,
     decide_unscored,
 )
+from spec_stack.sglang.request import RequestOptions
 from spec_stack.sglang.server_args import ServerConfig
 from tests.support.sglang_requests import request_of
 
@@ -29,6 +30,18 @@ CONFIG = PrefillConfig(min_prompt_tokens=400, granularity="chunks")
 
 def _known(num_cached: int = 0) -> KnownTexts:
     return KnownTexts(ServerConfig(), None, None, lambda prompt: min(num_cached, len(prompt.token_ids) - 1), 1_000_000)
+
+
+def test_a_prompt_that_audits_leave_whole_is_dense_where_it_would_be_pruned() -> None:
+    options = RequestOptions(route="/generate", whole="off: audits of /generate found more lost answers")
+    for num_tokens, outcome in ((100, "disabled"), (900, "audited")):
+        decision = decide(replace(_prompt(num_tokens), options=options), _known())
+        assert isinstance(decision, Decision)
+        assert (decision.outcome, decision.is_whole) == (outcome, True)
+    request = request_of("a")
+    apply(request, decision, _known())
+    report = request.customized_info["spec_stack"][0]
+    assert (report["route"], report["sparse_prefill_reason"]) == (options.route, options.whole)
 
 
 def _prompt(num_tokens: int, **options: Any) -> Prompt:
