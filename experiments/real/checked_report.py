@@ -118,7 +118,8 @@ def _rule(rows: Sequence[Row], choose: Callable[[Row], tuple[float | None, int]]
     dense = sum(row["dense_s"] for row in rows)
 
     def over_dense(ratio: float = _RATIO) -> float:
-        return round(dense / sum(cost(row, rate, tried, ratio) for row, rate, tried in chosen), 2)
+        spent = sum(cost(row, rate, tried, ratio) for row, rate, tried in chosen)
+        return round(float(dense) / spent, 2)
 
     return {
         "n": len(rows),
