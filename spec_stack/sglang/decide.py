@@ -229,7 +229,8 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
     if prompt.options.whole:
         return Decision.dense(prompt, prompt.options.whole, "audited")
     if prompt in known.decisions:
-        return known.decisions[prompt]
+        # Its route is another's.
+        return replace(known.decisions[prompt], prompt=prompt)
     if is_long_enough(held, num_tokens):
         recall = known.config.recall if prompt.follow_up == "recall" else None
         found = plan_turn(prompt.token_ids, lambda: text, held, config, recall)

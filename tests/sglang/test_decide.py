@@ -93,6 +93,15 @@ def test_a_prompt_whose_queries_would_run_beyond_the_drafts_positions_is_dense()
     assert "and the draft 1000 positions" in decision.reason
 
 
+def test_an_equal_prompt_has_its_own_route() -> None:
+    """An audit's prompt, which has none, is not audited."""
+    known, prompt = _known(), _prompt(900)
+    known.remember(Decision(replace(prompt, options=RequestOptions(route="/generate")), range(90), "on", "pruned"))
+    found = decide(prompt, known)
+    assert isinstance(found, Decision)
+    assert (len(found.positions), found.prompt.options.route) == (90, None)
+
+
 def test_an_equal_prompt_gets_the_plan_that_is_remembered_and_scores_nothing() -> None:
     known, prompt = _known(), _prompt(900)
     needs = decide(prompt, known)
