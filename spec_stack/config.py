@@ -169,13 +169,12 @@ class PrefillConfig:
         "the target's positions of the kept tokens: 'original' is where they stand in the prompt, as in the paper; "
         "'contiguous' makes them an ordinary, shorter prompt, which any architecture takes",
     )
-    max_divergence: float | None = option(
+    max_dropped_attention: float | None = option(
         None,
-        "the draft's check: by how many nats a token its own answer may change, on average, where it reads the kept "
-        "tokens alone. Over that the next of check_rates is kept, at last the whole prompt. None checks nothing, inf "
-        "reports alone",
+        "the draft's check: the share of its own answer's attention to the prompt that may fall on what is dropped. "
+        "Over that the next of check_rates is kept, at last the whole prompt. None checks nothing, 1 reports alone",
     )
-    check_tokens: int = option(16, "tokens of the draft's answer that the check compares", 1, MAX_LOOK_AHEAD)
+    check_tokens: int = option(16, "tokens of the draft's answer whose attention the check counts", 1, MAX_LOOK_AHEAD)
     check_rates: Sequence[float] = option(
         (0.2, 0.4), "keep rates that the check tries after keep_rate, those above it in this order"
     )
@@ -196,8 +195,8 @@ class PrefillConfig:
             require_heads(self.scoring_heads)
         check_name("scorer", self.scorer, KNOWN_SCORERS)
         require(
-            self.max_divergence is None or self.max_divergence >= 0,
-            f"max_divergence must be 0 nats or more, or None, got {self.max_divergence}",
+            self.max_dropped_attention is None or 0 <= self.max_dropped_attention <= 1,
+            f"max_dropped_attention must be a share, 0 to 1, or None, got {self.max_dropped_attention}",
         )
         require_rates("check_rates", self.check_rates)
 
@@ -229,6 +228,11 @@ class PrefillConfig:
         if not self.queries_from_prompt or self.scoring_heads is None:
             return None
         return 1 + max(layer for layer, _ in self.scoring_heads)
+
+    @property
+    def answering(self) -> PrefillConfig:
+        """The configuration whose look-ahead is the answer that the check looks at."""
+        return replace(self, scoring_queries="look_ahead", look_ahead=self.check_tokens)
 
     @property
     def forced_tokens(self) -> tuple[int, int]:
@@ -264,7 +268,7 @@ class PrefillConfig:
             first_scoring_layer=0,
             head_reduction="max",
             scorer="attention",
-            max_divergence=None,
+            max_dropped_attention=None,
         )
 
 

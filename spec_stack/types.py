@@ -58,10 +58,10 @@ class DraftingModel(SteppableModel, Protocol):
 
 @dataclass(frozen=True)
 class TriedRate:
-    """A keep rate that the draft's check tried, and the divergence of the draft's answer there, in nats a token."""
+    """A keep rate that the draft's check tried, and the share of its answer's attention that is dropped there."""
 
     keep_rate: float
-    divergence: float
+    dropped_attention: float
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Metrics:
     to this target. `seed` is a sampled request's seed: the same call with the same `gamma` gives the same tokens. Under
     a policy that depends on timing, drafted lengths differ between runs. `draft_step` and `target_step` are how short
     forwards of each model ran, and why eagerly (`LoadConfig`). `tried_rates` is what the draft's check tried, and
-    `divergence` what it found last, in nats a token (`PrefillConfig.max_divergence`).
+    `dropped_attention` what it found last (`PrefillConfig.max_dropped_attention`).
     """
 
     num_prompt_tokens: int
@@ -291,9 +291,9 @@ class Metrics:
         return self.num_kept_tokens / self.num_prompt_tokens
 
     @property
-    def divergence(self) -> float | None:
-        """Of the draft's answer under what the check tried last, in nats a token; None without a check."""
-        return self.tried_rates[-1].divergence if self.tried_rates else None
+    def dropped_attention(self) -> float | None:
+        """Share of the draft's attention that the check's last try drops; None without a check."""
+        return self.tried_rates[-1].dropped_attention if self.tried_rates else None
 
     @property
     def num_steps(self) -> int:

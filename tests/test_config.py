@@ -11,7 +11,7 @@ import pytest
 
 from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection, SessionConfig
 from spec_stack.calibrate.config import CalibrateConfig
-from spec_stack.config import DEFAULT_MAX_TOKENS
+from spec_stack.config import DEFAULT_MAX_TOKENS, HubConfig, LoadConfig
 from spec_stack.settings.options import meaning
 
 NAN, INF = float("nan"), float("inf")
@@ -48,6 +48,8 @@ BAD: dict[type, dict[str, Sequence[Any]]] = {
         "max_recalled_chunks": [0],
         "recall_word_threshold": (0, "1"),
     },
+    LoadConfig: {"precision": ["int3"], "draft_precision": ["fp64"], "draft_step": ["graph"]},
+    HubConfig: {"revision": [""], "token": [3], "trust_remote_code": ["yes"]},
     CalibrateConfig: {"lengths": ([], 2048, "2048", [0], [2048.5])},
 }
 

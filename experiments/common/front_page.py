@@ -45,9 +45,9 @@ def _tokens(length: str) -> str:
     return str(int(length.removesuffix("k")) * 1024)
 
 
-def _first_token(content: Content, length: str, calibration: Path) -> Found:
-    own = shipped(content, calibration)[_tokens(length)]
-    return f"**{around(own['ttft_ratio'])}×**", own["n"]
+def _first_token(content: Content, length: str, calibration: Path) -> Found | None:
+    own = shipped(content, calibration).get(_tokens(length))
+    return None if own is None else (f"**{around(own['ttft_ratio'])}×**", own["n"])
 
 
 def _whole_answer(content: Content, length: str, calibration: Path) -> Found | None:
@@ -55,23 +55,25 @@ def _whole_answer(content: Content, length: str, calibration: Path) -> Found | N
     return None if own is None else (f"{around(own['pruned']['over_theirs'])}×", own["n"])
 
 
-def _evidence(rule: str) -> Callable[[Content, str, Path], Found]:
-    def cell(content: Content, length: str, calibration: Path) -> Found:
-        return around(content["whole"][rule]["0.1"]), content["num_prompts"]
+def _evidence(rule: str) -> Callable[[Content, str, Path], Found | None]:
+    def cell(content: Content, length: str, calibration: Path) -> Found | None:
+        own = content["whole"].get(rule)
+        return None if own is None else (around(own["0.1"]), content["num_prompts"])
 
     return cell
 
 
-def _answers(arm: str) -> Callable[[Content, str, Path], Found]:
-    def cell(content: Content, length: str, calibration: Path) -> Found:
+def _answers(arm: str) -> Callable[[Content, str, Path], Found | None]:
+    def cell(content: Content, length: str, calibration: Path) -> Found | None:
         own = content["shapes"]["all"]["over_dense"][arm]
-        return around(own["right_over"], "+.2f"), own["n"]
+        return (around(own["right_over"], "+.2f"), own["n"]) if own else None
 
     return cell
 
 
-def _decoding(content: Content, length: str, calibration: Path) -> Found:
-    return f"**{around(content['all']['default']['speed_over_plain'])}×**", content["num_prompts"]
+def _decoding(content: Content, length: str, calibration: Path) -> Found | None:
+    own = content.get("all", {}).get("default")
+    return None if own is None else (f"**{around(own['speed_over_plain'])}×**", content["num_prompts"])
 
 
 _SHAPES = tuple(f"evidence_shapes_qwen_{length}" for length in LENGTHS)

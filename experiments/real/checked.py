@@ -1,13 +1,14 @@
 """Does the draft's check tell the prompts whose answer pruning loses? Signals of the draft beside the target's loss.
 
 Prompts of eleven kinds with known answers, three multi-hop sets, agents' turns and summaries, in turn (`prompts`); all
-from a seed of their own. Of each: the draft's greedy answer under the whole prompt and its log-probabilities under
-what keep rates leave, token by token; the target's greedy answer under the whole prompt, its loss there and under the
-same kept tokens, and the target's own answer to them. Kept tokens stand at their original positions.
+from a seed of their own. Of each: the draft's greedy answer under the whole prompt, the share of its attention that
+falls on what keep rates drop, and its log-probabilities under what they leave, token by token; the target's greedy
+answer under the whole prompt, its loss there and under the same kept tokens, and the target's own answer to them. Kept
+tokens stand at their original positions.
 
 Lost is an answer that is right when dense and wrong when pruned; where no answer is known, or the dense one is not
-right, a loss over `LOST_NATS` a token. The target reads the highest rate only where the draft's answer changed under
-the one before by `SURE` or more: no threshold from there on keeps more. A row a prompt; a run goes on where it ended.
+right, a loss over `LOST_NATS` a token. The target reads the highest rate only where the one before drops `SURE` or more
+of the draft's attention: no threshold from there on keeps more. A row a prompt; a run goes on where it ended.
 The agents' texts are those of fetch_texts.py.
 
     python -m experiments.real.checked --data DATA --texts TEXTS --target TARGET --draft DRAFT --rows ROWS.jsonl
@@ -19,6 +20,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import process_time
@@ -39,20 +41,21 @@ from experiments.real.scoring import add_pair_arguments, measure_with
 from experiments.real.settings import calibrated
 from spec_stack import PrefillConfig
 from spec_stack.bench.rows import Row, Rows
+from spec_stack.decode.proposer import propose
+from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import encode_messages
-from spec_stack.prefill.attention import run
-from spec_stack.prefill.check import DraftAnswer
+from spec_stack.prefill.check import dropped_attention
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.scoring import gather_inputs
+from spec_stack.prefill.scoring import gather_inputs, run_draft
 from spec_stack.prefill.selection import select
 from spec_stack.types import Proposal
 
 ARM = "checked"
 SEED, DRAFTED, ANSWERED = 65, 32, 32
-SURE = 0.05
+SURE = 0.1
 _SUMMARIES = (
     ("qmsum", "{document}\n\nSummarize the whole meeting above in a few sentences."),
     ("multi_news", "You are given several news passages.\n\nNews:\n{document}\n\nWrite a summary of all the news."),
@@ -170,42 +173,53 @@ class Bench:
         draft, clock = pair.new_draft_cache(chunk), _Clock()
         inputs, _ = gather_inputs(draft, ScoringInputs(text), lambda *_: Proposal(), self._config)
         row["scoring_s"] = clock.lap()
-        answer = run(DraftAnswer.drafted(draft, ids, DRAFTED, pair.end_ids))
+        answering = self._config.answering
+        look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=pair.end_ids)
+        attention, _ = run_draft(draft, inputs, look_ahead, answering)
+        inputs = replace(inputs, answer_attention=attention.importance(answering))
         row["look_ahead_s"] = clock.lap()
-        row["drafted"] = pair.tokenizer.decode(answer.token_ids)
+        draft.rollback(draft.next_position - len(ids) + 1)
+        logits = [draft.forward(ids[-1:], [len(ids) - 1], 1)[-1]]
+        answer, _ = self._answer(draft, logits, DRAFTED)
+        whole = torch.stack(logits).float().log_softmax(-1)
+        row["answer_s"], row["drafted"] = clock.lap(), pair.tokenizer.decode(answer)
         target = pair.open_target(chunk)
         rows = [target.forward(ids, range(len(ids)), 1)[-1]]
         row["dense_s"] = clock.lap()
         dense, own = self._answer(target, rows)
         row["dense"], row["own"] = pair.tokenizer.decode(dense, skip_special_tokens=True), own
         row["is_right"] = bool(asked.answers) and is_right(row["dense"], asked.answers)
-        changed = SURE
+        dropped = SURE
         for rate in RATES:
             kept = select(inputs, replace(self._config, keep_rate=rate)).positions
             token_ids = [ids[at] for at in kept]
             clock.lap()
-            part = run(answer.under(pair.new_draft_cache(chunk, pair.positions), token_ids, kept, len(ids)))
+            reader, num_tokens, end = pair.new_draft_cache(chunk, pair.positions), len(answer), len(ids)
+            forced, at = [*token_ids, *answer[:-1]], [*kept, *range(end, end + num_tokens - 1)]
+            part = reader.forward(forced, at, num_tokens).float().log_softmax(-1)
             told: Row = {"num_kept": len(kept), "reading_s": clock.lap()}
-            told |= {"signals": statistics(answer.logprobs, part, answer.token_ids)}
-            if rate < RATES[-1] or changed >= SURE:
+            told["dropped"] = round(dropped_attention(inputs, kept, self._config), 4)
+            told["signals"] = statistics(whole, part, answer)
+            if rate < RATES[-1] or dropped >= SURE:
                 answers = asked.answers if row["is_right"] else ()
                 told |= self._pruned(answers, token_ids, kept, len(ids), dense)
-            signals = told["signals"]["kl"]
-            changed, row[str(rate)] = sum(signals) / len(signals), told
+            dropped, row[str(rate)] = told["dropped"], told
         return row
 
-    def _answer(self, target: CachedModel, rows: list[torch.Tensor]) -> tuple[list[int], list[float]]:
-        """The greedy answer, and the log-probability of its tokens. rows: the first logits; the others are added."""
+    def _answer(
+        self, model: CachedModel, rows: list[torch.Tensor], most: int = ANSWERED
+    ) -> tuple[list[int], list[float]]:
+        """A model's greedy answer, and the log-probability of its tokens. rows: the first logits; others are added."""
         answer = [int(rows[0].argmax())]
-        while len(answer) < ANSWERED and answer[-1] not in self._pair.end_ids:
-            rows.append(target.forward(answer[-1:], [target.next_position], 1)[-1])
+        while len(answer) < most and answer[-1] not in self._pair.end_ids:
+            rows.append(model.forward(answer[-1:], [model.next_position], 1)[-1])
             answer.append(int(rows[-1].argmax()))
         return answer, _logprobs(rows, answer)
 
     def _pruned(
         self, answers: Sequence[str], token_ids: Sequence[int], kept: Sequence[int], end: int, dense: Sequence[int]
     ) -> Row:
-        """The target under the kept tokens: the loss of its dense answer, and its own where the dense one is right."""
+        """The target under the kept tokens: the loss of its dense answer, and its own one."""
         target, clock = self._pair.open_target(self._config.prefill_chunk), _Clock()
         first = target.forward(token_ids, kept, 1)[-1]
         sparse_s, rows = clock.lap(), [first]
@@ -213,10 +227,10 @@ class Bench:
             rows += [*target.forward(dense[:-1], range(end, end + len(dense) - 1), len(dense) - 1)]
         is_same = [int(row.argmax()) for row in rows] == list(dense)
         own = list(dense)
-        if not is_same and answers:
+        if not is_same:
             target.rollback(len(dense) - 1)
             own, _ = self._answer(target, [first])
-        text = self._pair.tokenizer.decode(own, skip_special_tokens=True) if is_same or answers else ""
+        text = self._pair.tokenizer.decode(own, skip_special_tokens=True)
         return {
             "sparse_s": sparse_s,
             "logprobs": _logprobs(rows, dense),
@@ -265,7 +279,7 @@ def main() -> None:
             if not rows.has_time:
                 break
             row = rows.add(asked.name, ARM, bench.row(asked))
-            told = [f"{SIGNALS['KL, first 16'](row[str(rate)]):.2f}" for rate in RATES]
+            told = [f"{SIGNALS['dropped attention'](row[str(rate)]):.2f}" for rate in RATES]
             print(asked.name, row["num_tokens"], row["is_right"], told, row["dense_s"], flush=True)
     report = {"experiment": "checked", **describe(), "num_left": rows.num_left([each.name for each in every], [ARM])}
     print_report({**report, **summary([*rows.of_arm(ARM).values()])}, arguments.out)

@@ -1,4 +1,6 @@
-"""What the rows of checked.py tell: AUROC of the draft's signals, and what a ladder of keep rates loses and gains."""
+"""What the rows of checked.py tell: AUROC of the draft's signals, and what a ladder of keep rates loses and gains.
+
+Rows of the half "tune" have chosen the signal. A rate without "dropped" is of an earlier selection, and left out."""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from spec_stack.binomial import upper_bound
 
 RATES = (0.1, 0.2, 0.4)
 LOST_NATS = 0.3
-THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+THRESHOLDS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)
+RATIOS = (0.2, 0.1, 0.05)
+LADDER = RATES[:2]
+"""Rates that the target has read of every prompt."""
+# Of the measured pair, by weights.
+_RATIO = 0.32
 GROUPS = {
     "facts": ("fact", "paraphrase", "several"),
     "code": ("function", "constant"),
@@ -49,7 +56,9 @@ def _by_confidence(told: Row) -> float:
     return float((weights * np.array(told["signals"]["kl"])).sum() / weights.sum())
 
 
+DROPPED = "dropped attention"
 SIGNALS: dict[str, Callable[[Row], float]] = {
+    DROPPED: lambda told: float(told["dropped"]),
     **{f"KL, first {length}": _mean("kl", length) for length in (1, 2, 4, 8, 16, 32)},
     "KL, largest": lambda told: max(told["signals"]["kl"]),
     "KL by confidence": _by_confidence,
@@ -85,73 +94,78 @@ def _auroc_interval(values: Sequence[float], labels: Sequence[bool], groups: Seq
     return [round(each, 3) for each in (auroc(values, labels), *map(float, ends))]
 
 
-def ladder(row: Row, threshold: float, signal: Callable[[Row], float]) -> tuple[float | None, list[float]]:
-    """The rate that the check keeps (None: the whole prompt), and those that it tries."""
-    tried = []
-    for rate in RATES:
-        tried.append(rate)
+def ladder(
+    row: Row, threshold: float, signal: Callable[[Row], float], rates: Sequence[float] = LADDER
+) -> tuple[float | None, int]:
+    """The rate that the check keeps (None: the whole prompt), and how many it tries."""
+    for at, rate in enumerate(rates):
         if signal(row[str(rate)]) <= threshold:
-            return rate, tried
-    return None, tried
+            return rate, at + 1
+    return None, len(rates)
 
 
-def cost(row: Row, rate: float | None, tried: Sequence[float] = ()) -> float:
-    """Processor seconds to the first token; tried: rates that the draft reads for the check."""
-    seconds: float = row["scoring_s"] + (row["look_ahead_s"] if tried else 0)
-    seconds += sum(row[str(each)]["reading_s"] for each in tried)
-    if rate is None:
-        return seconds + float(row["dense_s"])
-    # The highest rate is not always read.
-    known = row[str(rate)].get("sparse_s")
-    return seconds + float(
-        known if known is not None else row["dense_s"] * row[str(rate)]["num_kept"] / row["num_tokens"]
-    )
+def cost(row: Row, rate: float | None, num_tried: int = 0, ratio: float = _RATIO) -> float:
+    """Processor seconds to the first token. num_tried: 0 checks nothing; the draft reads no rate. ratio: of draft to
+    target, by which the draft's seconds are scaled."""
+    seconds: float = row["scoring_s"] + (row["look_ahead_s"] if num_tried else 0)
+    target: float = row["dense_s"] if rate is None else row[str(rate)]["sparse_s"]
+    return seconds * ratio / _RATIO + target
 
 
-def _rule(rows: Sequence[Row], choose: Callable[[Row], tuple[float | None, list[float]]]) -> dict[str, Any]:
-    chosen = [choose(row) for row in rows]
-    lost = [rate is not None and is_lost(row, rate) for row, (rate, _) in zip(rows, chosen, strict=True)]
+def _rule(rows: Sequence[Row], choose: Callable[[Row], tuple[float | None, int]]) -> dict[str, Any]:
+    chosen = [(row, *choose(row)) for row in rows]
+    num_lost = sum(rate is not None and is_lost(row, rate) for row, rate, _ in chosen)
     dense = sum(row["dense_s"] for row in rows)
-    spent = sum(cost(row, rate, tried) for row, (rate, tried) in zip(rows, chosen, strict=True))
+
+    def over_dense(ratio: float = _RATIO) -> float:
+        spent = sum(cost(row, rate, tried, ratio) for row, rate, tried in chosen)
+        return round(float(dense) / spent, 2)
+
     return {
         "n": len(rows),
-        "lost": int(sum(lost)),
-        "lost_at_most": round(upper_bound(int(sum(lost)), len(rows)), 3),
-        "refused": round(float(np.mean([rate is None for rate, _ in chosen])), 3),
-        "over_dense": round(dense / spent, 2),
-        "mean_loss": round(
-            float(
-                np.mean([0.0 if rate is None else loss(row, rate) for row, (rate, _) in zip(rows, chosen, strict=True)])
-            ),
-            3,
-        ),
+        "lost": num_lost,
+        "lost_at_most": round(upper_bound(num_lost, len(rows)), 3),
+        "refused": round(float(np.mean([rate is None for _, rate, _ in chosen])), 3),
+        "over_dense": over_dense(),
+        "over_dense_at_ratio": {str(ratio): over_dense(ratio) for ratio in RATIOS},
     }
+
+
+def _has_cell(row: Row, rate: float) -> bool:
+    return "logprobs" in row[str(rate)] and "dropped" in row[str(rate)]
+
+
+def _aurocs(rows: Sequence[Row], rates: Sequence[float]) -> dict[str, Any]:
+    cells = [(at, row, rate) for at, row in enumerate(rows) for rate in rates if _has_cell(row, rate)]
+    labels, prompts = [is_lost(row, rate) for _, row, rate in cells], [at for at, _, _ in cells]
+    found: dict[str, Any] = {"prompts": len(set(prompts)), "cells": len(cells), "lost": sum(labels)}
+    if any(labels):
+        for name, signal in SIGNALS.items():
+            found[name] = _auroc_interval([signal(row[str(rate)]) for _, row, rate in cells], labels, prompts)
+    return found
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """AUROC by signal, and the rules, mixed and by group of kinds."""
-    cells = [(at, row, rate) for at, row in enumerate(rows) for rate in RATES if "logprobs" in row[str(rate)]]
-    labels = [is_lost(row, rate) for _, row, rate in cells]
-    aurocs = {
-        name: _auroc_interval([signal(row[str(rate)]) for _, row, rate in cells], labels, [at for at, _, _ in cells])
-        for name, signal in SIGNALS.items()
-    } if any(labels) else {}  # fmt: skip
-    report: dict[str, Any] = {"n": len(rows), "cells": len(cells), "lost_cells": sum(labels), "auroc": aurocs}
-    parts = {"all": list(rows)}
-    parts |= {name: [row for row in rows if row["kind"] in kinds] for name, kinds in GROUPS.items()}
+    halves = {"tune": [row for row in rows if row.get("half") == "tune"]}
+    halves["judge"] = [row for row in rows if row.get("half") != "tune"]
+    report: dict[str, Any] = {"n": len(rows)}
+    for half, own in {**halves, "all": list(rows)}.items():
+        report[f"auroc, {half}"] = {"all": _aurocs(own, RATES), **{str(rate): _aurocs(own, [rate]) for rate in LADDER}}
+        for name, told in report[f"auroc, {half}"]["all"].items():
+            print(f"{half:8s}{name:24s}{told}")
+    ruled = [row for row in rows if all(_has_cell(row, rate) for rate in LADDER)]
+    parts = {"all": ruled, "judge": [row for row in ruled if row.get("half") != "tune"]}
+    parts |= {name: [row for row in ruled if row["kind"] in kinds] for name, kinds in GROUPS.items()}
     for name, own in parts.items():
         if not own:
             continue
-        rules = {f"always {rate}": _rule(own, lambda row, rate=rate: (rate, [])) for rate in RATES}  # type: ignore[misc]
-        for length in (8, 16, 32):
-            signal = SIGNALS[f"KL, first {length}"]
-            rules |= {
-                f"{length} tokens, {threshold}": _rule(own, lambda row, t=threshold, s=signal: ladder(row, t, s))  # type: ignore[misc]
-                for threshold in THRESHOLDS
-            }
+        rules = {f"always {rate}": _rule(own, lambda row, rate=rate: (rate, 0)) for rate in LADDER}  # type: ignore[misc]
+        rules |= {
+            f"{DROPPED} {threshold}": _rule(own, lambda row, t=threshold: ladder(row, t, SIGNALS[DROPPED]))  # type: ignore[misc]
+            for threshold in THRESHOLDS
+        }
         report[name] = rules
         for rule, told in rules.items():
-            print(f"{name:14s}{rule:18s}{told}")
-    for name, auroc in aurocs.items():
-        print(f"{name:24s}{auroc}")
+            print(f"{name:14s}{rule:24s}{told}")
     return report

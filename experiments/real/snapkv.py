@@ -3,8 +3,8 @@
 SnapKV prefills the whole prompt and then drops keys and values, per head: it saves memory and decoding time, and the
 first token comes no sooner. Prompts: those of answers.py whose question stands last. Every prompt is prefilled once;
 its layers are compressed to each share, and decoded greedily over each copy with the positions of the whole prompt, as
-kvpress does. kvpress imports transformers under 5.3 only, so it needs an environment of its own:
-pip install . kvpress==0.5.5 'transformers<5.3' --no-deps. A row per prompt and arm; a run goes on where it ended.
+kvpress does. kvpress needs transformers under 5.3, so it has an environment of its own. A row per prompt and arm; a run
+goes on where it ended.
 
     python -m experiments.real.snapkv --data DATA --target TARGET --rows ROWS --seed 331 --documents 16 --limit 104
 """

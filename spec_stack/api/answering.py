@@ -114,7 +114,7 @@ class GenerationMixin(ABC):
             Return every token's log-probability, and those of this many most likely tokens.
         keep_rate, sparse_prefill : optional
             As in `PrefillConfig`; in a session of the new text. None is the configuration's.
-        max_divergence : float, optional
+        max_dropped_attention : float, optional
             The draft's check of the pruned prompt, as in `PrefillConfig`. None is the configuration's.
         policy, proposer : optional
             As in `DecodeConfig`, or a Policy; None is the generator's. In a seeded call a named one starts untrained.

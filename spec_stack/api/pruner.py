@@ -16,20 +16,21 @@ from spec_stack.api.pruned_text import Text, cut_segments, protected_spans, whol
 from spec_stack.api.request_body import as_functions
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
+from spec_stack.decode.proposer import propose
+from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import OnProgress, Progress, RequestCancelled
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_tokenizer, name_of_model, open_alone
 from spec_stack.hf.prompt import Message, num_shared
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.attention import Parts, run
-from spec_stack.prefill.check import Check, DraftAnswer, told
+from spec_stack.prefill.check import told
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import find_lines
 from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn, scoring_obstacle
-from spec_stack.types import Proposal, Selection, TriedRate
+from spec_stack.types import Selection, TriedRate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,9 +96,9 @@ class PruneResult:
     tried_rates: list[TriedRate] = field(default_factory=list)
 
     @property
-    def divergence(self) -> float | None:
-        """Of the draft's answer under what the check tried last, in nats a token; None without a check."""
-        return self.tried_rates[-1].divergence if self.tried_rates else None
+    def dropped_attention(self) -> float | None:
+        """Share of the draft's attention that the check's last try drops; None without a check."""
+        return self.tried_rates[-1].dropped_attention if self.tried_rates else None
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class Pruner:
         question: str | None = None,
         protect: Sequence[str] = (),
         marker: str | None = None,
-        max_divergence: float | None = None,
+        max_dropped_attention: float | None = None,
     ) -> PruneResult:
         """Shorten a prompt.
 
@@ -241,7 +242,7 @@ class Pruner:
         marker : str, optional
             Stands for every gap, on a line of its own where lines were dropped. None is an ellipsis, in code in a
             comment, for dropped lines alone; "" is nothing. It counts among the kept tokens.
-        max_divergence : float, optional
+        max_dropped_attention : float, optional
             The draft's check, as in `PrefillConfig`; None is the configuration's. Under max_tokens it reports alone.
 
         Raises
@@ -256,7 +257,7 @@ class Pruner:
             question=question,
             protect=protect,
             marker=marker,
-            max_divergence=max_divergence,
+            max_dropped_attention=max_dropped_attention,
         )
 
     def conversation(self, config: SessionConfig | None = None) -> PrunerConversation:
@@ -300,7 +301,7 @@ class PrunerConversation:
         question: str | None = None,
         protect: Sequence[str] = (),
         marker: str | None = None,
-        max_divergence: float | None = None,
+        max_dropped_attention: float | None = None,
         on_progress: OnProgress | None = None,
     ) -> PruneResult:
         """Prune a turn; messages: the whole conversation (see `Pruner.prune`).
@@ -311,7 +312,7 @@ class PrunerConversation:
         if not self._pruning.acquire(blocking=False):
             raise RuntimeError("this conversation is pruning another turn; open one for each thread")
         try:
-            config = _config_of(self._config, keep_rate, max_tokens, max_divergence)
+            config = _config_of(self._config, keep_rate, max_tokens, max_dropped_attention)
             return self._prune(messages, config, max_tokens, question, protect, marker, Progress(on_progress))
         except RequestCancelled as cancelled:
             raise cancelled.error or cancelled from None
@@ -346,13 +347,14 @@ class PrunerConversation:
             reason = f"off: {len(kept)} tokens are no more than max_tokens={max_tokens}"
             turn = replace(turn, prunes=False) if isinstance(turn, NeedsScore) else turn
         needed = turn if isinstance(turn, NeedsScore) and (turn.prunes or turn.recalls) else None
-        inputs, answer = self._inputs(needed, config, progress) if needed else (None, None)
+        inputs = self._inputs(needed, config, progress) if needed else None
         tried: Sequence[TriedRate] = ()
         # A budget that leaves no room for markers goes without.
         for own_marker in (None, "") if marker is None and max_tokens is not None else (marker,):
             if needed is not None and inputs is not None:
-                check = partial(self._divergence, prompt, needed, answer, own_marker) if answer else None
-                kept, num_recalled, tried = self._select(prompt, needed, inputs, config, max_tokens, own_marker, check)
+                selection = self._select(prompt, needed, inputs, config, max_tokens, own_marker)
+                kept, num_recalled = {*held.positions, *selection.positions}, selection.num_recalled
+                tried = selection.tried
             whole = _whole(prompt, kept, own_marker)
             texts = _kept_texts(prompt, whole, own_marker)
             num_kept = len(self._written(prompt, whole, texts))
@@ -364,16 +366,6 @@ class PrunerConversation:
         shorter, spans = _shortened(messages, texts), [own for own, _ in texts]
         reason = told(tried, num_kept < num_tokens, reason)
         return PruneResult(shorter, spans, num_tokens, num_kept, num_recalled, reason, list(tried))
-
-    def _divergence(
-        self, prompt: _Prompt, turn: NeedsScore, answer: DraftAnswer, marker: str | None, selection: Selection
-    ) -> Parts[float]:
-        """Of the draft's answer under the text that a selection leaves."""
-        whole = _whole(prompt, {*turn.held.positions, *selection.positions}, marker)
-        token_ids = self._written(prompt, whole, _kept_texts(prompt, whole, marker))
-        reader = self._pair.new_draft_cache(self._config.prefill_chunk)
-        part = yield from answer.under(reader, token_ids, range(len(token_ids)), len(token_ids))
-        return answer.divergence(part)
 
     def _written(self, prompt: _Prompt, whole: set[int], texts: Sequence[tuple[KeptText, str]]) -> Sequence[int]:
         """The tokens of a pruned prompt, with its markers."""
@@ -395,16 +387,17 @@ class PrunerConversation:
         config: PrefillConfig,
         max_tokens: int | None,
         marker: str | None,
-        check: Check | None,
-    ) -> tuple[set[int], int, Sequence[TriedRate]]:
-        """The kept tokens, the number of recalled ones, and what the check tried."""
+    ) -> Selection:
+        """What is kept of the new text, and recalled."""
         held, num_old, room = turn.held.positions, turn.held.num_tokens, 0
         num_new = len(prompt.read) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.read.kept, num_old))
         if max_tokens is None or not turn.prunes:
-            selection = plan_scored(turn, inputs, config, self._session, check=check).selection
-            return {*held, *selection.positions}, selection.num_recalled, selection.tried
+            return plan_scored(turn, inputs, config, self._session).selection
         best: tuple[int, Selection] | None = None
+        if config.max_dropped_attention is not None:
+            # The budget decides.
+            config = replace(config, max_dropped_attention=1.0)
         for attempt in range(_MOST_TRIES):
             selection = plan_scored(turn, inputs, config, self._session).selection
             if not attempt:
@@ -420,33 +413,23 @@ class PrunerConversation:
             # Markers and the rest of segments at the ends take room, segments that do not fit leave some.
             room = max(1, room + (num_left if num_left < 0 else num_left // 2))
             config = replace(config, keep_rate=min(1.0, room / num_new))
-        selection = best[1] if best else selection
-        tried = [TriedRate(selection.keep_rate, run(check(selection)))] if check is not None else []
-        return {*held, *selection.positions}, selection.num_recalled, tried
+        return best[1] if best else selection
 
-    def _inputs(
-        self, turn: NeedsScore, config: PrefillConfig, progress: Progress
-    ) -> tuple[ScoringInputs, DraftAnswer | None]:
-        """The prompt with its scores, and the draft's answer where it is checked."""
-        draft, token_ids, answer = self._draft, turn.text.token_ids, None
+    def _inputs(self, turn: NeedsScore, config: PrefillConfig, progress: Progress) -> ScoringInputs:
+        """The prompt with its scores."""
+        draft, token_ids = self._draft, turn.text.token_ids
         # All layers answer; once they ran, the first ones no longer go on alone.
-        self._is_whole = self._is_whole or config.max_divergence is not None
+        self._is_whole = self._is_whole or config.max_dropped_attention is not None
         draft.truncate(min(num_shared(draft.token_ids, token_ids), len(token_ids) - 1))
         try:
             inputs = ScoringInputs(turn.text)
             with progress.watch(draft, "scoring", max(1, len(token_ids) - draft.next_position)):
+                look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=self._pair.end_ids)
                 inputs, _ = gather_inputs(
-                    draft,
-                    inputs,
-                    lambda *_: Proposal(),
-                    self._config,
-                    whole=self._is_whole,
-                    first_query=turn.first_query,
+                    draft, inputs, look_ahead, config, whole=self._is_whole, first_query=turn.first_query
                 )
-                if config.max_divergence is not None:
-                    answer = run(DraftAnswer.drafted(draft, token_ids, config.check_tokens, self._pair.end_ids))
-                    draft.rollback(draft.next_position - len(token_ids))
-                return inputs, answer
+                draft.rollback(draft.next_position - len(token_ids))
+                return inputs
         except BaseException as error:
             # A forward that is cancelled between two layers leaves whole pieces; only a recurrent state is lost.
             if isinstance(error, Exception) or draft.is_stateful:
@@ -511,11 +494,11 @@ def _checked(config: PrefillConfig | None) -> PrefillConfig:
 
 
 def _config_of(
-    config: PrefillConfig, keep_rate: float | None, max_tokens: int | None, max_divergence: float | None
+    config: PrefillConfig, keep_rate: float | None, max_tokens: int | None, max_dropped_attention: float | None
 ) -> PrefillConfig:
     """The configuration with a call's values; it prunes any length where the call names an amount."""
-    if max_divergence is not None:
-        config = replace(config, max_divergence=max_divergence)
+    if max_dropped_attention is not None:
+        config = replace(config, max_dropped_attention=max_dropped_attention)
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ValueError(f"max_tokens must be 1 or more, or None, got {max_tokens!r}")
     if keep_rate is not None and max_tokens is not None:

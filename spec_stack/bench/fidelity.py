@@ -194,7 +194,7 @@ def measure_fidelity(
     prompts: Sequence[Prompt],
     keep_rates: Sequence[float] = KEEP_RATES,
     *,
-    max_divergence: float | None = None,
+    max_dropped_attention: float | None = None,
     max_tokens: int = 48,
     minutes: float = 10.0,
     within: float = 0.02,
@@ -215,7 +215,7 @@ def measure_fidelity(
         user's message where the target has a chat template.
     keep_rates : sequence of float
         Settings to compare. The generator's own is added where a calibration chose it.
-    max_divergence : float, optional
+    max_dropped_attention : float, optional
         Also measure the draft's check with this threshold. None is the generator's, if it has one.
     max_tokens : int
         Most tokens of a dense answer.
@@ -257,7 +257,7 @@ def measure_fidelity(
     if generator.tokenizer is None:
         raise ValueError("the target has no tokenizer; fidelity is measured on texts")
     calls = [call_of(prompt, generator.tokenizer, number) for number, prompt in enumerate(prompts, start=1)]
-    measuring = _Measuring(generator.engine, keep_rates, max_tokens, max_divergence)
+    measuring = _Measuring(generator.engine, keep_rates, max_tokens, max_dropped_attention)
     kept = Rows(None if rows is None else Path(rows), minutes)
     measured: list[PromptFidelity] = []
     skipped: list[tuple[int, str]] = []
@@ -300,24 +300,24 @@ class _Measuring:
     """Measures single prompts under all settings."""
 
     def __init__(
-        self, engine: Engine, keep_rates: Sequence[float], max_tokens: int, max_divergence: float | None = None
+        self, engine: Engine, keep_rates: Sequence[float], max_tokens: int, max_dropped_attention: float | None = None
     ) -> None:
         prefill, pair = engine.config.prefill, engine.pair
-        if max_divergence is None:
-            max_divergence = prefill.max_divergence
-        if prefill.max_divergence is not None:
+        if max_dropped_attention is None:
+            max_dropped_attention = prefill.max_dropped_attention
+        if prefill.max_dropped_attention is not None:
             # A fixed rate is measured as it is.
-            prefill = replace(prefill, max_divergence=None)
+            prefill = replace(prefill, max_dropped_attention=None)
             engine = Engine(pair, replace(engine.config, prefill=prefill))
         self._engine, self._max_tokens = engine, max_tokens
         self.settings: dict[str, Call] = {f"{rate:g}": Call(keep_rate=rate) for rate in keep_rates}
         if prefill.calibrated_by and prefill.keep_rate not in keep_rates:
             self.settings["calibrated"] = Call()
-        if max_divergence is not None:
-            self.settings["checked"] = Call(keep_rate=min(keep_rates), max_divergence=max_divergence)
+        if max_dropped_attention is not None:
+            self.settings["checked"] = Call(keep_rate=min(keep_rates), max_dropped_attention=max_dropped_attention)
         self._pair_key = key_of(pair, prefill, sorted(self.settings), max_tokens)
-        if max_divergence is not None:
-            self._pair_key = digest([self._pair_key, max_divergence])
+        if max_dropped_attention is not None:
+            self._pair_key = digest([self._pair_key, max_dropped_attention])
         # Prunes where any setting does.
         self._least = f"{min(keep_rates):g}"
         self._is_warm = False

@@ -1,4 +1,5 @@
-"""The largest `max_divergence` of a pair under which no more answers are lost than a bound allows. The target runs.
+"""The largest `max_dropped_attention` of a pair under which no more answers are lost than a bound allows. The target
+runs.
 
 Lost is an answer that is right when dense and wrong when pruned; where no answer is known, or the dense one is wrong, a
 loss of more than `LOST_NATS` a token.
@@ -6,7 +7,6 @@ loss of more than `LOST_NATS` a token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -24,7 +24,7 @@ from spec_stack.prefill.check import rates_to_try
 from spec_stack.settings.checks import require
 
 LOST_NATS = 0.3
-THRESHOLDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8)
 """From strict to loose; the first whose bound fails ends the search, so that the bound holds after it."""
 _ANSWER_TOKENS = 20
 Question = tuple[Call, Sequence[str]]
@@ -33,18 +33,18 @@ Question = tuple[Call, Sequence[str]]
 
 @dataclass(frozen=True)
 class Rung:
-    """A keep rate of a prompt: the divergence of the draft's answer, and whether the target's was lost."""
+    """A keep rate of a prompt: the attention that is dropped, and whether the target's answer was lost."""
 
-    divergence: float
+    dropped_attention: float
     is_lost: bool
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What was found. max_divergence: None where no threshold keeps the bound. num_lost, num_pruned: of num_prompts,
-    under it, or under the strictest one."""
+    """What was found. max_dropped_attention: None where no threshold keeps the bound. num_lost, num_pruned: of
+    num_prompts, under it, or under the strictest one."""
 
-    max_divergence: float | None
+    max_dropped_attention: float | None
     max_loss: float
     num_prompts: int
     num_lost: int
@@ -55,10 +55,10 @@ class Bound:
         most, n = f"{self.max_loss:.3g}", self.num_prompts
         high = f"{upper_bound(self.num_lost, n):.3f}"
         found = f"{self.num_lost} of {n} prompts were lost, at most {high} (95 %), and {self.num_pruned} were pruned"
-        if self.max_divergence is not None:
-            return f"max_divergence {self.max_divergence} keeps lost answers under {most}: {found}."
+        if self.max_dropped_attention is not None:
+            return f"max_dropped_attention {self.max_dropped_attention} keeps lost answers under {most}: {found}."
         needed = f"{num_needed(self.max_loss)} prompts without a loss would be needed"
-        return f"No max_divergence keeps lost answers under {most}: at {THRESHOLDS[0]}, {found}; {needed}."
+        return f"No max_dropped_attention keeps lost answers under {most}: at {THRESHOLDS[0]}, {found}; {needed}."
 
 
 def check_share(max_loss: float) -> None:
@@ -82,7 +82,7 @@ def rungs_of(engine: Engine, question: Question) -> list[Rung]:
     is_right = _is_right(engine, answer, answers)
     rungs: list[Rung] = []
     for rate in rates_to_try(engine.config.prefill, len(dense.request.prompt_ids)):
-        options: Any = {"sparse_prefill": "on", "keep_rate": rate, "max_divergence": math.inf}
+        options: Any = {"sparse_prefill": "on", "keep_rate": rate, "max_dropped_attention": 1.0}
         pruned = PrefilledPrompt(engine, Call(**{**call, **options}))
         if not pruned.selection.tried:
             return [*rungs, Rung(0.0, False)]
@@ -90,7 +90,7 @@ def rungs_of(engine: Engine, question: Question) -> list[Rung]:
             is_lost = not _is_right(engine, pruned.greedy(_ANSWER_TOKENS), answers)
         else:
             is_lost = float(own - token_logprobs(pruned.logits(answer), answer).mean()) > LOST_NATS
-        rungs.append(Rung(pruned.selection.tried[0].divergence, is_lost))
+        rungs.append(Rung(pruned.selection.tried[0].dropped_attention, is_lost))
     return rungs
 
 
@@ -105,7 +105,7 @@ def find_bound(prompts: Sequence[Sequence[Rung]], max_loss: float) -> Bound:
     """The loosest threshold before the first whose upper bound of lost prompts is over max_loss."""
     found: Bound | None = None
     for threshold in THRESHOLDS:
-        kept = [next((rung for rung in rungs if rung.divergence <= threshold), None) for rungs in prompts]
+        kept = [next((rung for rung in rungs if rung.dropped_attention <= threshold), None) for rungs in prompts]
         num_lost = sum(rung is not None and rung.is_lost for rung in kept)
         num_pruned = sum(rung is not None for rung in kept)
         if upper_bound(num_lost, len(prompts)) > max_loss:
@@ -124,11 +124,12 @@ def with_bound(
     budget_s: float,
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Calibration:
-    """A calibration with the pair's max_divergence, where one keeps the bound, and a note that says what was found.
+    """A calibration with the pair's max_dropped_attention, where one keeps the bound, and a note that says what was
+    found.
 
-    Raises ValueError for a draft with another tokenizer, and where the budget leaves no time for a prompt.
+    Raises ValueError where the budget leaves no time for a prompt.
     """
-    prefill = replace(calibration.apply(), max_divergence=math.inf)
+    prefill = replace(calibration.apply(), max_dropped_attention=1.0)
     engine, until = Engine(pair, SpecStackConfig(prefill)), monotonic() + budget_s
     prompts: list[list[Rung]] = []
     listed = list(questions)
@@ -139,6 +140,6 @@ def with_bound(
         progress(len(prompts), len(listed), f"lost at each rate: {[rung.is_lost for rung in prompts[-1]]}")
     bound = find_bound(prompts, max_loss)
     settings = dict(calibration.settings)
-    if bound.max_divergence is not None:
-        settings["max_divergence"] = bound.max_divergence
+    if bound.max_dropped_attention is not None:
+        settings["max_dropped_attention"] = bound.max_dropped_attention
     return replace(calibration, settings=settings, notes=[*calibration.notes, bound.told()])

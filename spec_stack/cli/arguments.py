@@ -44,7 +44,7 @@ _PRECISIONS = ("auto", *PRECISIONS)
 _KNOWN: dict[str, Iterable[str]] = {"policy": POLICIES, "precision": _PRECISIONS, "draft_precision": _PRECISIONS}
 PAIR = ("target", "draft", "precision", "draft_precision", "draft_step", "device")
 # Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
-_CHECK = ("max_divergence", "check_tokens", "check_rates")
+_CHECK = ("max_dropped_attention", "check_tokens", "check_rates")
 PRUNING = (*CHOSEN, *_CHECK[1:], "draft_kv_budget", "positions")
 # Options of `stream` without a flag, and those that have one.
 _NOT_SAMPLED = ("bad_words_ids", "logit_bias", "stop_token_ids")
@@ -162,7 +162,7 @@ def _add_prune(commands: Any) -> None:
     default = f"the draft's calibrated rate, for prompts of {PrefillConfig.min_prompt_tokens} tokens or more"
     parser.add_argument("--keep-rate", type=float, help=f"share of the tokens to keep (default: {default})")
     parser.add_argument("--max-tokens", type=int, help="most tokens to keep, by the draft's tokenizer")
-    _add(parser, PrefillConfig, "scorer", "max_divergence")
+    _add(parser, PrefillConfig, "scorer", "max_dropped_attention")
     _add_question(parser)
     _add_quiet(parser)
     _add_list(parser, "--protect", "string whose lines are kept")
@@ -231,7 +231,8 @@ def _add_calibrate(commands: Any) -> None:
         "--quick", action="store_true", help="12 prompts of 1,024 tokens choose the heads alone, in a minute or two"
     )
     what = (
-        "share of lost answers: also find the largest max_divergence whose upper 95 %% bound stays under it. The target"
+        "share of lost answers: also find the largest max_dropped_attention whose upper 95 %% bound stays under it. "
+        "The target"
     )
     parser.add_argument("--max-loss", type=float, help=f"{what} runs, for another --budget at most")
     what = (
@@ -299,8 +300,8 @@ def _add_doctor(commands: Any) -> None:
     add("--documents", type=Path, nargs="+", default=[], help=what)
     what = "with --prompts or --documents: settings to compare (default: 0.1 0.2 0.3 and the calibrated one)"
     add("--keep-rates", type=float, nargs="+", help=what)
-    what = "with --prompts or --documents: also measure the draft's check with this threshold, in nats a token"
-    add("--max-divergence", type=float, help=f"{what}, from the lowest keep rate on (default: a calibrated one)")
+    what = "with --prompts or --documents: also measure the draft's check with this threshold"
+    add("--max-dropped-attention", type=float, help=f"{what}, from the lowest keep rate on (default: a calibrated one)")
     add("--rows", type=Path, help="file for a row per prompt, from which a run resumes (default: next to the prompts)")
     what = "check an SGLang launch: KV pools, CUDA graphs, which prompts are pruned, or why it would fail; loads no "
     add("--sglang", action="store_true", help=f"{what}weights")

@@ -139,7 +139,8 @@ def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = N
 def _prune(arguments: argparse.Namespace) -> int:
     prunable, restored = read_prunable(arguments.file)
     result = _load_pruner(arguments, PrefillConfig(**given(arguments, ("scorer",)))).prune(
-        prunable, **given(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker", "max_divergence"))
+        prunable,
+        **given(arguments, ("keep_rate", "max_tokens", "question", "protect", "marker", "max_dropped_attention")),
     )
     shorter = result.messages if restored is None else restored(result.messages)
     if arguments.json:
@@ -363,9 +364,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise ValueError(f"unknown arguments {' '.join(arguments.server_args)}; a server's follow after --sglang --")
     if (arguments.prompts or arguments.documents) and not arguments.measure:
         raise ValueError("--prompts and --documents go with --measure")
-    is_of_prompts = arguments.keep_rates or arguments.rows or arguments.max_divergence is not None
+    is_of_prompts = arguments.keep_rates or arguments.rows or arguments.max_dropped_attention is not None
     if is_of_prompts and not (arguments.prompts or arguments.documents):
-        raise ValueError("--keep-rates, --max-divergence and --rows go with --prompts or --documents")
+        raise ValueError("--keep-rates, --max-dropped-attention and --rows go with --prompts or --documents")
     from spec_stack.cli.doctor import diagnose, report_text
 
     report = diagnose(**given(arguments, PAIR))
@@ -407,7 +408,7 @@ def _measured_fidelity(arguments: argparse.Namespace) -> Any:
         generator,
         prompts,
         keep_rates,
-        max_divergence=arguments.max_divergence,
+        max_dropped_attention=arguments.max_dropped_attention,
         minutes=arguments.minutes,
         rows=rows,
         progress=_tell_progress,

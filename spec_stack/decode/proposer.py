@@ -139,14 +139,6 @@ def entropy_and_confidence(logits: torch.Tensor) -> tuple[float, float, int]:
     return entropy * _BITS_PER_NAT, best, int(best_id)
 
 
-def proposal_of(token_ids: Sequence[int], logits: torch.Tensor) -> Proposal:
-    """Greedily drafted tokens with the signals of their rows of logits (n, vocab)."""
-    signals = DraftSignals()
-    for row in logits:
-        signals.append(*entropy_and_confidence(row)[:2])
-    return Proposal(list(token_ids), signals=signals)
-
-
 def propose(
     draft: SteppableModel,
     committed_ids: Sequence[int],

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from functools import partial
 
 import numpy as np
 import torch
 
 from spec_stack.config import SessionConfig
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
-from spec_stack.decode.proposer import proposal_of
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
-from spec_stack.prefill.attention import Parts, run
-from spec_stack.prefill.check import DraftAnswer
 from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 from spec_stack.prefill.explainer import Explainer
 from spec_stack.prefill.rule import Observer, ScoringInputs
 from spec_stack.prefill.scoring import LookAhead, drop_unselected, gather_inputs
 from spec_stack.prefill.turn import Held, NeedsScore, Plan, RecallPlace, plan_scored, plan_turn
-from spec_stack.types import Proposal, Selection
+from spec_stack.types import Proposal
 
 _NO_RECALL = SessionConfig(recall=False)
 
@@ -132,8 +128,6 @@ class Turn:
         self._conversation, self._pair, self._request, self._config = conversation, pair, request, config
         self.target, self.lookups = conversation.target, conversation.lookups
         self.draft: DraftModel = pair.draft_in_target_vocab(conversation.draft_cache, request.tokenization)
-        # The draft of the last check.
-        self._reader: CachedModel | None = None
         if request.explained is not None:
             observer = Explainer(request.explained, request.prefill, held.num_tokens)
         self.observer = observer
@@ -142,8 +136,7 @@ class Turn:
 
     def score(self, needs: NeedsScore, look_ahead: LookAhead) -> tuple[Plan, Proposal]:
         """Score the prompt: what the target prefills, and the first proposal."""
-        request, prefill, prompt_ids = self._request, self._request.prefill, self._request.prompt_ids
-        answer, check = None, None
+        request, prefill = self._request, self._request.prefill
         inputs, proposal = gather_inputs(
             self.draft,
             ScoringInputs(self._pair.reader.with_pieces(needs.text), observer=self.observer),
@@ -153,34 +146,13 @@ class Turn:
             whole=self._keeps_draft_cache,
             first_query=needs.first_query,
         )
-        if prefill.max_divergence is not None:
-            answer = run(DraftAnswer.drafted(self.draft, prompt_ids, prefill.check_tokens, request.end_ids))
-            check = partial(self._divergence, answer)
-            if proposal.token_ids or request.sampler.shaper is not None:
-                self.draft.rollback(self.draft.next_position - len(prompt_ids))
-            else:
-                proposal = proposal_of(answer.token_ids, answer.logprobs)
         place: RecallPlace = "in_text" if self._pair.positions == "contiguous" else "last"
-        plan = plan_scored(needs, inputs, prefill, self._config, place, check)
+        plan = plan_scored(needs, inputs, prefill, self._config, place)
         selection = plan.selection
         self.target.rollback(len(self.held.positions) - selection.num_held)
-        if not self._keeps_draft_cache and self._reader is not None and selection.tried and selection.keep_rate < 1:
-            # It has read what the target reads, at the same positions, and the draft's answer.
-            self.draft = self._conversation.draft_cache = self._reader
-            if answer is None or proposal.token_ids != answer.token_ids:
-                self.draft.rollback(self.draft.next_position - len(prompt_ids))
-        elif not self._keeps_draft_cache:
+        if not self._keeps_draft_cache:
             drop_unselected(self.draft, inputs, selection)
         return plan, proposal
-
-    def _divergence(self, answer: DraftAnswer, selection: Selection) -> Parts[float]:
-        """Of the draft's answer under what the target has after this selection."""
-        request = self._request
-        positions = sorted([*self.held.positions[: selection.num_held], *selection.positions])
-        token_ids = [request.prompt_ids[position] for position in positions]
-        self._reader = self._pair.new_draft_cache(request.prefill.prefill_chunk, self._pair.positions)
-        part = yield from answer.under(self._reader, token_ids, positions, len(request.prompt_ids))
-        return answer.divergence(part)
 
     def draft_for_dense(self) -> DraftModel | SlottedDraft:
         """The draft of a dense request: over chosen slots of a long prompt, if its cache can drop slots, else over all

@@ -29,7 +29,7 @@ from spec_stack.prefill.prompt_text import ChatTurn
 VERSION = 5
 _KIND = "spec_stack session"
 # They decide over later text alone; a GPU's threshold is counted.
-_NO_SETTINGS = ("given", "calibrated_by", "min_prompt_tokens", "max_divergence", "check_tokens", "check_rates")
+_NO_SETTINGS = ("given", "calibrated_by", "min_prompt_tokens", "max_dropped_attention", "check_tokens", "check_rates")
 _NUM_PROBED = 8
 # Of the largest logit: the change that another kernel, thread count or device may cause.
 _TOLERANCE = 0.01

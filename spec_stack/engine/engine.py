@@ -39,7 +39,6 @@ class Engine:
 
     def __init__(self, pair: ModelPair, config: SpecStackConfig, policy: str | Policy | None = None) -> None:
         pair.check_heads(config.prefill)
-        pair.require_check(config.prefill)
         self.pair, self.config = pair, _for_device(pair, config)
         options: dict[str, Mapping[str, Any]] = {"fixed": {"gamma": config.decode.gamma}}
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}

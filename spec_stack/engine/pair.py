@@ -191,13 +191,6 @@ class ModelPair:
                 "(layer, head) pairs count from 0"
             )
 
-    def require_check(self, prefill: PrefillConfig) -> None:
-        """Raise ValueError where the draft's check is asked for, and the draft cannot make it."""
-        if prefill.max_divergence is not None and self.translation is not None:
-            raise ValueError(
-                "max_divergence needs a draft with the target's tokenizer, and this one has another; leave it out"
-            )
-
     def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:
         """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be used, if so.
 

@@ -57,7 +57,7 @@ from spec_stack.settings.checks import plain, require
 from spec_stack.types import DraftTokenization
 
 _OF_PROMPT = {entry.name for entry in fields(PromptSource)}
-_OF_PREFILL = ("keep_rate", "sparse_prefill", "max_divergence")
+_OF_PREFILL = ("keep_rate", "sparse_prefill", "max_dropped_attention")
 _OF_SAMPLING = {entry.name for entry in fields(SamplingParams)}
 
 
@@ -98,7 +98,7 @@ class GenerateOptions(TypedDict, total=False):
     # Pruning and drafting.
     keep_rate: float | None
     sparse_prefill: SparsePrefill | None
-    max_divergence: float | None
+    max_dropped_attention: float | None
     policy: str | Policy | None
     gamma: int | None
     proposer: str | None

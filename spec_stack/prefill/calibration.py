@@ -26,7 +26,7 @@ CHOSEN = (
     "first_scoring_layer",
     "head_reduction",
     "scorer",
-    "max_divergence",
+    "max_dropped_attention",
 )
 
 

@@ -1,101 +1,38 @@
-"""The draft's check of a pruned prompt: its own answer must not change when it reads the kept tokens alone.
+"""The check of a pruned prompt: the draft's own answer must not attend to what is dropped.
 
 The draft has read the whole prompt, the target never will: the target's confidence hardly tells what it has not seen.
+How the draft's distributions change under the kept tokens tells less than where it looks (experiments/LOG.md, "The
+draft's check, again").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
-
-import torch
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.attention import Parts
-from spec_stack.types import Selection, SteppableModel, TriedRate
-
-Check = Callable[[Selection], Parts[float]]
-"""Gives, in parts, the divergence in nats a token under what a selection leaves."""
-# Steps of the draft in one part: on a scheduler, without graphs, they may take as long as a chunk of a prompt.
-_STEPS_PER_PART = 4
+from spec_stack.prefill.rule import ScoringInputs
+from spec_stack.prefill.segments import forced_ends
+from spec_stack.types import Selection, TriedRate
 
 
-class Reader(Protocol):
-    """An empty view of the draft."""
+def dropped_attention(inputs: ScoringInputs, seen: Iterable[int], config: PrefillConfig) -> float:
+    """Share, 0 to 1, of the attention of the draft's answer that falls on tokens which the target does not see.
 
-    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor: ...
+    Template and protected spans, which are kept in any case, and both ends, where attention sinks are, do not count.
+    Without any attention elsewhere the draft has found nothing, and all of it counts as dropped.
 
-
-@dataclass(frozen=True)
-class DraftAnswer:
-    """The draft's greedy answer to a whole prompt, which it is compared with under a part of the prompt.
-
-    Attributes
-    ----------
-    token_ids : list of int
-        The answer, n tokens.
-    logprobs : torch.Tensor
-        Log-probabilities (n, vocab) under the whole prompt.
+    seen: tokens that the target prefills or has. Raises ValueError where the draft has given no answer.
     """
-
-    token_ids: list[int]
-    logprobs: torch.Tensor
-
-    @classmethod
-    def drafted(
-        cls, draft: SteppableModel, prompt_ids: Sequence[int], max_tokens: int, end_ids: Collection[int]
-    ) -> Parts[DraftAnswer]:
-        """Draft the answer, in parts.
-
-        draft: it holds the prompt or a prefix of it, and afterwards the prompt and the answer less its last token.
-        prompt_ids: N tokens. max_tokens: most tokens of the answer, 1 or more. end_ids: tokens that end it.
-        """
-        draft.rollback(max(0, draft.next_position - (len(prompt_ids) - 1)))
-        answer: list[int] = []
-        unseen, rows = list(prompt_ids[draft.next_position :]), []
-        while len(answer) < max_tokens and not (answer and answer[-1] in end_ids):
-            start = draft.next_position
-            rows.append(draft.forward(unseen, range(start, start + len(unseen)), 1)[0].float().log_softmax(-1))
-            if len(answer) % _STEPS_PER_PART == 0:
-                yield
-            unseen = [int(rows[-1].argmax())]
-            answer += unseen
-        return cls(answer, torch.stack(rows))
-
-    def under(
-        self,
-        reader: Reader,
-        token_ids: Sequence[int],
-        positions: Sequence[int],
-        end: int,
-        most_of_a_part: Callable[[], int] | None = None,
-    ) -> Parts[torch.Tensor]:
-        """Log-probabilities (n, vocab) of the same answer under a part of the prompt, in parts.
-
-        reader: an empty view of the draft. token_ids, positions: what is left of the prompt, with its last token.
-        end: the position of the answer's first token. most_of_a_part: None leaves the parts to the reader.
-        """
-        num_tokens, first = len(self.token_ids), 0
-        forced, at = [*token_ids, *self.token_ids[:-1]], [*positions, *range(end, end + num_tokens - 1)]
-        while most_of_a_part is not None and (stop := first + most_of_a_part()) < len(token_ids):
-            reader.forward(forced[first:stop], at[first:stop], 1)
-            yield
-            first = stop
-        part = reader.forward(forced[first:], at[first:], num_tokens)
-        yield
-        return part.float().log_softmax(-1)
-
-    def divergence(self, part: torch.Tensor) -> float:
-        """Mean divergence of the answer's tokens from `under` (n, vocab), in nats; NaN where logits are."""
-        return mean_divergence(self.logprobs, part)
-
-
-def mean_divergence(whole: torch.Tensor, part: torch.Tensor) -> float:
-    """Mean over n rows of the divergence of log-probabilities (n, vocab), in nats; ids without a row's mass count 0."""
-    # A vocabulary that is padded with -inf has no difference there.
-    differences = torch.where(whole.isneginf(), 0.0, whole - part)
-    return float((whole.exp() * differences).sum(-1).mean())
+    if inputs.answer_attention is None:
+        raise ValueError("the attention of the draft's answer is missing")
+    attention = inputs.answer_attention.double().clone()
+    for start, stop in inputs.text.kept:
+        attention[start:stop] = 0
+    attention[sorted(forced_ends(len(attention), config))] = 0
+    total = float(attention.sum())
+    attention[list(seen)] = 0
+    return float(attention.sum()) / total if total else 1.0
 
 
 def checked_selection(
@@ -103,24 +40,25 @@ def checked_selection(
     num_new_tokens: int,
     select: Callable[[PrefillConfig], Selection],
     everything: Callable[[], Selection],
-    check: Check,
+    dropped: Callable[[Selection], float],
     prunes: bool = True,
-) -> Parts[Selection]:
-    """The first selection under which the draft's answer holds: at the keep rate, at the higher `check_rates`, at last
-    everything. Its `tried` has the divergence of each. In the check's parts.
+) -> Selection:
+    """The first selection that drops no more than `max_dropped_attention`: at the keep rate, at the higher
+    `check_rates`, at last everything. Its `tried` has what each of them drops.
 
-    num_new_tokens: the length that the keep rate is for. select: by a configuration. prunes: whether a keep rate
-    applies; else one selection is tried.
+    num_new_tokens: the length that the keep rate is for. select: by a configuration. dropped: the share of the
+    attention that a selection drops. prunes: whether a keep rate applies; else one selection is tried.
     """
+    most = config.max_dropped_attention
+    if most is None:
+        return select(config)
     tried: list[TriedRate] = []
     for rate in rates_to_try(config, num_new_tokens)[: None if prunes else 1]:
         selection = select(replace(config, keep_rate=rate) if tried else config)
         if selection.keep_rate == 1:
             return replace(selection, tried=tuple(tried))
-        divergence = yield from check(selection)
-        tried.append(TriedRate(rate if prunes else selection.keep_rate, divergence))
-        # Not a number is no agreement.
-        if config.max_divergence is not None and divergence <= config.max_divergence:
+        tried.append(TriedRate(rate if prunes else selection.keep_rate, dropped(selection)))
+        if tried[-1].dropped_attention <= most:
             return replace(selection, tried=tuple(tried))
     return replace(everything(), tried=tuple(tried))
 
@@ -137,7 +75,7 @@ def told(tried: Sequence[TriedRate], is_pruned: bool, reason: str) -> str:
         return reason
     failed = tried[:-1] if is_pruned else tried
     if not failed:
-        return f"{reason}; the draft's answer changed by {tried[-1].divergence:.2g} nats a token"
-    at = ", ".join(f"{each.divergence:.2g} nats a token at {each.keep_rate:.2g}" for each in failed)
+        return f"{reason}; {tried[-1].dropped_attention:.2g} of the draft's attention is dropped"
+    at = ", ".join(f"{each.dropped_attention:.2g} at {each.keep_rate:.2g}" for each in failed)
     kept = f"{reason}; {tried[-1].keep_rate:.2g} kept" if is_pruned else "off"
-    return f"{kept}: the draft's answer changed, {at}"
+    return f"{kept}: too much of the draft's attention would be dropped, {at}"

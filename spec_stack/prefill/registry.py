@@ -40,4 +40,4 @@ def needs_attention(name: str) -> bool:
 
 def needs_draft(config: PrefillConfig) -> bool:
     """Return whether the draft reads a prompt: for the rule, or for its check."""
-    return config.max_divergence is not None or needs_attention(config.scorer)
+    return config.max_dropped_attention is not None or needs_attention(config.scorer)

@@ -64,6 +64,8 @@ class ScoringInputs:
         What is asked, precomputed.
     observer
         Receives the scores.
+    answer_attention
+        Mean attention (N,) of the draft's own answer, where it is checked.
     """
 
     text: PromptText
@@ -71,6 +73,7 @@ class ScoringInputs:
     importance: torch.Tensor | None = None
     observer: Observer | None = None
     question: Question | None = None
+    answer_attention: torch.Tensor | None = None
 
     @property
     def prompt_ids(self) -> Sequence[int]:

@@ -235,7 +235,8 @@ def gather_inputs(
     first_query: int = 0,
 ) -> tuple[ScoringInputs, Proposal]:
     """A prompt with the draft's attention, and the look-ahead as the first proposal (SpecPrefill,
-    https://arxiv.org/abs/2502.02789, alg. 1). The draft runs only where the rule needs its attention.
+    https://arxiv.org/abs/2502.02789, alg. 1). The draft runs only where the rule needs its attention, or the check its
+    answer, which then is the first proposal.
 
     whole: run all layers even where scoring needs fewer, to reuse the draft. Other arguments as in `run_draft`.
     """
@@ -244,6 +245,10 @@ def gather_inputs(
         num_layers = None if whole else num_layers_needed(config, draft.num_layers)
         attention, proposal = run_draft(draft, inputs, look_ahead, config, tokenization, num_layers, first_query)
         inputs = replace(inputs, attention=attention, importance=attention.importance(config))
+    if config.max_dropped_attention is not None:
+        answering = config.answering
+        answer, proposal = run_draft(draft, inputs, look_ahead, answering, tokenization)
+        inputs = replace(inputs, answer_attention=answer.importance(answering))
     if inputs.observer is not None:
         inputs.observer.scored(inputs)
     return inputs, proposal
@@ -251,7 +256,7 @@ def gather_inputs(
 
 def drop_unselected(draft: ScoringDraft, inputs: ScoringInputs, selection: Selection) -> None:
     """Leave to the draft the kept slots of the prompt, and any look-ahead; without a score the kept tokens, unread."""
-    if inputs.attention is None:
+    if inputs.attention is None and inputs.answer_attention is None:
         draft.reset_to(inputs.prompt_ids, selection.positions)
     else:
         draft.keep_slots([*selection.positions, *range(len(inputs.prompt_ids), draft.next_position)])

@@ -49,15 +49,18 @@ _TEMPLATE = re.compile("<\\|[^\\s<>]{1,40}+>|</?s>|</?\\w{1,20}_of_\\w{1,20}>")
 _NO_PROSE = re.compile(
     "[=<>{}|\\\\\\t]|\\w\\((?!e?s\\))|;\\s*\\Z|\\d:\\d\\d:\\d\\d|\\A\\s*(?:#|//|--|/\\*|%|;|@|\\$|[\\[\\d])|\\A\\s*\\S+:\\d+:"
 )
-_LISTED = "(?:[-*+\u2022\u00b7>][^\\S\\n]+|\\(?\\d{1,3}[.)][^\\S\\n]+)"
+_LISTED = "(?:(?:[-*+\u2022\u00b7]|>{1,8}|\\[[^\\[\\]\\n]{1,40}\\])[^\\S\\n]+|\\(?\\d{1,3}[.)][^\\S\\n]+)"
 _NAMED = "\\*{0,2}(?:[^\\W\\d][\\w.-]*|[A-Z][\\w.'-]*(?: [A-Z0-9][\\w.'-]*){1,3})\\*{0,2}:\\*{0,2}(?=\\s)"
 _LABEL = re.compile(f"\\s*{_LISTED}{{0,4}}(?:{_NAMED})?")
 # Last words of a line that the next one goes on with, and how long the line is at least.
 _OPEN_END = re.compile(
     "(?:[,\u2013\u2014-]|\\b(?:a|an|the|of|in|on|at|to|for|from|with|by|and|or|but|is|are|was|were|be|been|has|have|had|"
-    "that|which|who|than|as|his|her|its|their|my|your|our|not|no))\\Z"
+    "that|which|who|than|as|his|her|its|their|my|your|our|not|no|never|only|if|unless|except|without))\\Z"
 )
-_SHORTEST_WRAPPED = 40
+SHORTEST_WRAPPED = 40
+_LETTER = re.compile("[^\\W\\d_]")
+_QUOTATION_MARKS = ('"', "'", "\u201c", "\u2018", "\u00ab")
+_QUOTATION = re.compile("(?:>\\s?)++")
 
 
 def is_prose(line: str) -> bool:
@@ -86,17 +89,43 @@ def sentence_ends(text: str) -> Iterator[int]:
 
 def continues(line: str, following: str) -> bool:
     """Whether a line of prose is broken inside of a sentence, which the following line goes on with."""
-    line, first = line.rstrip(), following.lstrip()[:1]
-    if len(line.strip()) < _SHORTEST_WRAPPED:
-        return False
+    line, following = line.rstrip(), following.strip()
+    quotation = _QUOTATION.match(following)
+    if quotation and line.startswith(quotation[0].strip()):
+        following = following[quotation.end() :]
+    first, is_short = following[:1], len(line.strip()) < SHORTEST_WRAPPED
     if ends_sentence(line):
-        return not any(_is_end(line + " A", 0, match) for match in _MARKS.finditer(line) if match.end() == len(line))
-    return first.islower() or _OPEN_END.search(line) is not None
+        return not is_short and not any(
+            _is_end(line + " A", 0, match) for match in _MARKS.finditer(line) if match.end() == len(line)
+        )
+    if not is_short:
+        return (
+            first.islower()
+            or (first.isdigit() and not line.lstrip()[0].isdigit())
+            or _OPEN_END.search(line) is not None
+        )
+    return not label_end(f"{following} ") and line[-1] not in ":\uff1a" and _is_broken(line, following)
+
+
+def _is_broken(line: str, following: str) -> bool:
+    """Whether a short line without a stop goes on; the words of a list do not."""
+    letter = _LETTER.search(line)
+    opening, first = letter[0] if letter else "", following[:1]
+    if first.islower():
+        return opening.isupper()
+    if first.isupper() or first.isdigit() or first in _QUOTATION_MARKS:
+        return line[-1].isalpha() and _OPEN_END.search(line) is not None
+    # Scripts without capitals
+    return opening.isalpha() and not opening.isupper() and not opening.islower() and ends_sentence(following)
 
 
 def ends_sentence(line: str) -> bool:
     """Whether a line ends with a stop."""
     return _ENDS_WITH_STOP.search(line[-20:].rstrip()) is not None
+
+
+def _is_blank(text: str, start: int, stop: int) -> bool:
+    return not text[max(start, stop - 40) : stop].strip()
 
 
 def _is_end(text: str, start: int, match: re.Match[str]) -> bool:
@@ -110,7 +139,7 @@ def _is_end(text: str, start: int, match: re.Match[str]) -> bool:
     if not following[:1].isspace():
         return _WITHOUT_SPACES.match(following) is not None
     first = following.lstrip()[:1]
-    if first.islower() or first in ",;:)]}":
+    if first.islower() or first in ",;:)]}/&|" or (match[0][0] in _STOPS and _is_blank(text, start, match.start())):
         return False
     if stop[0].rstrip(_CLOSERS) != ".":
         return True

@@ -2,20 +2,20 @@
 
 A line is kept or dropped whole, with the breaks that end it, unless it is prose or too long. Lines that need each
 other (a record of JSON, a call over several lines, a small function, a fenced block) are one unit. A unit's head is
-kept with it: the first row of a table, a key over indented lines, a fence, the file and the place of a change, the
-speaker of a sentence.
+kept with it: the first row of a table, a key or a clause over indented lines, the line that speaks of a list, a
+heading, a fence, the file and the place of a change, the speaker of a sentence.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 from spec_stack.prefill.long_lines import Size, cut_long
-from spec_stack.prefill.sentences import continues, ends_sentence, is_prose, label_end, sentence_ends
+from spec_stack.prefill.sentences import SHORTEST_WRAPPED, continues, ends_sentence, is_prose, label_end, sentence_ends
 
 LONGEST_UNIT = 128
 """Most tokens of a segment; a longer one is cut (`long_lines.cut_long`)."""
@@ -28,6 +28,14 @@ LONGEST_HEAD = 48
 _BREAK = "(?:\\r\\n?|[\\n\\u2028\\u2029])"
 _ANY_BREAK = re.compile(_BREAK)
 _LINE = re.compile(f"[^\\n\\r\\u2028\\u2029]*+{_BREAK}?(?:[^\\S\\n\\r\\u2028\\u2029]*+{_BREAK})*+")
+# Regions: fenced blocks, here-documents, comments and branches of C.
+_FENCE, _FENCES = "```", ("```", "~~~")
+_HERE_DOCUMENT = re.compile("<<[-~]?\\s?[\"']?([A-Z][A-Z_]{1,20})\\b")
+_COMMENTS = {"/*": "*/", "<!--": "-->"}
+_BRANCH, _END_OF_BRANCH = re.compile("#\\s?if(?:n?def)?\\b"), re.compile("#\\s?endif\\b")
+_ELSE = re.compile("#\\s?el(?:se|if)\\b")
+_END_OF_ROW = re.compile("\\\\\\\\(?:\\s*\\\\(?:hline|midrule|bottomrule))?\\Z")
+_REST_OF_ROW = re.compile("[|\u2502,;]\\s*[|\u2502,;]")
 _OPENERS = ("{", "[", "(")
 # The first line of a record, which the next one names.
 _UNNAMED = re.compile("(?:- )?[\\[({]+|<\\w[^<>]{0,80}>")
@@ -41,23 +49,29 @@ _SCOPE = re.compile(
     "(?:(?:export|default|public|private|protected|internal|static|final|abstract|async|virtual|override|inline|pub"
     "(?:\\(\\w{1,20}\\))?|unsafe|data|sealed)\\s){0,6}+(?:(?:def|class|func|fn|fun|function|struct|enum|interface|"
     "trait|impl|namespace|module|record|object|type)\\b|(?:const|let|var)\\s[\\w$]{1,40}+\\s?=.*\\{\\Z)|"
-    "(?!(?:if|for|foreach|while|switch|catch|else|elif|try|except|do|with|return|using|lock|unless|when)\\b)"
-    "[^\\W\\d][^={}();]{0,80}+\\([^;]*+(?<=\\{)\\Z"
+    "(?!(?:if|for|foreach|while|switch|catch|else|elif|try|except|do|with|return|using|lock|unless|when|match|loop|select|typedef|"
+    "case|assert|await)\\b)(?:[^\\W\\d][^={}();]{0,80}+\\([^;]*+(?<=\\{)\\Z|"
+    # Blocks of Terraform, SQL and CSS.
+    "(?:[.#@*&:]{0,2}[^\\W\\d]|@media\\b.*\\))[^={}();]{0,120}+(?:\\{|(?<=\\s)\\()\\Z)"
 )
 # What names all lines up to the next such line: "[server]", "==> a.txt <==", "== Use ==", a letter's sender, a commit,
 # a document's tag or its source.
 _SECTION = re.compile(
     '\\[{1,2}[A-Za-z][\\w.:/ "-]{0,60}\\]{1,2}|[=_*#~-]{2,40}+>? \\S.{0,80}? <?[=_*#~-]{2,40}|'
     "\\*\\*[^*]{1,60}\\*\\*:?|From: \\S.{0,80}|commit [0-9a-f]{7,40}|"
+    "\\\\(?:part|chapter|(?:sub){0,2}section|paragraph)\\*?\\{.{1,120}|<(h[1-6])\\b[^<>]{0,80}>.{1,120}</\\1>|"
     "<(?:document|doc|file|source|page|article|title|path)\\b[^<>]{0,80}>(?:[^<>]{1,80}</\\w{1,10}>)?"
 )
-_END_OF_SECTION = re.compile("</(?:document|doc|file|page|article)>")
+_END_OF_SECTION = re.compile("</(?:document|doc|file|page|article)>|.*(?:\"\"\"|''')")
+_STARTS_ANEW = re.compile("From:|commit |<")
+_UNDERLINE = re.compile('([=~^*"+-])\\1{3,}')
 # What names the lines that stand directly below it: a question of a list, a speaker with the time or in capitals, a
 # term, a file over its numbered lines.
 _LONGEST_CAPTION = 160
 _CAPTION = re.compile(
     "(?:Q|Question|Frage) ?\\d{0,3}[:.)] .+|<dt\\b.*|[A-Z][A-Z .'-]{2,40}[.:]?|"
     "[^\\W\\d][\\w.' -]{1,40}[,(\\[]? ?\\(?\\d{1,2}[:.]\\d\\d(?:[:.]\\d\\d)?(?: ?[AaPp][Mm])?[)\\]]?:?|"
+    "(?:INSERT|REPLACE|COPY|insert|copy)\\b.{1,200}(?:VALUES|values|stdin;)|<tr\\b.*<th\\b.*|"
     "[\\[(]?\\d[\\d/:., T-]{3,24}(?: ?[AaPp][Mm])?[\\])]? ?-? ?[^\\W\\d][\\w.' -]{1,40}:"
 )
 _FILE = re.compile("(?:[\\w.-]+[/\\\\])*+[\\w.-]+\\.\\w{1,8}")
@@ -66,8 +80,21 @@ _NUMBERED = re.compile("\\d+[:-]")
 _NAME = re.compile("(?:- )?[\"']?(?:name|id|title|key|path|file|host)[\"']?\\s?[:=]\\s?[^\\s{\\[]")
 _DEEPEST = 32
 _TOP_KEY = re.compile("[\\w.-]{1,40}:(?:\\s|\\Z)")
-# In Markdown, with a blank line below it. One sign is a comment as well.
+# In Markdown, with a blank line above or below it. One sign is a comment as well, unless it parts other headings.
 _HEADING = re.compile("#{2,6} \\S")
+_FIRST_HEADING = re.compile("# [^\\Wa-z].{0,80}(?<![.,;:])\\Z")
+# What the lines of a list begin with, and what is over lines that it speaks of.
+_ITEM = re.compile(
+    "(?:[-*+\u2022\u2013]|\\(?(?:\\d{1,3}|[A-Za-z]|[ivx]{2,5})[.)])\\s|[\u2022\u30fb\u25cf|]|```|~~~|<[ou]l\\b|\\\\begin\\{"
+)
+_COLON = re.compile("[:\uff1a][*_\"')]*(?:</\\w{1,10}>)*\\Z")
+_FOLLOWING = re.compile("\\b(?:following|below)\\b")
+_CODE = re.compile("[={};]|\\w\\((?!e?s\\))")
+_DEFINITION = re.compile(":\\s")
+_TOPIC = re.compile("\\d{1,3}[.)] \\S.{0,60}")
+# What begins with a time goes on in the lines that are indented below it.
+_COUNTED = re.compile("\\d[\\d.,]* [^\\W\\d]")
+_STAMP = re.compile("[\\[(]?\\d{1,4}[-:/.]\\d\\d")
 _RULE = re.compile(
     "[-=+|:\u2500-\u257f\\s]*?(?:--|==|\u2500\u2500|\u2550\u2550)[-=+|:\u2500-\u257f\\s]*|"
     "\\\\(?:hline|toprule|midrule|bottomrule)"
@@ -101,7 +128,8 @@ class Unit:
 @dataclass
 class _Line:
     """A line with the breaks that end it. content: without blanks at both ends. last: index of the last line that is
-    joined to it. head: index of the line that it needs, or -1. is_text: it may hold sentences."""
+    joined to it. head: index of the line that it needs, or -1. is_text: it may hold sentences. is_lead: it speaks of
+    the list below it. is_broken: its last sentence goes on in the next line."""
 
     start: int
     stop: int
@@ -111,6 +139,8 @@ class _Line:
     last: int
     head: int = -1
     is_text: bool = True
+    is_lead: bool = False
+    is_broken: bool = False
 
     @cached_property
     def is_prose(self) -> bool:
@@ -120,22 +150,26 @@ class _Line:
 def cut_text(text: str, size: Size) -> list[Unit]:
     """The units of a text, in order and without gaps."""
     lines = _lines(text)
-    _find_fences(lines, size)
     _find_changes(lines)
-    _find_tables(lines)
+    _find_continued(lines, size)
+    _find_tables(lines, size)
     _find_records(lines)
-    _find_keys(lines)
+    _find_keys(lines, _find_regions(lines, size))
     _find_blocks(lines, size)
     _find_names(lines)
     _find_documents(lines)
+    _find_broken(lines)
     units: list[Unit] = []
     unit_of = [0] * len(lines)
     at = 0
     while at < len(lines):
         last = _last_line(lines, at)
-        unit_of[at : last + 1] = [len(units)] * (last + 1 - at)
         is_prose = lines[at].last == at and lines[at].is_prose
-        units += _units(text, lines[at].start, lines[last].stop, lines[at].head, len(units), is_prose, size)
+        own = [*_units(text, lines[at].start, lines[last].stop, lines[at].head, len(units), is_prose, size)]
+        # A list needs the last sentence above it.
+        head = len(units) + (len(own) - 1 - own[-1].is_break if lines[last].is_lead else 0)
+        unit_of[at : last + 1] = [head] * (last + 1 - at)
+        units += own
         at = last + 1
     return [_with_head(units, at, unit_of, size) for at in range(len(units))]
 
@@ -149,6 +183,9 @@ def _lines(text: str) -> list[_Line]:
         if match.end() == start or (not content and match.end() < len(text)):
             continue
         indent = len(match[0]) - len(match[0].lstrip())
+        if content.startswith(">") and not content.startswith(">>> "):
+            # As deep as it is quoted.
+            indent += content[: len(content) - len(content.lstrip("> "))].count(">")
         if content.count('"') % 2 and 0 <= opened >= len(lines) - _MOST_LINES_OF_ROW:
             start, indent = lines[opened].start, lines[opened].indent
             content = text[start : match.end()].strip()
@@ -162,23 +199,57 @@ def _lines(text: str) -> list[_Line]:
     return lines
 
 
-def _find_fences(lines: Sequence[_Line], size: Size) -> None:
-    """A short fenced block is one unit; the lines of another one need its fences."""
-    opened = -1
+def _find_regions(lines: Sequence[_Line], size: Size) -> dict[int, int]:
+    """The first and last lines of fenced blocks, comments, here-documents and branches of C. A short one is a unit."""
+    regions: dict[int, int] = {}
+    branches: list[tuple[int, bool]] = []
+    opened, closer = -1, ""
     for at, line in enumerate(lines):
-        if not line.content.startswith(("```", "~~~")):
-            continue
-        if opened < 0 or line.content.strip("`~"):
-            opened = at if opened < 0 else opened
-            continue
-        for inner in lines[opened : at + 1]:
-            inner.is_text = False
-            inner.head = opened
-        line.head = -1
-        lines[opened].head = at
-        if size(lines[opened].start, line.stop) <= LONGEST_RECORD:
-            lines[opened].last, lines[opened].head = at, -1
-        opened = -1
+        content = line.content
+        if content.startswith("#") and opened < 0:
+            # A branch without another one says little; one of them guards a file against being read twice.
+            if _BRANCH.match(content):
+                branches.append((at, content.endswith(" 0")))
+            elif _ELSE.match(content) and branches:
+                branches[-1] = (branches[-1][0], True)
+            elif _END_OF_BRANCH.match(content) and branches:
+                first, is_needed = branches.pop()
+                if is_needed:
+                    regions[first] = at
+        elif content.startswith(_FENCES) and (opened < 0 or closer != _FENCE):
+            opened, closer = at, _FENCE
+        elif opened < 0:
+            opened, closer = at, _closer(content)
+            opened = at if closer else -1
+        elif _closes(content, closer):
+            # Of comments of C, those that hold code.
+            inside = lines[opened : at + 1]
+            if closer != "*/" or 2 * sum(inner.content.endswith((";", "}")) for inner in inside[1:]) >= len(inside) - 1:
+                regions[opened] = at
+                for inner in inside:
+                    inner.is_text = False
+                if size(inside[0].start, line.stop) <= (LONGEST_RECORD if closer == _FENCE else LONGEST_BLOCK):
+                    del regions[opened]
+                    inside[0].last = at
+            opened = -1
+    return regions
+
+
+def _closer(content: str) -> str:
+    """What ends the comment or here-document that a line opens, or nothing."""
+    found = _HERE_DOCUMENT.search(content)
+    if found:
+        return found[1]
+    for opener, closer in _COMMENTS.items():
+        if content.startswith(opener) and closer not in content:
+            return closer
+    return ""
+
+
+def _closes(content: str, closer: str) -> bool:
+    if closer == _FENCE:
+        return content.startswith(_FENCES) and not content.strip("`~")
+    return content == closer or (closer in _COMMENTS.values() and closer in content)
 
 
 def _find_changes(lines: Sequence[_Line]) -> None:
@@ -207,7 +278,25 @@ def _is_named(lines: Sequence[_Line], at: int) -> bool:
     return at + 1 < len(lines) and lines[at + 1].content.startswith("+++ ")
 
 
-def _find_tables(lines: Sequence[_Line]) -> None:
+def _find_continued(lines: Sequence[_Line], size: Size) -> None:
+    """A line that ends with a backslash goes on in the next."""
+    start = 0
+    while start < len(lines):
+        stop = start + 1
+        while stop < len(lines) and _goes_on(lines[stop - 1].content) and not lines[stop - 1].is_before_blank:
+            stop += 1
+        if stop - start > 1 and size(lines[start].start, lines[stop - 1].stop) <= LONGEST_BLOCK:
+            lines[start].last = stop - 1
+        for line in lines[start + 1 : stop]:
+            line.head = start if line.head < 0 else line.head
+        start = stop
+
+
+def _goes_on(content: str) -> bool:
+    return content.endswith("\\") and not content.endswith(("\\\\", "|\\"))
+
+
+def _find_tables(lines: Sequence[_Line], size: Size) -> None:
     """The rows of a table need its first row, with the rule below it."""
     start = 0
     while start < len(lines):
@@ -216,11 +305,15 @@ def _find_tables(lines: Sequence[_Line]) -> None:
             stop += 1
         if stop - start >= _FEWEST_ROWS:
             rows = lines[start:stop]
-            num_rows = _rows_of_head(rows)
+            num_rows, first = _rows_of_head(rows), 0
             for at, row in enumerate(rows):
+                is_rest = at > num_rows and (_REST_OF_ROW.match(row.content) or row.indent > rows[0].indent)
                 row.is_text, row.indent = False, rows[0].indent
-                if num_rows and at >= num_rows:
-                    row.head = start
+                first = first if is_rest else at
+                if is_rest and size(rows[first].start, row.stop) <= LONGEST_RECORD:
+                    rows[first].last = start + at
+                elif num_rows and at >= num_rows:
+                    row.head = start + first if is_rest else start
             rows[0].last = start + max(0, num_rows - 1)
         start = stop
 
@@ -231,15 +324,16 @@ def _grid(line: _Line) -> str:
     if not line.is_text or content[:1] in ("{", "<"):
         return ""
     # Rows of LaTeX
-    if (content[:1] == "\\" and _RULE.fullmatch(content)) or (content.endswith("\\\\") and "&" in content):
+    if (content[:1] == "\\" and _RULE.fullmatch(content)) or ("&" in content and _END_OF_ROW.search(content[-40:])):
         return "&"
-    if "|" in content or "\u2502" in content or _RULE.fullmatch(content):
+    is_rule = _RULE.fullmatch(content) is not None
+    if "|" in content or "\u2502" in content or (is_rule and "  " not in content):
         return "|"
     bare = _QUOTED.sub("", content)
     for sign in "\t;,":
         if count := bare.count(sign):
             return f"{sign}{count}" if sign == "\t" or not _NO_CELLS.search(bare) else ""
-    return "  " if len(_WIDE_BLANK.findall(content)) >= 2 else ""
+    return "  " if is_rule or len(_WIDE_BLANK.findall(content)) >= 2 else ""
 
 
 def _rows_of_head(rows: Sequence[_Line]) -> int:
@@ -247,8 +341,11 @@ def _rows_of_head(rows: Sequence[_Line]) -> int:
     rules = [at for at, row in enumerate(rows[:4]) if _RULE.fullmatch(row.content)]
     if rules and rules != [0]:
         return (rules[0] or rules[1]) + 1
-    has_numbers = any(any(map(str.isdigit, row.content)) for row in rows[1:6])
-    return int(has_numbers and _NAMES.fullmatch(rows[0].content) is not None)
+    has_numbers = [any(map(str.isdigit, row.content)) for row in rows[1:6]]
+    if not any(has_numbers) or not _NAMES.fullmatch(rows[0].content):
+        return 0
+    # Units stand below the names.
+    return 1 + (not has_numbers[0] and len(rows) > _FEWEST_ROWS and all(has_numbers[1:]))
 
 
 def _find_records(lines: Sequence[_Line]) -> None:
@@ -273,26 +370,49 @@ def _find_records(lines: Sequence[_Line]) -> None:
         start = stop
 
 
-def _find_keys(lines: Sequence[_Line]) -> None:
-    """Lines need the key that they are indented below, or stand beside up to a blank line, or their section's name."""
+def _find_keys(lines: Sequence[_Line], regions: Mapping[int, int]) -> None:
+    """Lines need what they stand below: a key, a line that speaks of a list, a heading, the first line of a region."""
     keys: list[int] = []
-    section = beside = -1
+    sections: list[tuple[int, int]] = []
+    # What the open regions stand below, and their last lines.
+    outer: list[tuple[list[int], list[tuple[int, int]], int]] = []
+    beside = -1
     is_scope = False
     for at, line in enumerate(lines):
+        if outer and at == outer[-1][2]:
+            (keys, sections, _), beside = outer.pop(), -1
+            continue
         is_body, is_scope = is_scope and line.content == "{", _is_scope(lines, at)
-        while keys and not is_body and not _is_below(lines[keys[-1]], line):
+        while (
+            keys
+            and not is_body
+            and not (at in regions and line.content[0] == "#")
+            and not _is_below(lines[keys[-1]], line)
+        ):
             keys.pop()
         if beside >= 0 and line.indent < lines[beside].indent:
             beside = -1
-        is_heading = line.is_before_blank and line.is_text and _HEADING.match(line.content) is not None
-        is_section = is_heading or _SECTION.fullmatch(line.content) is not None
+        level = _level(lines, at, sections)
+        while level and sections and sections[-1][0] >= level:
+            sections.pop()
+        section = sections[-1][1] if sections else -1
         is_key = _KEY.fullmatch(line.content) is not None
         following = lines[at + 1] if at + 1 < len(lines) else line
         is_caption = _is_caption(line, following)
-        if line.head < 0 and not is_section:
-            line.head = keys[-1] if keys else beside if beside >= 0 and not (is_key or is_caption) else section
-        if is_section:
-            section, beside = at, -1
+        if _DEFINITION.match(line.content) and at and line.head < 0 and not lines[at - 1].is_before_blank:
+            line.head = lines[at - 1].head if _DEFINITION.match(lines[at - 1].content) else at - 1
+        if line.head < 0:
+            is_beside = beside >= 0 and not (is_key or is_caption)
+            line.head = section if level else keys[-1] if keys else beside if is_beside else section
+        if at in regions:
+            lines[regions[at]].head, line.head = line.head, regions[at]
+            outer.append((keys, sections, regions[at]))
+            keys, sections, beside = [], [(0, at)], -1
+        elif level:
+            sections.append((level, at))
+            beside = -1
+            if line.content.startswith("[[") and _NAME.match(following.content):
+                line.last = at + 1
         elif is_scope:
             keys.append(at)
         elif is_key:
@@ -300,30 +420,104 @@ def _find_keys(lines: Sequence[_Line]) -> None:
             beside = at
         elif is_caption:
             beside = at
+        elif _is_lead(line, following):
+            keys.append(at)
+            if following.head < 0 and not line.is_before_blank and not _level(lines, at + 1, sections):
+                following.head = at
         elif following.indent > line.indent and line.is_text and line.last == at:
             # A record's first line, or an item's, over the others.
             if _UNNAMED.fullmatch(line.content) and not _opens(following.content) and not is_body:
                 line.last = at + 1
                 keys.append(at)
-            elif line.content.startswith(("- ", "* ")) and not ends_sentence(line.content):
+            elif _goes_on_below(line, following):
                 keys.append(at)
         if line.is_before_blank:
             beside = -1
         if _END_OF_SECTION.fullmatch(line.content):
-            section = -1
+            sections = [each for each in sections if not each[0]]
+
+
+def _level(lines: Sequence[_Line], at: int, sections: Sequence[tuple[int, int]]) -> int:
+    """How deep the section is that a line names, the outermost 1; 0 for another line."""
+    line, content = lines[at], lines[at].content
+    is_first = not at or lines[at - 1].is_before_blank
+    if line.is_text and content.startswith("#"):
+        if line.is_before_blank:
+            is_heading = _HEADING.match(content) or (_FIRST_HEADING.match(content) and sections and sections[0][0])
+        else:
+            is_heading = is_first and _HEADING.match(content) and lines[at + 1 : at + 2][0].content[:1] != "#"
+        if is_heading:
+            return content[:6].count("#")
+    if line.is_text and is_first and not line.indent and not line.is_before_blank:
+        rule = lines[at + 1].content if at + 1 < len(lines) else ""
+        if _UNDERLINE.fullmatch(rule) and len(content) <= len(rule) + 2 and not _RULE.fullmatch(content):
+            line.last = at + 1
+            return "=-".find(rule[0]) + 1 or len("=-") + 1
+    section = _SECTION.fullmatch(content)
+    if section is None:
+        is_branch = (
+            sections and not sections[0][0] and lines[sections[0][1]].content[:1] == "#" and _ELSE.match(content)
+        )
+        return int(bool(is_branch))
+    if section[1]:
+        return int(section[1][1])
+    if content[0] == "\\":
+        return 1 + content.count("sub") + content.startswith("\\section")
+    return 1 if _STARTS_ANEW.match(content) else 7
+
+
+def _is_lead(line: _Line, following: _Line) -> bool:
+    """Whether a line speaks of the list or the line that follows."""
+    content = line.content
+    is_above = following is not line and following.indent >= line.indent
+    if not (line.is_text and is_above) or len(content) > _LONGEST_CAPTION or _STAMP.match(content):
+        return False
+    is_over_item = _ITEM.match(following.content) is not None and not _ITEM.match(content)
+    if _COLON.search(content) and not content.startswith(("#", "//", "/*", "* ", "--", ")", "]", "}")):
+        line.is_lead = (
+            following.content.startswith(">")
+            or content[0] == "<"
+            or not (content[0].islower() or _CODE.search(content))
+        )
+    else:
+        is_open = not line.is_before_blank and not ends_sentence(content) and content[0] not in "<[{("
+        line.is_lead = is_over_item and line.is_prose and (is_open or _FOLLOWING.search(content) is not None)
+    return line.is_lead
+
+
+def _goes_on_below(line: _Line, following: _Line) -> bool:
+    """Whether lines that are indented below a line go on with it: of an item, a clause or a log."""
+    content = line.content
+    if _STAMP.match(content) or following.content.startswith("at "):
+        return True
+    if ends_sentence(content):
+        return False
+    is_item = _ITEM.match(following.content) is not None
+    is_clause = (
+        content[0].isalnum()
+        and not content[0].islower()
+        and " " in content
+        and not _CODE.search(content)
+        and (not line.is_before_blank or is_item)
+    )
+    return _ITEM.match(content) is not None or (is_clause and (is_item or following.is_prose))
 
 
 def _is_below(key: _Line, line: _Line) -> bool:
-    """Whether a line belongs to a key by its indentation; items of YAML need none."""
-    is_item = line.content.startswith("- ") and key.content.endswith(":") and not key.content.startswith("- ")
-    return line.indent > key.indent or (is_item and line.indent == key.indent)
+    """Whether a line belongs to a key by its indentation; items of a list need none."""
+    is_over = key.is_lead or (key.content.endswith(":") and not key.content.startswith("- "))
+    is_beside = line.indent == key.indent and is_over and _ITEM.match(line.content) is not None
+    return line.indent > key.indent or is_beside
 
 
 def _is_caption(line: _Line, following: _Line) -> bool:
     if not line.is_text or line.is_before_blank or len(line.content) > _LONGEST_CAPTION:
         return False
+    # "1. Budget" over what was said of it
+    is_topic = _TOPIC.fullmatch(line.content) and not ends_sentence(line.content) and not _ITEM.match(following.content)
+    is_topic = is_topic and following.indent == line.indent and not following.content[:1].islower()
     is_file = _FILE.fullmatch(line.content) and _NUMBERED.match(following.content)
-    return bool(is_file or _CAPTION.fullmatch(line.content))
+    return bool(is_file or is_topic or _CAPTION.fullmatch(line.content))
 
 
 def _is_scope(lines: Sequence[_Line], at: int) -> bool:
@@ -349,7 +543,8 @@ def _find_blocks(lines: Sequence[_Line], size: Size) -> None:
             outer.pop()
         following = outer[-1] if outer else len(lines)
         beside = lines[following].content if outer and lines[following].indent == line.indent else ""
-        if following > at + 1 and not (line.is_prose and ends_sentence(line.content)):
+        is_quoted = following > at + 1 and lines[at + 1].content[:1] == ">" != line.content[:1] and not line.is_lead
+        if following > at + 1 and not is_quoted and not (line.is_prose and ends_sentence(line.content)):
             is_closed = _CLOSER.match(beside) is not None
             ends[at] = following if is_closed else following - 1
             # "} else {"
@@ -366,8 +561,9 @@ def _find_blocks(lines: Sequence[_Line], size: Size) -> None:
         line = lines[at]
         is_record = _UNNAMED.fullmatch(line.content) is not None or line.content.startswith("- ")
         most = LONGEST_RECORD if is_record else LONGEST_BLOCK
-        if ends[at] > line.last and size(line.start, lines[ends[at]].stop) <= most:
-            line.last = ends[at]
+        end = max(ends[at], lines[ends[at]].last)
+        if end > line.last and size(line.start, lines[end].stop) <= most:
+            line.last = end
         at = line.last + 1
 
 
@@ -420,19 +616,39 @@ def _top(lines: Sequence[_Line], at: int, below: int = -1) -> int:
 
 def _last_line(lines: Sequence[_Line], at: int) -> int:
     """The last line of the unit or paragraph that begins with a line."""
-    if lines[at].last > at:
+    if lines[at].last > at or not (lines[at].is_prose or _is_rest(lines[at])):
         return lines[at].last
     while (
         at + 1 < len(lines)
         and not lines[at].is_before_blank
         and lines[at + 1].last == at + 1
         and lines[at + 1].indent == lines[at].indent
-        and continues(lines[at].content, lines[at + 1].content)
-        and lines[at].is_prose
-        and lines[at + 1].is_prose
+        and not _ITEM.match(lines[at + 1].content)
+        and (lines[at].is_broken or continues(lines[at].content, lines[at + 1].content))
+        and (lines[at + 1].is_prose or _is_rest(lines[at + 1]))
     ):
         at += 1
     return at
+
+
+def _find_broken(lines: Sequence[_Line]) -> None:
+    """In a paragraph of which most lines begin with small letters, a long line without a stop goes on in the next."""
+    start = 0
+    while start < len(lines):
+        stop = start + 1
+        while stop < len(lines) and not lines[stop - 1].is_before_blank and lines[stop].indent == lines[start].indent:
+            stop += 1
+        rest = lines[start + 1 : stop]
+        if len(rest) > 1 and 2 * sum(line.content[:1].islower() for line in rest) >= len(rest):
+            for line, following in pairwise(lines[start:stop]):
+                is_long = len(line.content) >= SHORTEST_WRAPPED and not ends_sentence(line.content)
+                line.is_broken = is_long and not (line.is_lead or label_end(following.content))
+        start = stop
+
+
+def _is_rest(line: _Line) -> bool:
+    """Whether a line that begins with a number may be of a paragraph."""
+    return line.is_text and _COUNTED.match(line.content) is not None and is_prose(f"x {line.content}")
 
 
 def _units(text: str, start: int, stop: int, head: int, index: int, is_prose: bool, size: Size) -> Iterator[Unit]:

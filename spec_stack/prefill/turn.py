@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.prefill.attention import Parts, run
-from spec_stack.prefill.check import Check, checked_selection, told
+from spec_stack.prefill.check import checked_selection, dropped_attention, told
 from spec_stack.prefill.prompt_text import PromptText, clip_spans
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import recall_dropped
@@ -121,24 +120,8 @@ def plan_scored(
     config: PrefillConfig,
     recall: SessionConfig | None = None,
     place: RecallPlace = "last",
-    check: Check | None = None,
 ) -> Plan:
-    """What the target prefills, by the score: recalled text, then what is kept of the new text.
-
-    check: of the draft; None takes the keep rate as it is.
-    """
-    return run(plan_in_parts(needs, inputs, config, recall, place, check))
-
-
-def plan_in_parts(
-    needs: NeedsScore,
-    inputs: ScoringInputs,
-    config: PrefillConfig,
-    recall: SessionConfig | None,
-    place: RecallPlace,
-    check: Check | None,
-) -> Parts[Plan]:
-    """`plan_scored`, in the check's parts."""
+    """What the target prefills, by the score: recalled text, then what is kept of the new text."""
     held, recalled, dropped = needs.held, list[int](), list[int]()
     if needs.recalls and recall is not None:
         recalled = recall_dropped(inputs, held.positions, held.num_tokens, config, recall)
@@ -151,11 +134,12 @@ def plan_in_parts(
     def everything() -> Selection:
         return select_turn(needs.text, held, dropped, None, place)
 
+    def lost_to(selection: Selection) -> float:
+        seen = [*held.positions[: selection.num_held], *selection.positions]
+        return dropped_attention(inputs, seen, config)
+
     num_new, reason = len(needs.text) - held.num_tokens, needs.reason
-    if check is None:
-        selection = by(config)
-    else:
-        selection = yield from checked_selection(config, num_new, by, everything, check, needs.prunes)
+    selection = checked_selection(config, num_new, by, everything, lost_to, needs.prunes)
     is_whole = selection.num_new == num_new
     if selection.tried:
         reason = told(selection.tried, not is_whole if needs.prunes else selection.keep_rate < 1, reason)
@@ -233,7 +217,7 @@ def scoring_obstacle(
     if not has_texts and config.granularity == "lines":
         return "there is no tokenizer, without which a prompt has no lines; give one, or granularity='chunks'"
     num_repeated = MOST_REPEATED if config.queries_from_prompt else 0
-    num_checked = 0 if config.max_divergence is None else config.check_tokens
+    num_checked = 0 if config.max_dropped_attention is None else config.check_tokens
     num_behind = max(num_repeated or config.look_ahead, num_checked)
     if num_draft_tokens + max(num_repeated, num_checked) > max_positions:
         obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {max_positions} positions"

@@ -36,7 +36,7 @@ _TEMPLATE_TOKENS, _ALL_TOKENS = 64, 1 << 30
 _MAX_PROTECTED = 64
 # Fields of `spec-stack serve` about pruning, and what says the same here.
 _MISPLACED = {
-    **{name: f'spec_stack: {{"{name}": …}}' for name in ("keep_rate", "max_divergence", "question")},
+    **{name: f'spec_stack: {{"{name}": …}}' for name in ("keep_rate", "max_dropped_attention", "question")},
     "sparse_prefill": 'spec_stack: {"keep_rate": 1}, which forwards the whole prompt',
 }
 
@@ -86,7 +86,7 @@ class PruneOptions(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     keep_rate: float | None = Field(None, gt=0, le=1)
-    max_divergence: float | None = Field(None, ge=0)
+    max_dropped_attention: float | None = Field(None, ge=0, le=1)
     question: str | None = Field(None, max_length=MAX_QUESTION_CHARS)
     # Few and short ones: each is searched for in every line.
     protect: Annotated[
@@ -147,7 +147,7 @@ class _Conversation:
             question=options.question if prompt == self.latest else None,
             protect=options.protect,
             marker=marker,
-            max_divergence=options.max_divergence,
+            max_dropped_attention=options.max_dropped_attention,
             on_progress=check,
         )
         self.prompt = prompt

@@ -131,7 +131,7 @@ class _Options(BaseModel):
     ignore_eos: bool | None = None
     keep_rate: float | None = None
     sparse_prefill: str | None = None
-    max_divergence: float | None = None
+    max_dropped_attention: float | None = None
     question: str | None = Field(None, max_length=MAX_QUESTION_CHARS)
     policy: str | None = None
     gamma: int | None = None
@@ -253,7 +253,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
-_OWN = ("keep_rate", "sparse_prefill", "max_divergence", "max_time", "question", "policy", "gamma")
+_OWN = ("keep_rate", "sparse_prefill", "max_dropped_attention", "max_time", "question", "policy", "gamma")
 # Least likeness of a name to an option of ours that it is a misspelling of: foreign fields pass.
 _LIKENESS = 0.8
 

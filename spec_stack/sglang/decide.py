@@ -6,7 +6,6 @@ turns are found by the token prefix; recall is that of a session (`prefill.recal
 
 from __future__ import annotations
 
-import math
 import sys
 from array import array
 from bisect import bisect_left
@@ -19,17 +18,16 @@ import numpy as np
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.attention import Parts, run
 from spec_stack.prefill.draft_kv_budget import Ints
 from spec_stack.prefill.prompt_text import PromptText, union
 from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.turn import Held, NeedsScore, Plan, plan_in_parts, plan_turn, scoring_obstacle, why_whole
+from spec_stack.prefill.turn import Held, NeedsScore, Plan, plan_scored, plan_turn, scoring_obstacle, why_whole
 from spec_stack.sglang.draft_prefixes import num_equal
 from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.prompt_reader import PromptReader
-from spec_stack.types import Selection, TriedRate
+from spec_stack.types import TriedRate
 
 # Least part of the prompt for an earlier turn to count: one in four tokens.
 _LEAST_SHARE = 4
@@ -44,12 +42,12 @@ OUTCOMES = (
     "unsupported",
     "cached",
     "nothing_to_prune",
-    "answer_changed",
+    "too_much_dropped",
     "draft_pool_full",
     "failed",
 )
 """Outcomes of a prompt, for counting. disabled: by the request or its length; audited: by its route's audits;
-nothing_to_prune: all was selected; answer_changed: the draft's, at every keep rate that its check tried."""
+nothing_to_prune: all was selected; too_much_dropped: at every keep rate that the check tried."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class KnownTexts:
     def remember(self, decision: Decision) -> None:
         """Count an applied decision, and remember by its prompt one that the draft's score decided."""
         self.num_by_outcome[decision.outcome] += 1
-        if decision.outcome not in ("pruned", "nothing_to_prune", "answer_changed"):
+        if decision.outcome not in ("pruned", "nothing_to_prune", "too_much_dropped"):
             return
         self.decisions[decision.prompt] = replace(decision, num_scored_tokens=0, num_draft_tokens=0)
         self.decisions.move_to_end(decision.prompt)
@@ -231,7 +229,8 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
     if prompt.options.whole:
         return Decision.dense(prompt, prompt.options.whole, "audited")
     if prompt in known.decisions:
-        return known.decisions[prompt]
+        # Its route is another's.
+        return replace(known.decisions[prompt], prompt=prompt)
     if is_long_enough(held, num_tokens):
         recall = known.config.recall if prompt.follow_up == "recall" else None
         found = plan_turn(prompt.token_ids, lambda: text, held, config, recall)
@@ -263,42 +262,30 @@ def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[Held, bool]:
 
 
 def decide_scored(
-    unscored: UnscoredPrompt, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts
-) -> Decision:
-    """The decision by a score. importance: (num_prompt_tokens,); None where the rule needs none.
-
-    The target prefills again what stands behind the first recalled token.
-    """
-    return run(decide_in_parts(unscored, importance, num_draft_tokens, known))
-
-
-def decide_in_parts(
     unscored: UnscoredPrompt,
     importance: torch.Tensor | None,
     num_draft_tokens: int,
     known: KnownTexts,
-    check: Callable[[Sequence[int]], Parts[float]] | None = None,
-) -> Parts[Decision]:
-    """`decide_scored`, in the check's parts. check: gives the divergence under the prompt's tokens at positions."""
+    answer_attention: torch.Tensor | None = None,
+) -> Decision:
+    """The decision by a score. importance: (num_prompt_tokens,); None where the rule needs none. answer_attention:
+    (num_prompt_tokens,), where the draft checks.
 
+    The target prefills again what stands behind the first recalled token.
+    """
     prompt, held, num_tokens = unscored.prompt, unscored.held, len(unscored.text)
-    inputs = ScoringInputs(known.text_of(prompt), importance=importance)
-
-    def positions_of(selection: Selection) -> Sequence[int]:
-        return (*held.positions[: selection.num_held], *selection.positions)
-
-    checks = None if check is None else (lambda selection: check(positions_of(selection)))
-    plan = yield from plan_in_parts(unscored, inputs, prompt.config, known.config.recall, "in_text", checks)
-    positions, tried = positions_of(plan.selection), plan.selection.tried
+    inputs = ScoringInputs(known.text_of(prompt), importance=importance, answer_attention=answer_attention)
+    plan = plan_scored(unscored, inputs, prompt.config, known.config.recall, "in_text")
+    selection, tried = plan.selection, plan.selection.tried
+    positions = (*held.positions[: selection.num_held], *selection.positions)
     reason, outcome = plan.reason, "pruned"
     if len(positions) == num_tokens:
-        outcome = "answer_changed" if tried else "nothing_to_prune"
+        outcome = "too_much_dropped" if tried else "nothing_to_prune"
     elif held.num_tokens:
         origin = "cached and kept" if held.is_dense else f"of earlier turns: {prompt.follow_up}"
         reason = f"{reason}; {held.num_tokens} of {num_tokens} tokens are {origin}"
     num_scored = 0 if importance is None else unscored.num_to_score
-    num_recalled = plan.selection.num_recalled
-    counts = num_recalled, num_scored, num_draft_tokens
+    counts = selection.num_recalled, num_scored, num_draft_tokens
     return Decision(prompt, positions, reason, outcome, held.num_tokens, *counts, tried)
 
 
@@ -350,11 +337,8 @@ def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[
     if config.scoring_model is None:
         report["policy"] = "fixed" if options.gamma is not None else options.policy or config.policy
     if decision.tried:
-        # JSON has finite numbers alone.
-        tried = [asdict(each) for each in decision.tried]
-        for each in tried:
-            each["divergence"] = each["divergence"] if math.isfinite(each["divergence"]) else None
-        report["tried_rates"], report["divergence"] = tried, tried[-1]["divergence"]
+        report["tried_rates"] = [asdict(each) for each in decision.tried]
+        report["dropped_attention"] = decision.tried[-1].dropped_attention
     if options.route is not None:
         report["route"] = options.route
     if options.explain:

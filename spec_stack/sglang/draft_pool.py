@@ -118,9 +118,8 @@ class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
         slots: Ints,
         captured: Queries | None = None,
         num_captured: int = 1,
-        num_logits: int = 1,
     ) -> torch.Tensor | None:
-        """Run the last n tokens of a text through the draft; logits (num_logits, vocab) of the last ones, without a
+        """Run the last n tokens of a text through the draft; logits (1, vocab) of the last one, without a
         synchronisation.
 
         slots: (num_tokens,), of the whole text so far; the last n are written, all are read. captured: takes the
@@ -130,10 +129,8 @@ class DraftScoringRunner(AttentionBackend):  # type: ignore[misc]
         first = len(slots) - len(token_ids)
         positions = torch.arange(first, len(slots), device=self.device)
         input_ids = to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), self.device)
-        # Only the attention knows whose slots these are. SGLang gives the logits of each sequence's last token.
-        lengths = [len(token_ids) - num_logits + 1, *[1] * (num_logits - 1)]
-        before = [first, *range(len(slots) - num_logits + 1, len(slots))]
-        batch = extend_batch(input_ids, [0] * num_logits, before, lengths, positions, positions)
+        # Only the attention knows whose slots these are.
+        batch = extend_batch(input_ids, [0], [first], [len(token_ids)], positions, positions)
         self._read, self._written = self._where(slots), self._where(slots[first:])
         self._captured, self._num_captured = captured, num_captured
         try:

@@ -139,7 +139,7 @@ class PendingScore:
     @property
     def is_quick(self) -> bool:
         """Whether it may be scored in one round; the draft's check takes many forwards."""
-        is_checked = self.needs.prompt.config.max_divergence is not None
+        is_checked = self.needs.prompt.config.max_dropped_attention is not None
         return self.needs.is_recall_only and not is_checked and not self.is_long
 
 

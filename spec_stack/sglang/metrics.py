@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_REPORTS = 4096
 _GAMMA_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 _SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
-_NATS_BUCKETS = (0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
+_SHARE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1)
 _COUNTED = {
     "num_prompt_tokens": ("prompt_tokens_total", "prompt tokens, whole prompts"),
     "num_kept_tokens": ("kept_tokens_total", "prompt tokens that the target prefilled or had cached"),
@@ -61,9 +61,10 @@ class ReportStore:
         self._tokens = {name: _metric("Counter", *told).labels(model_name) for name, told in _COUNTED.items()}
         gamma = _metric("Histogram", "gamma", "tokens drafted per step", buckets=_GAMMA_BUCKETS)
         scoring = _metric("Histogram", "scoring_seconds", "scoring of a prompt", buckets=_SECONDS_BUCKETS)
-        changed = _metric("Histogram", "divergence", "nats a token, at the last rate tried", buckets=_NATS_BUCKETS)
+        what = "share of the draft's attention that is dropped, at the last rate tried"
+        dropped = _metric("Histogram", "dropped_attention", what, buckets=_SHARE_BUCKETS)
         self._gamma, self._scoring = gamma.labels(model_name), scoring.labels(model_name)
-        self._divergence = changed.labels(model_name)
+        self._dropped = dropped.labels(model_name)
 
     def close(self, meta_info: Mapping[str, Any], report: Mapping[str, Any], *, is_counted: bool) -> None:
         """Add a reply's final report. is_counted: it belongs to the metrics."""
@@ -82,8 +83,8 @@ class ReportStore:
             self._gamma.observe(gamma)
         if report["num_scored_tokens"]:
             self._scoring.observe(report["scoring_s"])
-        if (changed := report.get("divergence")) is not None:
-            self._divergence.observe(changed)
+        if (dropped := report.get("dropped_attention")) is not None:
+            self._dropped.observe(dropped)
 
     def report_of(self, request_id: object) -> Mapping[str, Any] | None:
         return self._reports.get(str(request_id))

@@ -22,7 +22,7 @@ from spec_stack.sglang.server_args import FOLLOW_UPS, ServerConfig
 KEY = "spec_stack"
 """The key of the options in `custom_params` and of the report in a reply's meta info, and the attribute of SGLang's
 objects that holds ours: of a request, once it is decided, its RequestOptions."""
-_OF_PREFILL = ("sparse_prefill", "keep_rate", "max_divergence")
+_OF_PREFILL = ("sparse_prefill", "keep_rate", "max_dropped_attention")
 # No other reader of `custom_params` means these.
 _OURS_ALONE = (*_OF_PREFILL, "follow_up")
 # More than any model's context: a span that ends after it is a mistake.
@@ -64,7 +64,7 @@ class RequestOptions:
 
     sparse_prefill: SparsePrefill | None = None
     keep_rate: float | None = None
-    max_divergence: float | None = None
+    max_dropped_attention: float | None = None
     follow_up: str | None = None
     protect: tuple[Span, ...] | None = None
     question: str | None = None
@@ -131,7 +131,7 @@ class RequestOptions:
                 f"sparse_prefill={switch!r} cannot be had on this server, whose draft's slots are settled at launch: "
                 f"it was launched with --spec-stack-sparse-prefill {launched}"
             )
-        if is_draft_only and (idle := given("keep_rate", "max_divergence", "follow_up")):
+        if is_draft_only and (idle := given("keep_rate", "max_dropped_attention", "follow_up")):
             raise ValueError(f"{idle} set how prompts are pruned, and this server prunes its draft alone")
         if self.follow_up not in (None, *FOLLOW_UPS):
             raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")

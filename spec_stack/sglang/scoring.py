@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +25,9 @@ from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.attention import Parts
-from spec_stack.prefill.check import DraftAnswer
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.scoring import PartSize, ScoringQueries, capture_in_parts
-from spec_stack.sglang.decide import Decision, KnownTexts, Prompt, UnscoredPrompt, decide_in_parts
+from spec_stack.sglang.decide import Decision, KnownTexts, Prompt, UnscoredPrompt, decide_scored
 from spec_stack.sglang.draft_pool import DraftScoringRunner, PooledLayers, Queries
 from spec_stack.sglang.draft_prefixes import Lease
 from spec_stack.sglang.launch import Launch
@@ -39,10 +37,12 @@ from spec_stack.types import Proposal
 
 logger = logging.getLogger(__name__)
 _PLACE = "spec_stack_scoring_model"
+# Steps of a look-ahead in one part: without graphs they may take as long as a chunk of a prompt.
+_STEPS_PER_PART = 4
 
 
 class LeasedDraft:
-    """SGLang's model of the draft over the slots of one text, as the scoring driver and the check run it."""
+    """SGLang's model of the draft over the slots of one text, as the scoring driver runs it."""
 
     is_stateful = False
 
@@ -68,44 +68,51 @@ class LeasedDraft:
         num_layers: int | None = None,
     ) -> None:
         """Append tokens. The runner has its own layers, and no window."""
-        self._append(token_ids, positions, 1)
+        self._append(token_ids, positions)
 
-    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Append tokens; logits (num_logits, vocab) of the last ones."""
-        logits = self._append(token_ids, positions, num_logits)
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Append tokens; logits (1, vocab) of the last one."""
+        logits = self._append(token_ids, positions)
         if logits is None:
-            raise RuntimeError("the draft's first layers have no next token, and an answer was asked for")
+            raise RuntimeError("the draft's first layers have no next token, and a look-ahead was asked for")
         return logits
 
-    def _append(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor | None:
+    def _append(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor | None:
         self.next_position = stop = positions[-1] + 1
         captured, first = (None, 0) if self._first is None else (self.captured, self._first)
         num_captured = stop - max(positions[0], first)
-        return self._runner.run(token_ids, self._lease.slots[:stop], captured, num_captured, num_logits)
+        return self._runner.run(token_ids, self._lease.slots[:stop], captured, num_captured)
 
     def checkpoint(self) -> None:
         """Every slot can be rolled back to."""
 
     @contextmanager
     def capture(self, first: int = 0) -> Iterator[Queries]:
-        self._first = first
+        self._first, self.captured = first, {}
         yield self.captured
         self._first = None
 
     def look_ahead(self, token_ids: Sequence[int], most: int) -> Parts[Proposal]:
         """Draft greedily behind the prompt."""
-        answer = yield from DraftAnswer.drafted(self, token_ids, most, self._end_ids)
-        return Proposal(answer.token_ids)
+        drafted: list[int] = []
+        unseen = token_ids[self.next_position :]
+        while len(drafted) < most and not self._end_ids.intersection(drafted[-1:]):
+            logits = self.forward(unseen, range(self.next_position, self.next_position + len(unseen)))
+            if len(drafted) % _STEPS_PER_PART == 0:
+                yield
+            unseen = [int(logits.argmax())]
+            drafted += unseen
+        return Proposal(drafted)
 
 
 @dataclass(frozen=True)
 class Score:
     """Of a prompt. importance: (num_prompt_tokens,), on the host. num_prefilled: tokens that the draft had to prefill.
-    answer: the draft's own, where it is checked."""
+    answer_attention: (num_prompt_tokens,), on the host, of the draft's own answer, where it is checked."""
 
     importance: torch.Tensor
     num_prefilled: int
-    answer: DraftAnswer | None
+    answer_attention: torch.Tensor | None
 
 
 class DraftScorer:
@@ -136,11 +143,11 @@ class DraftScorer:
 
     def check_refusal(self, config: PrefillConfig) -> str | None:
         """Why a prompt cannot be checked, or None."""
-        if config.max_divergence is None or self._draft.has_all_layers:
+        if config.max_dropped_attention is None or self._draft.has_all_layers:
             return None
         return (
-            "the server has only the draft's first layers, and max_divergence needs all; launch it with "
-            "--spec-stack-max-divergence"
+            "the server has only the draft's first layers, and max_dropped_attention needs all; launch it with "
+            "--spec-stack-max-dropped-attention"
         )
 
     def forget(self) -> None:
@@ -150,16 +157,14 @@ class DraftScorer:
         return on_forward_stream(scheduler, self._draft.device)
 
     def decide(self, needs: UnscoredPrompt, known: KnownTexts, most_of_a_part: PartSize) -> Parts[Decision]:
-        """Score a prompt part by part, check what would be kept of it, and decide.
+        """Score a prompt part by part, and decide.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
         PoolFullError where the prompt is longer than the draft's pool.
         """
-        prompt, check = needs.prompt, None
-        score = yield from self.score(prompt, known.text_of(prompt), most_of_a_part, needs.first_query)
-        if score.answer is not None:
-            check = partial(self._divergence, prompt, score.answer, most_of_a_part)
-        return (yield from decide_in_parts(needs, score.importance, score.num_prefilled, known, check))
+        text = known.text_of(needs.prompt)
+        score = yield from self.score(needs.prompt, text, most_of_a_part, needs.first_query)
+        return decide_scored(needs, score.importance, score.num_prefilled, known, score.answer_attention)
 
     def score(self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0) -> Parts[Score]:
         """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
@@ -175,44 +180,36 @@ class DraftScorer:
         num_new, draft = num_tokens - lease.num_shared, LeasedDraft(self._draft, lease, prompt.end_ids)
         config = replace(config, look_ahead=max(0, min(config.look_ahead, self._context_len - num_tokens)))
         num_behind = config.look_ahead if queries.found is None else sum(map(len, queries.repeated))
-        is_checked = config.max_divergence is not None
+        is_checked, answer = config.max_dropped_attention is not None, None
         try:
             lease.extend(num_new + max(num_behind, config.check_tokens * is_checked))
-            parts = capture_in_parts(draft, queries, draft.look_ahead, config, most_of_a_part=most_of_a_part)
-            for _ in parts:
-                yield
-                lease.num_agreed = min(draft.next_position, num_tokens)
-            captured = draft.captured
-            if unknown := {layer for layer, _ in config.scoring_heads or ()} - set(captured):
-                raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(captured)}")
-            layers = PooledLayers(self._draft, captured, lease.slots[:num_tokens])
-            attention = queries.attention(layers, ranks=TensorParallel())
-            importance, answer = (yield from attention.importance_in_parts(config)), None
+            importance = yield from self._importance(draft, lease, queries, config, most_of_a_part)
             if is_checked:
                 yield
-                answer = yield from DraftAnswer.drafted(draft, prompt.token_ids, config.check_tokens, prompt.end_ids)
+                answering = ScoringQueries(text)
+                answer = yield from self._importance(draft, lease, answering, config.answering, most_of_a_part)
             return Score(importance, num_new, answer)
         finally:
             lease.insert(lease.num_agreed)
 
-    def _divergence(
-        self, prompt: Prompt, answer: DraftAnswer, most_of_a_part: PartSize, positions: Sequence[int]
-    ) -> Parts[float]:
-        """Of the draft's answer under the prompt's tokens at these positions, as the target will see them."""
-        # They were selected in the part before; ranks agree on it.
-        yield
-        token_ids = [prompt.token_ids[position] for position in positions]
-        num_tokens = len(token_ids)
-        lease = self._draft.index.lease(prompt.tenant, token_ids, num_tokens - 1)
-        first = lease.num_shared
-        try:
-            lease.extend(num_tokens - first + len(answer.token_ids))
-            reader, at = LeasedDraft(self._draft, lease, prompt.end_ids), range(first, num_tokens)
-            most = partial(most_of_a_part, prompt.config.prefill_chunk)
-            part = yield from answer.under(reader, token_ids[first:], at, num_tokens, most)
-            return answer.divergence(part)
-        finally:
-            lease.insert(0)
+    def _importance(
+        self,
+        draft: LeasedDraft,
+        lease: Lease,
+        queries: ScoringQueries,
+        config: PrefillConfig,
+        most_of_a_part: PartSize,
+    ) -> Parts[torch.Tensor]:
+        """Importance (num_prompt_tokens,) by these queries, on the host."""
+        num_tokens = len(queries.text)
+        for _ in capture_in_parts(draft, queries, draft.look_ahead, config, most_of_a_part=most_of_a_part):
+            yield
+            lease.num_agreed = min(draft.next_position, num_tokens)
+        captured = draft.captured
+        if unknown := {layer for layer, _ in config.scoring_heads or ()} - set(captured):
+            raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(captured)}")
+        layers = PooledLayers(self._draft, captured, lease.slots[:num_tokens])
+        return (yield from queries.attention(layers, ranks=TensorParallel()).importance_in_parts(config))
 
 
 @contextmanager

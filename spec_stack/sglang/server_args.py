@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -127,16 +126,13 @@ class ServerConfig:
         return self.prefill.sparse_prefill in ("auto", "on") and self.prefill.keep_rate != 1
 
     def as_json(self) -> dict[str, Any]:
-        """All settings; an infinity, which JSON lacks, as text."""
-        shown = asdict(self)
-        if shown["prefill"]["max_divergence"] == math.inf:
-            shown["prefill"]["max_divergence"] = "inf"
-        return shown
+        """All settings."""
+        return asdict(self)
 
     @property
     def num_draft_layers(self) -> int | None:
         """How many of the draft's first layers read prompts; None for all, which its check needs."""
-        return None if self.prefill.max_divergence is not None else self.prefill.num_scoring_layers
+        return None if self.prefill.max_dropped_attention is not None else self.prefill.num_scoring_layers
 
     def gammas_at(self, batch_size: int) -> tuple[int, ...]:
         """The gammas that a batch of this size may use; the smallest one is always allowed."""
@@ -236,9 +232,9 @@ def _prefill_config(values: dict[str, Any]) -> PrefillConfig:
         if values.get(name) is not None:
             why = "a server's draft attends to the whole prompt, which is faster"
             raise ValueError(f"prefill.{name} is for Python: {why}; leave it out")
-    if values.get("sparse_prefill") == "draft_only" and values.get("max_divergence") is not None:
+    if values.get("sparse_prefill") == "draft_only" and values.get("max_dropped_attention") is not None:
         raise ValueError(
-            "max_divergence checks pruned prompts, and sparse_prefill 'draft_only' prunes none; leave it out"
+            "max_dropped_attention checks pruned prompts, and sparse_prefill 'draft_only' prunes none; leave it out"
         )
     names = [entry.name for entry in fields(PrefillConfig) if not entry.kw_only and entry.name != "positions"]
     _refuse_unknown("prefill.", values, names)
@@ -270,7 +266,7 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "keep_rate": (float, "SHARE"),
     "min_prompt_tokens": (int, "TOKENS"),
     "sparse_prefill": (_switch, "MODE"),
-    "max_divergence": (float, "NATS"),
+    "max_dropped_attention": (float, "SHARE"),
     "draft_kv_budget": (int, "SLOTS"),
     "scoring_model": (str, "PATH"),
     "policy": (str, "NAME"),
@@ -281,7 +277,7 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "audit_rate": (float, "SHARE"),
     "audit_max_loss": (float, "SHARE"),
 }
-_OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "max_divergence", "draft_kv_budget")
+_OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "max_dropped_attention", "draft_kv_budget")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -116,6 +116,42 @@ ATTRIBUTED: dict[str, Callable[[str, int], tuple[list[str], list[str]]]] = {
         [f"- name: {name}"],
         [f"  port: {at}", f"  hosts: [{at}.a.org, {at}.b.org, {at}.c.org]", f"  image: {'/'.join([str(at)] * 12)}"],
     ),
+    "blocks with names": lambda name, at: (
+        [f'resource "server" "{name}" {{'],
+        [f"  port  = {at}", f"  host  = h{at}", f"  image = {'/'.join([str(at)] * 12)}", "}"],
+    ),
+    "rows to insert": lambda name, at: (
+        [f"INSERT INTO {name} VALUES"],
+        [f"({at}, 'host {at}', 'mended'),", f"({at}9, 'host {at}9', 'sold');"],
+    ),
+    "statements about a list": lambda name, at: (
+        [f"None of this holds for the pump of {name}, in the north:"],
+        ["", f"* Its port is {at}.", f"* It has {at}9 valves."],
+    ),
+    "clauses": lambda name, at: (
+        [f"{at}.1 Notwithstanding the above, {name.title()} is not liable for"],
+        [f"    (i) loss of {at} hours;", f"    (ii) any claim above {at}9."],
+    ),
+    "underlined headings": lambda name, at: (
+        [f"Not in {name}"],
+        ["=" * (7 + len(name)), "", f"The port {at} is open.", f"It has {at}9 valves."],
+    ),
+    "headings with text below": lambda name, at: ([f"### Removed from {name}"], [f"The port {at}.", f"Valve {at}9."]),
+    "headings of LaTeX": lambda name, at: ([f"\\section{{Not {name}}}"], [f"The port is {at}.", f"Or {at}9."]),
+    "headings of HTML": lambda name, at: ([f"<h3>Not {name}</h3>"], [f"<p>Port {at}</p>", f"<p>Or {at}9.</p>"]),
+    "quotations": lambda name, at: (
+        [f"On Mon, {name} <{name}@x.org> wrote:"],
+        [f"> The port is {at}.", f"> It has {at}9 valves."],
+    ),
+    "a definition list": lambda name, at: ([f"the pump of {name}"], [f": Its port is {at}.", f": Not {at}9."]),
+    "topics with numbers": lambda name, at: (
+        [f"{at % 100}. Roof of {name}"],
+        [f"Rejected with {at} votes.", f"It costs {at}9 francs."],
+    ),
+    "lines of a log that go on": lambda name, at: (
+        [f"[10:{at % 60:02d}] {name}: no, not all of it"],
+        [f"  the lab has {at}", f"  and the roof {at}9"],
+    ),
     "records named at their end": lambda name, at: (
         [f'    "name": "{name}"'],
         [f'    "port": {at},', f'    "hosts": "{" ".join([str(at)] * 16)}",', f'    "owner": "team {at}",'],

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from spec_stack import PrefillConfig, Pruner, PruneResult, SpecStackConfig, SpecStackGenerator
 from spec_stack.hf.loading import ASSETS
 from tests.support import models
-from tests.support.reference_check import divergence_of_texts
 
 CODE = (Path(__file__).parents[1] / "support" / "code_to_prune.txt").read_text()
 OTHER = (Path(__file__).parents[1] / "support" / "other_code_to_prune.txt").read_text()
@@ -285,26 +282,28 @@ def test_a_cancelled_turn_goes_on_from_what_the_draft_has_read(pruner: Pruner) -
     assert result.messages == pruner.prune(text, keep_rate=0.2).messages
 
 
-def test_the_check_compares_the_drafts_answer_under_the_written_text(pruner: Pruner) -> None:
-    result = pruner.prune(CODE, keep_rate=0.3, max_divergence=math.inf)
-    whole, part = (pruner.tokenizer(text).input_ids for text in (CODE, result.messages))
-    assert len(part) == result.num_kept_tokens < len(whole)
-    draft = AutoModelForCausalLM.from_pretrained(ASSETS / "draft")
-    expected = divergence_of_texts(draft, whole, part, PrefillConfig.check_tokens)
-    assert result.divergence == pytest.approx(expected, rel=0.02, abs=1e-3)
-    assert "the draft's answer changed by" in result.reason
-    assert pruner.prune(CODE, keep_rate=0.3).divergence is None
-    budget = pruner.prune(CODE, max_tokens=300, max_divergence=0)
+def test_the_check_tells_how_much_of_the_drafts_attention_is_dropped(pruner: Pruner) -> None:
+    less, more = (pruner.prune(CODE, keep_rate=rate, max_dropped_attention=1) for rate in (0.3, 0.6))
+    assert less.num_kept_tokens == pruner.prune(CODE, keep_rate=0.3).num_kept_tokens
+    assert 1 > (less.dropped_attention or 0) > (more.dropped_attention or 0) > 0
+    assert "of the draft's attention is dropped" in less.reason
+    next_rate = pruner.prune(CODE, keep_rate=0.3, max_dropped_attention=less.dropped_attention or 0)
+    assert next_rate.messages == less.messages
+    whole = pruner.prune(CODE, keep_rate=0.3, max_dropped_attention=0)
+    assert (whole.messages, len(whole.tried_rates)) == (CODE, 2)
+    assert pruner.prune(CODE, keep_rate=0.3).dropped_attention is None
+    # A budget holds.
+    budget = pruner.prune(CODE, max_tokens=300, max_dropped_attention=0)
     assert (budget.num_kept_tokens <= 300, len(budget.tried_rates)) == (True, 1)
 
 
 def test_a_conversation_is_checked_turn_by_turn(pruner: Pruner) -> None:
     first, second = chat(f"{CODE}\n{QUESTION}"), chat(f"{CODE}\n{QUESTION}", "It is 3.", "Why?")
     conversation = pruner.conversation()
-    kept = conversation.prune(first, keep_rate=0.3, max_divergence=math.inf)
+    kept = conversation.prune(first, keep_rate=0.3, max_dropped_attention=1)
     assert kept.num_kept_tokens == pruner.prune(first, keep_rate=0.3).num_kept_tokens < kept.num_tokens
-    whole = conversation.prune(second, keep_rate=0.3, max_divergence=0)
+    whole = conversation.prune(second, keep_rate=0.3, max_dropped_attention=0)
     assert whole.messages == second
-    assert whole.reason.startswith("off: the draft's answer changed")
+    assert whole.reason.startswith("off: too much of the draft's attention")
     # What was checked once goes on unchecked.
-    assert conversation.prune(chat(CODE, "Yes.", "No?"), keep_rate=0.3).divergence is None
+    assert conversation.prune(chat(CODE, "Yes.", "No?"), keep_rate=0.3).dropped_attention is None

@@ -26,7 +26,7 @@ CALIBRATED: dict[str, Any] = {
     "scoring_queries": "look_ahead",
     "first_scoring_layer": 1,
     "head_reduction": "max",
-    "max_divergence": 0.3,
+    "max_dropped_attention": 0.3,
 }
 CALIBRATION = Calibration(CALIBRATED, {}, {}, margin=0.1)
 DEFAULT = PrefillConfig()

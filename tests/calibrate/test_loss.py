@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Call
 from spec_stack.prefill.calibration import Calibration, describe_setting, fingerprint
 from tests.support.models import make_model, random_prompt
-from tests.support.reference_check import divergence
+from tests.support.reference_check import answer_attention, dropped_attention
 
-GOOD, BAD = [Rung(0.001, False)], [Rung(0.15, True), Rung(0.06, False)]
+GOOD, BAD = [Rung(0.01, False)], [Rung(0.35, True), Rung(0.22, False)]
 
 
 @pytest.fixture(scope="module")
@@ -36,37 +37,46 @@ def prompt(number: int) -> dict[str, object]:
 
 
 def test_the_loosest_threshold_within_the_bound_is_found() -> None:
-    # Under 0.1 these go to the second rate, which loses nothing; under 0.2 the first is kept, and lost.
+    # Under 0.3 these go to the second rate, which loses nothing; under 0.4 the first is kept, and lost.
     found = find_bound([GOOD] * 190 + [BAD] * 10, 0.02)
-    assert (found.max_divergence, found.num_lost, found.num_pruned, found.num_prompts) == (0.1, 0, 200, 200)
+    assert (found.max_dropped_attention, found.num_lost, found.num_pruned, found.num_prompts) == (0.3, 0, 200, 200)
     assert upper_bound(10, 200) > 0.02
     loose = find_bound([GOOD] * 190 + [BAD] * 10, 0.2)
-    assert (loose.max_divergence, loose.num_lost) == (THRESHOLDS[-1], 10)
+    assert (loose.max_dropped_attention, loose.num_lost) == (THRESHOLDS[-1], 10)
     assert "10 of 200 prompts were lost, at most 0.083 (95 %)" in loose.told()
 
 
 def test_too_few_prompts_bound_nothing_and_the_number_is_told() -> None:
     found = find_bound([GOOD] * 100, 0.02)
-    assert found.max_divergence is None
+    assert found.max_dropped_attention is None
     assert "149 prompts without a loss would be needed" in found.told()
 
 
 def test_a_loss_that_the_check_does_not_see_ends_the_search() -> None:
-    found = find_bound([GOOD] * 200 + [[Rung(0.03, True)]] * 20 + [[Rung(0.3, False)]] * 9, 0.05)
-    assert found.max_divergence == 0.02
+    found = find_bound([GOOD] * 200 + [[Rung(0.12, True)]] * 20 + [[Rung(0.3, False)]] * 9, 0.05)
+    assert found.max_dropped_attention == 0.1
 
 
 def test_a_rung_is_what_whole_forwards_tell() -> None:
     target, draft, ids = make_model("qwen2"), make_model("qwen2", seed=1), random_prompt(200, seed=3)
-    config = PrefillConfig(granularity="chunks", chunk_size=8, keep_rate=0.3, check_rates=(0.6,), check_tokens=4)
+    config = PrefillConfig(
+        granularity="chunks",
+        chunk_size=8,
+        keep_rate=0.3,
+        first_scoring_layer=0,
+        check_rates=(0.6,),
+        check_tokens=4,
+    )
     engine = Engine(ModelPair.assemble(target, draft), SpecStackConfig(config))
     rungs = rungs_of(engine, (Call(input_ids=ids), ()))
+    heads = [*product(range(draft.config.num_hidden_layers), range(draft.config.num_attention_heads))]
+    attention = answer_attention(make_model("qwen2", seed=1, implementation="eager"), ids, 4, heads)
     whole = loss_of(ids, range(200), answer := greedy(ids, 20))
     for rung, rate in zip(rungs, (0.3, 0.6), strict=True):
         prefilled = PrefilledPrompt(engine, Call(input_ids=ids, sparse_prefill="on", keep_rate=rate))
         kept = list(prefilled.selection.positions)
-        expected = divergence(make_model("qwen2", seed=1), ids, kept, 4)
-        assert rung.divergence == pytest.approx(expected, rel=1e-3)
+        expected = dropped_attention(attention, kept, first=8, last=8)
+        assert rung.dropped_attention == pytest.approx(expected, rel=1e-3)
         assert rung.is_lost is (loss_of(ids, kept, answer) - whole > LOST_NATS)
     assert rungs[0].is_lost
 
@@ -99,15 +109,15 @@ def test_a_bound_goes_into_the_calibration_and_a_file(pair: ModelPair, tmp_path:
     assert seen == ["1/4", "2/4", "3/4", "4/4"]
     again = Calibration.load(bound.save(tmp_path / "own.json"))
     assert again.settings == bound.settings
-    threshold = bound.settings.get("max_divergence")
+    threshold = bound.settings.get("max_dropped_attention")
     completed = again.complete(PrefillConfig())
-    assert completed.max_divergence == threshold
-    assert threshold is None or f"max_divergence={threshold}" in describe_setting(completed)
+    assert completed.max_dropped_attention == threshold
+    assert threshold is None or f"max_dropped_attention={threshold}" in describe_setting(completed)
     # What a user sets holds.
-    checked = replace(again, settings={**again.settings, "max_divergence": 0.1})
-    assert checked.complete(PrefillConfig()).max_divergence == 0.1
-    for given in (PrefillConfig(max_divergence=None), PrefillConfig.raw(), PrefillConfig.full_look_ahead()):
-        assert checked.complete(given).max_divergence is None
+    checked = replace(again, settings={**again.settings, "max_dropped_attention": 0.1})
+    assert checked.complete(PrefillConfig()).max_dropped_attention == 0.1
+    for given in (PrefillConfig(max_dropped_attention=None), PrefillConfig.raw(), PrefillConfig.full_look_ahead()):
+        assert checked.complete(given).max_dropped_attention is None
 
 
 def test_the_command_stores_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +126,7 @@ def test_the_command_stores_the_bound(tmp_path: Path, capsys: pytest.CaptureFixt
     given = ["calibrate", "--lengths", "400", "--budget", "0.02", "--out", str(out)]
     assert main([*given, "--max-loss", "0.02", "--loss-prompts", str(file)]) == 0
     told = capsys.readouterr().out
-    assert "No max_divergence keeps lost answers under 0.02" in told
+    assert "No max_dropped_attention keeps lost answers under 0.02" in told
     assert "149 prompts without a loss would be needed" in told
     assert main([*given, "--loss-prompts", str(file)]) == 2
     assert main([*given, "--max-loss", "2"]) == 2

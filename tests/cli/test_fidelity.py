@@ -81,7 +81,7 @@ def test_the_report_is_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFi
         assert label in captured.out
     assert "[  1/2]" in captured.err
     assert (tmp_path / "prompts.measured.jsonl").exists()
-    assert main([*command, "--max-divergence", "0"]) == 0
+    assert main([*command, "--max-dropped-attention", "0"]) == 0
     (checked,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["checked"]]
     assert checked.split()[1:3] == ["100%", "100%"]
     assert main([*command, "--json"]) == 0

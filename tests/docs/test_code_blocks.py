@@ -148,7 +148,7 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
         "min-prompt-tokens": str(defaults.prefill.min_prompt_tokens),
         "keep-rate": str(defaults.prefill.keep_rate),
         "sparse-prefill": defaults.prefill.sparse_prefill,
-        "max-divergence": "",
+        "max-dropped-attention": "",
         "draft-kv-budget": str(defaults.prefill.draft_kv_budget),
         "scoring-model": "",
         "policy": defaults.policy,

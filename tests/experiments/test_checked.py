@@ -13,7 +13,7 @@ from tests.support.reference_check import logprobs_divergence
 
 
 def told(kl: float, logprobs: list[float] | None, is_right: bool = False) -> dict[str, Any]:
-    found: dict[str, Any] = {"num_kept": 20, "reading_s": 1.0, "signals": {"kl": [kl, kl]}}
+    found: dict[str, Any] = {"num_kept": 20, "reading_s": 1.0, "signals": {"kl": [kl, kl]}, "dropped": kl}
     return found if logprobs is None else found | {"sparse_s": 2.0, "logprobs": logprobs, "is_right": is_right}
 
 
@@ -36,15 +36,17 @@ def test_lost_is_a_right_answer_or_many_nats() -> None:
     assert [is_lost(row(is_right=True), rate) for rate in RATES] == [True, False, False]
 
 
-def test_the_ladder_takes_the_first_rate_under_the_threshold_and_pays_for_all_that_it_tries() -> None:
+def test_the_ladder_takes_the_first_rate_under_the_threshold() -> None:
     signal = SIGNALS["KL, first 2"]
-    assert ladder(row(), 0.1, signal) == (0.2, [0.1, 0.2])
-    assert ladder(row(), -1, signal) == (None, [*RATES])
-    assert cost(row(), 0.2, [0.1, 0.2]) == 3 + 1 + 2 + 2
-    assert cost(row(), None, RATES) == 3 + 1 + 3 + 10
+    assert ladder(row(), 0.1, signal) == ladder(row(), 0.1, SIGNALS["dropped attention"]) == (0.2, 2)
+    assert ladder(row(), -1, signal, RATES) == (None, 3)
+
+
+def test_a_refusal_costs_the_draft_and_the_whole_prompt() -> None:
+    assert cost(row(), 0.2, 2) == 3 + 1 + 2
+    assert cost(row(), None, 2) == 3 + 1 + 10
     assert cost(row(), 0.1) == 3 + 2
-    # A rate that the target has not read costs its share.
-    assert cost(row(), 0.4, RATES) == 3 + 1 + 3 + 2
+    assert cost(row(), None, 2, ratio=0.16) == pytest.approx((3 + 1) / 2 + 10)
 
 
 def test_the_statistics_are_those_of_loops() -> None:

@@ -74,3 +74,20 @@ def test_texts_are_made_offline_and_hold_what_evidence_needs(monkeypatch: pytest
         assert all(prompt.document[start:stop] for start, stop in prompt.spans)
     assert len({prompt.source for prompt in prompts}) == 6
     shutil.rmtree(tmp_path)
+
+
+def test_a_run_in_slices_shows_what_it_has(tmp_path: Path) -> None:
+    nothing = {
+        "real_speed": {"lengths": {"2048": {"dense_ttft_s": 1.0}}},
+        "real_end_to_end": {"cells": {}},
+        "evidence": {"num_prompts": 0, "whole": {}},
+        "answers": {"shapes": {"all": {"over_dense": {"calibrated 0.1": {}}}}},
+        "real_decode": {"num_prompts": 0},
+    }
+    made = {name: [name] for name in dict(figures.commands(*SIZES["small"], tmp_path))}
+    for name in made:
+        content = next(content for begin, content in nothing.items() if name.startswith(begin))
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    lines = figures.comparison(tmp_path, CALIBRATION, made).splitlines()
+    assert [line for line in lines if line.startswith("  here") and any(char.isdigit() for char in line)] == []
+    assert sum(line.startswith("  README") for line in lines) == len(front_page.ROWS)

@@ -206,10 +206,12 @@ def test_the_upper_bound_decides_and_a_setting_that_needs_more_prompts_says_how_
 
 
 def test_the_check_is_measured_from_the_lowest_rate_on(embedded: SpecStackGenerator, report: FidelityReport) -> None:
-    def checked(max_divergence: float) -> FidelityReport:
-        return measure_fidelity(embedded, PROMPTS[:2], [0.4, 1.0], max_tokens=6, max_divergence=max_divergence)
+    def checked(max_dropped_attention: float) -> FidelityReport:
+        return measure_fidelity(
+            embedded, PROMPTS[:2], [0.4, 1.0], max_tokens=6, max_dropped_attention=max_dropped_attention
+        )
 
-    loose, strict = checked(math.inf), checked(0.0)
+    loose, strict = checked(1.0), checked(0.0)
     assert [each.setting for each in loose.settings][-1] == "checked"
     for row in loose.prompts:
         assert row.of("checked").num_kept_tokens == row.of("0.4").num_kept_tokens

@@ -73,6 +73,7 @@ def test_precision_sets_the_dtype_of_both_models(precision: str, dtype: torch.dt
         ({"target": str(ASSETS), "draft": str(ASSETS)}, "cannot read the model configuration"),
         ({"precision": "int3"}, "unknown precision 'int3'"),
         ({"policy": "clever"}, "unknown policy"),
+        ({"target": "no/such/folder", "draft": "no/such/folder", "draft_step": "graph"}, "draft_step must be one of"),
         ({"device": "abacus"}, "cannot be used here"),
         ({"device": "cpu", "device_map": "auto"}, "device or device_map"),
         ({"config": PrefillConfig()}, "config must be a SpecStackConfig"),
@@ -269,9 +270,6 @@ def test_hub_options_reach_transformers_by_role() -> None:
     assert hub.options("draft")["revision"] == "v2"
     assert HubConfig().options("draft") == {"trust_remote_code": False}
     assert "secret" not in repr(hub)
-    for bad in ({"revision": ""}, {"token": 3}, {"trust_remote_code": "yes"}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            HubConfig(**bad)
     # A folder has one revision only, so this loads.
     assert SpecStackGenerator.from_pretrained(device="cpu", revision="main", trust_remote_code=False).tokenizer
 

@@ -1,21 +1,21 @@
-"""The ladder of keep rates under the draft's check, and what it measures."""
+"""The ladder of keep rates under the check, and the attention that is dropped."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.attention import Parts, run
-from spec_stack.prefill.check import DraftAnswer, checked_selection, mean_divergence, told
+from spec_stack.prefill.check import checked_selection, dropped_attention, told
+from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.types import Selection, TriedRate
+from tests.support import reference_check
 
 NUM_TOKENS = 100
-CONFIG = PrefillConfig(keep_rate=0.1, max_divergence=0.1, check_rates=(0.2, 0.4))
+CONFIG = PrefillConfig(keep_rate=0.1, max_dropped_attention=0.3, check_rates=(0.2, 0.4))
 
 
 def by(config: PrefillConfig) -> Selection:
@@ -30,52 +30,41 @@ def everything() -> Selection:
 def chosen(
     config: PrefillConfig,
     select: Callable[[PrefillConfig], Selection],
-    found: Callable[[Selection], float],
+    dropped: Callable[[Selection], float],
     prunes: bool = True,
 ) -> Selection:
-    """By a check of two parts."""
-
-    def check(selection: Selection) -> Parts[float]:
-        yield
-        return found(selection)
-
-    return run(checked_selection(config, NUM_TOKENS, select, everything, check, prunes))
+    return checked_selection(config, NUM_TOKENS, select, everything, dropped, prunes)
 
 
 @pytest.mark.parametrize(
     ("found", "kept"),
-    [
-        ([0.1], 0.1),
-        ([0.11, 0.0], 0.2),
-        ([9.0, 0.2, 0.05], 0.4),
-        ([0.2, 0.2, 0.2], 1.0),
-        ([math.nan, math.inf, 0.0], 0.4),
-    ],
+    [([0.3], 0.1), ([0.31, 0.0], 0.2), ([0.9, 0.5, 0.25], 0.4), ([0.8, 0.6, 0.4], 1.0)],
 )
-def test_the_first_rate_under_which_the_answer_holds_is_kept(found: list[float], kept: float) -> None:
+def test_the_first_rate_that_drops_little_is_kept(found: list[float], kept: float) -> None:
     left = iter(found)
     selection = chosen(CONFIG, by, lambda each: next(left))
     assert selection.keep_rate == kept
     assert [each.keep_rate for each in selection.tried] == [0.1, 0.2, 0.4][: len(found)]
+    assert [each.dropped_attention for each in selection.tried] == found
     assert next(left, None) is None
 
 
 def test_a_given_rate_is_tried_first_and_none_below_it() -> None:
     rates: list[float] = []
-    config = PrefillConfig(keep_rate=0.3, max_divergence=0, check_rates=(0.2, 0.4))
+    config = PrefillConfig(keep_rate=0.3, max_dropped_attention=0, check_rates=(0.2, 0.4))
     chosen(config, by, lambda each: rates.append(each.keep_rate) or 1.0)
     assert rates == [0.3, 0.4]
 
 
-def test_infinity_reports_alone() -> None:
-    config = PrefillConfig(keep_rate=0.1, max_divergence=math.inf)
-    selection = chosen(config, by, lambda each: 50.0)
-    assert (selection.keep_rate, *selection.tried) == (0.1, TriedRate(0.1, 50.0))
+def test_one_reports_alone_and_none_checks_nothing() -> None:
+    config = PrefillConfig(keep_rate=0.1, max_dropped_attention=1)
+    selection = chosen(config, by, lambda each: 1.0)
+    assert (selection.keep_rate, *selection.tried) == (0.1, TriedRate(0.1, 1.0))
+    assert chosen(PrefillConfig(keep_rate=0.1), by, lambda each: 1 / 0).tried == ()
 
 
 def test_what_is_whole_needs_no_check() -> None:
-    selection = chosen(CONFIG, lambda config: everything(), lambda each: 1 / 0)
-    assert selection.tried == ()
+    assert chosen(CONFIG, lambda config: everything(), lambda each: 1 / 0).tried == ()
 
 
 def test_a_turn_that_prunes_nothing_tries_its_selection_and_then_everything() -> None:
@@ -84,77 +73,58 @@ def test_a_turn_that_prunes_nothing_tries_its_selection_and_then_everything() ->
     assert (selection.keep_rate, *selection.tried) == (1.0, TriedRate(0.5, 1.0))
 
 
-def test_divergence_is_the_sum_over_the_vocabulary() -> None:
+def inputs_of(attention: torch.Tensor) -> ScoringInputs:
+    """A prompt of 100 tokens, of which 60 to 69 are kept anyway."""
+    return ScoringInputs(PromptText(range(NUM_TOKENS), protected=((60, 70),)), answer_attention=attention)
+
+
+def test_dropped_attention_is_that_of_loops() -> None:
     torch.manual_seed(0)
-    whole, part = (torch.randn(4, 9).log_softmax(-1) for _ in range(2))
-    rows = [
-        sum(math.exp(one) * (one - other) for one, other in zip(*pair, strict=True))
-        for pair in zip(whole.tolist(), part.tolist(), strict=True)
-    ]
-    assert mean_divergence(whole, part) == pytest.approx(sum(rows) / 4, rel=1e-5)
-    padded = [torch.nn.functional.pad(each, (0, 3), value=-math.inf) for each in (whole, part)]
-    assert mean_divergence(*padded) == pytest.approx(sum(rows) / 4, rel=1e-5)
+    attention, config = torch.rand(NUM_TOKENS), PrefillConfig(chunk_size=8, keep_last=2)
+    seen = [*range(5, 30), *range(80, 90)]
+    expected = reference_check.dropped_attention(attention.tolist(), seen, range(60, 70), first=8, last=16)
+    found = dropped_attention(inputs_of(attention), seen, config)
+    assert 0.3 < found < 0.95
+    assert found == pytest.approx(expected)
+
+
+def test_nothing_is_dropped_where_all_is_seen_and_all_where_the_answer_attends_to_nothing() -> None:
+    config = PrefillConfig(chunk_size=8)
+    assert dropped_attention(inputs_of(torch.ones(NUM_TOKENS)), range(NUM_TOKENS), config) == 0
+    assert dropped_attention(inputs_of(torch.zeros(NUM_TOKENS)), range(50), config) == 1
+    with pytest.raises(ValueError, match="attention of the draft's answer is missing"):
+        dropped_attention(ScoringInputs(PromptText(range(NUM_TOKENS))), [], config)
+
+
+def test_more_kept_drops_less() -> None:
+    torch.manual_seed(1)
+    inputs, config = inputs_of(torch.rand(NUM_TOKENS)), PrefillConfig(chunk_size=8)
+    found = [dropped_attention(inputs, range(stop), config) for stop in range(0, NUM_TOKENS, 10)]
+    assert found == sorted(found, reverse=True)
 
 
 def test_the_reason_says_what_was_tried() -> None:
     tried = [TriedRate(0.1, 0.83), TriedRate(0.2, 0.02)]
     assert told([], True, "on: long") == "on: long"
-    assert told(tried[:1], True, "on: long") == "on: long; the draft's answer changed by 0.83 nats a token"
-    assert told(tried, True, "on: long") == ("on: long; 0.2 kept: the draft's answer changed, 0.83 nats a token at 0.1")
-    assert told(tried, False, "on: long") == (
-        "off: the draft's answer changed, 0.83 nats a token at 0.1, 0.02 nats a token at 0.2"
+    assert told(tried[:1], True, "on: long") == "on: long; 0.83 of the draft's attention is dropped"
+    assert told(tried, True, "on: long") == (
+        "on: long; 0.2 kept: too much of the draft's attention would be dropped, 0.83 at 0.1"
     )
-
-
-class Counting:
-    """A model over the ids below 50 that says the next number, or the prompt's length where it has read more."""
-
-    def __init__(self) -> None:
-        self.read: list[int] = []
-        self.lengths: list[int] = []
-
-    @property
-    def num_cached(self) -> int:
-        return len(self.read)
-
-    next_position = num_cached
-
-    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        self.read += token_ids
-        self.lengths.append(len(token_ids))
-        return torch.nn.functional.one_hot((torch.tensor(self.read[-num_logits:]) + 1) % 50, 50) * 9.0
-
-    def rollback(self, num_tokens: int) -> None:
-        del self.read[len(self.read) - num_tokens :]
-
-
-@pytest.mark.parametrize(("end_ids", "answer"), [((), [*range(20, 30)]), ((23,), [20, 21, 22, 23])])
-def test_an_answer_in_parts_is_the_whole_one(end_ids: tuple[int, ...], answer: list[int]) -> None:
-    draft, part = Counting(), Counting()
-    draft.forward(range(20), range(20), 1)
-    found = run(DraftAnswer.drafted(draft, range(20), 10, end_ids))
-    assert (found.token_ids, draft.read) == (answer, [*range(20), *answer[:-1]])
-    # The prompt's last token runs again, and then the answer's one by one.
-    assert draft.lengths[1:] == [1] * len(answer)
-    kept = [3, 5, 6, 7, 19]
-    rows = run(found.under(part, kept, kept, 20, lambda: 2))
-    assert part.read == [*kept, *answer[:-1]]
-    assert part.lengths == [2, 2, len(answer)]
-    assert torch.equal(rows, run(found.under(Counting(), kept, kept, 20)))
-    assert torch.equal(rows, found.logprobs)
-
-
-def test_no_part_has_more_than_four_steps_of_the_draft() -> None:
-    draft, num_steps = Counting(), list[int]()
-    work = DraftAnswer.drafted(draft, range(20), 14, ())
-    for _ in work:
-        num_steps.append(len(draft.lengths))
-    assert [after - before for before, after in pairwise([0, *num_steps, 14])] == [1, 4, 4, 4, 1]
+    assert told(tried, False, "on: long") == (
+        "off: too much of the draft's attention would be dropped, 0.83 at 0.1, 0.02 at 0.2"
+    )
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_divergence": -0.1}, {"check_tokens": 0}, {"check_rates": (0.4, 0.2)}, {"check_rates": (0.5, 1.0)}],
+    [
+        {"max_dropped_attention": -0.1},
+        {"max_dropped_attention": 1.1},
+        {"max_dropped_attention": float("nan")},
+        {"check_tokens": 0},
+        {"check_rates": (0.4, 0.2)},
+        {"check_rates": (0.5, 1.0)},
+    ],
 )
 def test_a_bad_value_is_named(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -137,6 +137,53 @@ def test_what_stands_below_a_heading_needs_it() -> None:
     assert heads_of("# a comment\n\nx = 1\n") == {}
 
 
+def test_short_lines_of_one_sentence_are_one_unit_and_words_of_a_list_are_not() -> None:
+    for sentence in (
+        "It is not\ntrue that the bridge is old.",
+        "The committee denied that\nThe Baron had paid.",
+        "If the buyer is a company,\nthe tax is 0 %.",
+        "The code of the vault is\n4711 for all of them.",
+        "他没有说\n密码是4711。",
+        "5.3 It ends in June, unless\nthe Buyer renews it.",
+    ):
+        assert texts_of(characters(f"{sentence}\n")) == [f"{sentence}\n"]
+    wrapped = "This line of the text is as long as the next\none is, but nobody says that the painter\nAda took\nit.\n"
+    assert texts_of([wrapped[at : at + 4] for at in range(0, len(wrapped), 4)]) == [wrapped]
+    for lines in (["ant", "bee"], ["Ant", "Bee", "Cow"], ["Kind: List", "items:"], ["苹果", "香蕉"]):
+        assert texts_of(characters("\n".join(lines))) == [f"{line}\n" for line in lines[:-1]] + lines[-1:]
+    assert texts_of(characters("COPY . /app\n")) == ["COPY . /app\n"]
+
+
+def test_a_fenced_block_has_its_own_sections_and_ends_none_outside() -> None:
+    ports = "\n".join(f"port{at} = {at}" for at in range(12))
+    text = f"## Old\n\n```ini\n[north]\n{ports}\n```\n\nIt is gone\n"
+    heads = heads_of(text)
+    assert (heads["port3 = 3"], heads["[north]"], heads["```ini"]) == ("[north]", "```ini", "```")
+    assert heads["```"] == heads["It is gone"] == "## Old"
+
+
+def test_lines_of_here_documents_comments_and_branches_need_what_opens_them() -> None:
+    lines = "\n".join(f"port{at}=1{at};" for at in range(12))
+    for opens, closes in (("cat > x <<EOF", "EOF"), ("/* not used:", "*/"), ("<!-- old", "-->"), ("#if 0", "#endif")):
+        heads = heads_of(f"{opens}\n{lines}\n{closes}\nport=99;\n")
+        assert (heads["port3=13;"], heads[opens], heads.get("port=99;")) == (opens, closes, None)
+    heads = heads_of(f"#ifdef A\n{lines}\n#else\nport=99;\n#endif\n")
+    assert (heads["port=99;"], heads["#else"]) == ("#else", "#ifdef A")
+    # A guard against reading a file twice says nothing.
+    assert heads_of("#ifndef A_H\n#define A_H\nint x;\n#endif\n") == {}
+
+
+def test_a_heading_needs_the_one_that_it_stands_below() -> None:
+    text = "## A\n\n### Old\n\nIt rains\n\n# Title\n\nIt is dry\n"
+    assert heads_of(text) == {"### Old": "## A", "It rains": "### Old", "It is dry": "# Title"}
+
+
+def test_cells_of_several_lines_stay_together_and_units_stand_below_names() -> None:
+    grid = "| name | note |\n|---|---|\n| Ada | not |\n|  | paid |\n| Bob | paid |\n"
+    assert "| Ada | not |\n|  | paid |\n" in texts_of(characters(grid))
+    assert heads_of("time,flow\ns,l/min\n0,3.1\n1,3.0\n2,2.7\n")["1,3.0"] == "time,flow\ns,l/min"
+
+
 def test_rows_of_latex_and_of_several_lines_need_their_head() -> None:
     latex = "\\hline\nName & Age \\\\\n\\hline\nAda & 36 \\\\\nBob & 41 \\\\\n"
     head = "\\hline\nName & Age \\\\\n\\hline"

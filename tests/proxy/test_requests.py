@@ -149,7 +149,7 @@ def test_options_are_taken_from_the_body_and_upstream_does_not_see_them(
     [
         ({"keep_rat": 0.2}, "keep_rat is not known; did you mean keep_rate?"),
         ({"protected": ["x"]}, "did you mean protect?"),
-        ({"banana": 1}, "banana is not known; known are keep_rate, max_divergence, question, protect"),
+        ({"banana": 1}, "banana is not known; known are keep_rate, max_dropped_attention, question, protect"),
         ({"keep_rate": 2}, "keep_rate"),
         ({"keep_rate": "0.2"}, "keep_rate"),
         ({"protect": "x"}, "protect"),
@@ -170,7 +170,7 @@ def test_a_wrong_option_is_refused_by_name(start: Start, upstream: FakeUpstream,
     ("given", "hint"),
     [
         ({"keep_rate": 0.3}, 'spec_stack: {"keep_rate": …}'),
-        ({"max_divergence": 0.1}, 'spec_stack: {"max_divergence": …}'),
+        ({"max_dropped_attention": 0.1}, 'spec_stack: {"max_dropped_attention": …}'),
         ({"question": QUESTION}, 'spec_stack: {"question": …}'),
         ({"sparse_prefill": "off"}, 'spec_stack: {"keep_rate": 1}'),
     ],

@@ -74,7 +74,7 @@ def _wait_for(server: Server, num_audits: int) -> dict[str, float]:
 
 
 @pytest.mark.nightly
-def test_lost_answers_turn_a_routes_pruning_off(launch: Any) -> None:
+def test_lost_answers_turn_a_routes_pruning_off_and_audits_that_agree_turn_it_on(launch: Any) -> None:
     server = launch(
         *("--max-total-tokens", "40000", "--enable-metrics", "--spec-stack-min-prompt-tokens", "300"),
         *("--spec-stack-keep-rate", "0.1", "--spec-stack-audit-rate", "1", "--spec-stack-audit-max-loss", "0.1"),
@@ -93,5 +93,16 @@ def test_lost_answers_turn_a_routes_pruning_off(launch: Any) -> None:
     assert (other["outcome"], other["route"]) == ("pruned", "another")
     for own in ({"custom_params": {"spec_stack": {"keep_rate": 0.1}}}, {"headers": {"x-spec-stack-keep-rate": "0.1"}}):
         assert _asked(server, f"Floor {len(str(own))}.\n{ROOMS}\nContinue.", **own)["outcome"] == "pruned"
+    # Audits are not audited.
+    num_whole, before = 0, sum(_wait_for(server, 8).values())
+    assert before == 8
+    # Whatever is kept of its prompt, such a request is answered alike.
+    said = {"logit_bias": {"300": 100}}
+    while (report := _asked(server, f"House {num_whole}.\n{ROOMS}\nContinue.", **said))["outcome"] == "audited":
+        num_whole += 1
+        found = _wait_for(server, 8 + num_whole)
+    # Twenty audits decide, of which this route had three when it was off.
+    assert (report["outcome"], found) == ("pruned", {"lost": 8, "agreed": num_whole})
+    assert 17 <= num_whole <= 20
     assert not server.state()["num_failures"]
     server.stop()

@@ -87,7 +87,7 @@ def test_every_option_passes_msgpack_and_too_many_spans_do_not(busy: Server, ref
     plain = busy.generate(prompt, 6)
     assert _report(plain)["outcome"] == "pruned"
     spans = [[100, 400], [0, 60], [300, 420]]
-    options = {"protect": spans, "explain": True, "gamma": 2, "keep_rate": 0.3, "max_divergence": 1e6}
+    options = {"protect": spans, "explain": True, "gamma": 2, "keep_rate": 0.3, "max_dropped_attention": 1}
     reply = busy.generate(prompt, 6, **options, **_LONG)
     assert [each["keep_rate"] for each in _report(reply)["tried_rates"]] == [0.3]
     kept = {at for start, stop in _report(reply)["kept_spans"] for at in range(start, stop)}
@@ -226,12 +226,12 @@ def test_a_prompt_up_to_the_context_limit_is_scored(beside: Server, reference: R
 
 
 def test_a_scoring_model_checks_as_a_draft_does(beside: Server, reference: Reference) -> None:
-    prompt, asked = reference.prompt(600, seed=772), {"keep_rate": 0.2, "max_divergence": 0.0, **_LONG}
+    prompt, asked = reference.prompt(600, seed=772), {"keep_rate": 0.2, "max_dropped_attention": 0.0, **_LONG}
     report = _report(beside.generate(prompt, 2, **asked))
     expected = reference.generator.generate(input_ids=prompt, max_tokens=1, ignore_eos=True, **asked).metrics
-    tried = [each.divergence for each in expected.tried_rates]
-    assert [each["divergence"] for each in report["tried_rates"]] == pytest.approx(tried, rel=2e-3)
-    assert report["outcome"] == "answer_changed"
+    tried = [each.dropped_attention for each in expected.tried_rates]
+    assert [each["dropped_attention"] for each in report["tried_rates"]] == pytest.approx(tried, rel=2e-3)
+    assert report["outcome"] == "too_much_dropped"
 
 
 def test_sglang_counts_whole_prompts_where_nothing_drafts(beside: Server, reference: Reference) -> None:

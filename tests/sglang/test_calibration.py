@@ -74,8 +74,8 @@ def test_a_calibration_of_other_models_is_refused_where_named_and_left_aside_whe
 def test_a_calibrated_check_takes_all_of_the_drafts_layers(calibrated_draft: tuple[Path, Any, Any]) -> None:
     folder, *models = calibrated_draft
     made = Calibration.load(folder)
-    Calibration({**made.settings, "max_divergence": 0.1}, made.target, made.draft, margin=0.1).save(folder)
+    Calibration({**made.settings, "max_dropped_attention": 0.1}, made.target, made.draft, margin=0.1).save(folder)
     completed = with_calibration(ServerConfig(), str(folder), *models)
-    assert (completed.prefill.max_divergence, completed.num_draft_layers) == (0.1, None)
-    asked = with_calibration(ServerConfig(PrefillConfig(max_divergence=0.3)), str(folder), *models)
-    assert asked.prefill.max_divergence == 0.3
+    assert (completed.prefill.max_dropped_attention, completed.num_draft_layers) == (0.1, None)
+    asked = with_calibration(ServerConfig(PrefillConfig(max_dropped_attention=0.3)), str(folder), *models)
+    assert asked.prefill.max_dropped_attention == 0.3

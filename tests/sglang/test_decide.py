@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.attention import Parts, run
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.sglang.decide import (
     Decision,
@@ -21,7 +18,6 @@ from spec_stack.sglang.decide import (
     UnscoredPrompt,
     apply,
     decide,
-    decide_in_parts,
     decide_scored,
     decide_unscored,
 )
@@ -97,6 +93,15 @@ def test_a_prompt_whose_queries_would_run_beyond_the_drafts_positions_is_dense()
     assert "and the draft 1000 positions" in decision.reason
 
 
+def test_an_equal_prompt_has_its_own_route() -> None:
+    """An audit's prompt, which has none, is not audited."""
+    known, prompt = _known(), _prompt(900)
+    known.remember(Decision(replace(prompt, options=RequestOptions(route="/generate")), range(90), "on", "pruned"))
+    found = decide(prompt, known)
+    assert isinstance(found, Decision)
+    assert (len(found.positions), found.prompt.options.route) == (90, None)
+
+
 def test_an_equal_prompt_gets_the_plan_that_is_remembered_and_scores_nothing() -> None:
     known, prompt = _known(), _prompt(900)
     needs = decide(prompt, known)
@@ -116,59 +121,33 @@ def test_a_rule_without_a_draft_plans_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "outcome", "num_kept"),
-    [([0.05], "pruned", 90), ([0.8, 0.1], "pruned", 180), ([0.8] * 3, "answer_changed", 900)],
+    ("most", "outcome", "rates"),
+    [(1.0, "pruned", [0.1]), (0.7, "pruned", [0.1, 0.2, 0.4]), (0.0, "too_much_dropped", [0.1, 0.2, 0.4])],
 )
-def test_a_checked_prompt_keeps_the_first_rate_under_which_the_answer_holds(
-    found: list[float], outcome: str, num_kept: int
-) -> None:
-    known, prompt = _known(), _prompt(900, keep_rate=0.1, max_divergence=0.1)
-    needs, seen, left = decide(prompt, known), list[int](), list(found)
+def test_a_checked_prompt_keeps_the_first_rate_that_drops_little(most: float, outcome: str, rates: list[float]) -> None:
+    known, prompt = _known(), _prompt(900, keep_rate=0.1, max_dropped_attention=most)
+    needs = decide(prompt, known)
     assert isinstance(needs, UnscoredPrompt)
-
-    def check(positions: Sequence[int]) -> Parts[float]:
-        seen.append(len(positions))
-        yield
-        return left.pop(0)
-
-    plan = run(decide_in_parts(needs, torch.rand(900), 900, known, check))
-    assert (plan.outcome, len(left)) == (outcome, 0)
-    assert abs(len(plan.positions) - num_kept) < 40
-    assert [each.divergence for each in plan.tried] == found
-    assert seen == sorted(seen)
-    assert plan.is_whole or seen[-1] == len(plan.positions)
+    # Equal attention, so that a rate drops what it does not keep.
+    plan = decide_scored(needs, torch.rand(900), 900, known, torch.ones(900))
+    assert (plan.outcome, [each.keep_rate for each in plan.tried]) == (outcome, rates)
+    shares = [each.dropped_attention for each in plan.tried]
+    assert shares == pytest.approx([1 - rate for rate in rates], abs=0.08)
+    assert plan.is_whole or shares[-1] <= most
     request = request_of("a", num_prompt_tokens=900)
     apply(request, plan, known)
     report = request.customized_info["spec_stack"][0]
-    assert (report["divergence"], len(report["tried_rates"])) == (found[-1], len(found))
-    assert report["tried_rates"][0] == {"keep_rate": 0.1, "divergence": found[0]}
+    assert (report["dropped_attention"], len(report["tried_rates"])) == (shares[-1], len(rates))
+    assert report["tried_rates"][0] == {"keep_rate": 0.1, "dropped_attention": shares[0]}
+    json.dumps(report, allow_nan=False)
     # Its repetition is neither scored nor checked.
     again = decide(prompt, known)
     assert isinstance(again, Decision)
     assert (again.positions, again.tried) == (plan.positions, plan.tried)
 
 
-@pytest.mark.parametrize("changed", [math.nan, math.inf])
-def test_what_is_no_number_keeps_the_prompt_whole_and_reports_travel_as_json(changed: float) -> None:
-    known, prompt = _known(), _prompt(900, keep_rate=0.1, max_divergence=0.1)
-    needs = decide(prompt, known)
-    assert isinstance(needs, UnscoredPrompt)
-
-    def check(positions: Sequence[int]) -> Parts[float]:
-        yield
-        return changed
-
-    plan = run(decide_in_parts(needs, torch.rand(900), 900, known, check))
-    assert plan.outcome == "answer_changed"
-    request = request_of("a", num_prompt_tokens=900)
-    apply(request, plan, known)
-    report = request.customized_info["spec_stack"][0]
-    assert report["divergence"] is None
-    json.dumps([report, ServerConfig(PrefillConfig(max_divergence=math.inf)).as_json()], allow_nan=False)
-
-
 def test_a_rule_without_a_draft_waits_for_the_drafts_check() -> None:
-    assert isinstance(decide(_prompt(900, scorer="bm25", max_divergence=0.1), _known()), UnscoredPrompt)
+    assert isinstance(decide(_prompt(900, scorer="bm25", max_dropped_attention=0.1), _known()), UnscoredPrompt)
 
 
 @pytest.mark.parametrize(("follow_up", "recalls"), [("recall", True), ("freeze", False), ("afresh", False)])

@@ -90,7 +90,7 @@ def test_a_pool_smaller_than_the_context_is_a_warning_with_its_flag(num_tokens: 
 def test_the_pool_holds_the_layers_that_score() -> None:
     heads = ServerConfig.from_mapping({"prefill": {"scoring_heads": [[6, 0], [3, 1]], "scoring_queries": "prompt"}})
     assert _described(config=heads)["draft's pool"].startswith(f"65536 tokens of {2 * 2 * 8 * 128 * 7} bytes")
-    checked = replace(heads, prefill=replace(heads.prefill, max_divergence=0.1))
+    checked = replace(heads, prefill=replace(heads.prefill, max_dropped_attention=0.1))
     assert _described(config=checked)["draft's pool"].startswith(f"65536 tokens of {2 * 2 * 8 * 128 * 28} bytes")
 
 

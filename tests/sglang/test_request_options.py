@@ -63,7 +63,7 @@ def test_options_are_an_object(asked: object) -> None:
         RequestOptions.parse({"spec_stack": asked}, CONFIG)
 
 
-@pytest.mark.parametrize("name", ["sparse_prefill", "keep_rate", "max_divergence", "follow_up"])
+@pytest.mark.parametrize("name", ["sparse_prefill", "keep_rate", "max_dropped_attention", "follow_up"])
 def test_an_option_beside_its_entry_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} belongs in custom_params\.spec_stack"):
         RequestOptions.parse({name: "off", "spec_stack": {"gamma": 4}}, CONFIG)
@@ -93,7 +93,7 @@ def test_a_draft_with_slots_of_its_own_leaves_the_target_dense(asked: dict[str, 
     for other in ({"sparse_prefill": "auto"}, {"sparse_prefill": "on"}):
         with pytest.raises(ValueError, match="sparse_prefill"):
             _parse(other, config)
-    for name, value in {"keep_rate": 0.3, "max_divergence": 0.1, "follow_up": "afresh"}.items():
+    for name, value in {"keep_rate": 0.3, "max_dropped_attention": 0.1, "follow_up": "afresh"}.items():
         with pytest.raises(ValueError, match=f"{name} set how prompts are pruned"):
             _parse({name: value}, config)
 
@@ -114,7 +114,9 @@ def test_options_are_read() -> None:
     options = _parse({"sparse_prefill": "on", "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}, CONFIG)
     assert options == RequestOptions(sparse_prefill="on", keep_rate=0.3, gamma=8, protect=((0, 4),))
     assert options.prefill(CONFIG).keep_rate == 0.3
-    assert _parse({"max_divergence": 0.1}, CONFIG).prefill(CONFIG) == replace(CONFIG.prefill, max_divergence=0.1)
+    assert _parse({"max_dropped_attention": 0.1}, CONFIG).prefill(CONFIG) == replace(
+        CONFIG.prefill, max_dropped_attention=0.1
+    )
     assert RequestOptions().prefill(CONFIG) == CONFIG.prefill
 
 
@@ -202,8 +204,11 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"positions": "original"}, "unknown setting positions"),
         ({"prefill": {"positions": "original"}}, "unknown setting prefill.positions"),
         ({"prefill": {"draft_window": [8192, 512]}}, "draft_window is for Python"),
-        ({"prefill": {"max_divergence": -1}}, "max_divergence must be 0 nats or more"),
-        ({"max_divergence": 0.1, "sparse_prefill": "draft_only"}, "max_divergence checks pruned prompts"),
+        ({"prefill": {"max_dropped_attention": -1}}, "max_dropped_attention must be a share"),
+        (
+            {"max_dropped_attention": 0.1, "sparse_prefill": "draft_only"},
+            "max_dropped_attention checks pruned prompts",
+        ),
         ({"prefill": {"check_tokens": 0}}, "check_tokens"),
         ({"prefill": {"draft_sinks": 8}}, "draft_sinks is for Python"),
         ({"prefill": {"num_scoring_layers": 1}}, "unknown setting prefill.num_scoring_layers"),

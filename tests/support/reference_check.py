@@ -1,72 +1,51 @@
-"""The draft's check by whole forwards and loops over the vocabulary. Imports nothing from spec_stack."""
+"""The check of a pruned prompt by loops and whole forwards. Imports nothing from spec_stack."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from tests.support import reference
 
-def _logprobs(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """Log-probabilities after the last of these tokens, without a cache, in float64."""
-    given, at = torch.tensor([list(ids)]), torch.tensor([list(positions)])
-    with torch.no_grad():
-        # Without a mask transformers takes gaps of the positions for borders of packed texts.
-        logits = model(given, attention_mask=torch.ones_like(given), position_ids=at, use_cache=False).logits
-    row = logits[0, -1].double().tolist()
-    most = max(row)
-    total = most + math.log(sum(math.exp(value - most) for value in row))
-    return [value - total for value in row]
+
+def answer_attention(
+    eager_model: PreTrainedModel,
+    prompt: Sequence[int],
+    num_tokens: int,
+    heads: Sequence[tuple[int, int]],
+    *,
+    end_ids: Collection[int] = (),
+) -> list[float]:
+    """Mean attention of a model's greedy answer to every token of a prompt, over (layer, head) pairs."""
+    answer: list[int] = []
+    while len(answer) < num_tokens and not (answer and answer[-1] in end_ids):
+        with torch.no_grad():
+            answer.append(int(eager_model(torch.tensor([[*prompt, *answer]])).logits[0, -1].argmax()))
+    found = [reference.importance(eager_model, prompt, answer, 1, heads=[head]) for head in heads]
+    return [float(value) for value in np.mean(found, axis=0)]
+
+
+def dropped_attention(
+    attention: Sequence[float], seen: Collection[int], aside: Collection[int] = (), *, first: int = 0, last: int = 0
+) -> float:
+    """The share of the attention to a prompt's tokens that falls on those that are not seen.
+
+    aside: tokens that do not count. first, last: neither do so many at the ends.
+    """
+    found = total = 0.0
+    for at, value in enumerate(attention):
+        if at < first or at >= len(attention) - last or at in aside:
+            continue
+        total += value
+        if at not in seen:
+            found += value
+    return found / total if total else 1.0
 
 
 def logprobs_divergence(whole: Sequence[float], part: Sequence[float]) -> float:
     """The Kullback-Leibler divergence of two lists of log-probabilities, in nats."""
     return sum(math.exp(one) * (one - other) for one, other in zip(whole, part, strict=True))
-
-
-def divergence(
-    model: PreTrainedModel,
-    prompt: Sequence[int],
-    kept: Sequence[int],
-    num_tokens: int,
-    *,
-    contiguous: bool = False,
-    end_ids: Collection[int] = (),
-) -> float:
-    """Mean Kullback-Leibler divergence, in nats, of the greedy answer to a prompt from that under its kept positions.
-
-    contiguous: the kept tokens and the answer are numbered from 0.
-    """
-    part = [prompt[at] for at in kept]
-    positions = range(len(part)) if contiguous else kept
-    end = len(part) if contiguous else len(prompt)
-    return _mean(model, prompt, part, positions, end, num_tokens, end_ids)
-
-
-def divergence_of_texts(
-    model: PreTrainedModel, whole: Sequence[int], part: Sequence[int], num_tokens: int, end_ids: Collection[int] = ()
-) -> float:
-    """The same of two texts, each numbered from 0."""
-    return _mean(model, whole, part, range(len(part)), len(part), num_tokens, end_ids)
-
-
-def _mean(
-    model: PreTrainedModel,
-    whole: Sequence[int],
-    part: Sequence[int],
-    positions: Sequence[int],
-    end: int,
-    num_tokens: int,
-    end_ids: Collection[int],
-) -> float:
-    answer: list[int] = []
-    total = 0.0
-    while len(answer) < num_tokens and not (answer and answer[-1] in end_ids):
-        at = [*positions, *range(end, end + len(answer))]
-        seen = _logprobs(model, [*whole, *answer], range(len(whole) + len(answer)))
-        left = _logprobs(model, [*part, *answer], at)
-        total += logprobs_divergence(seen, left)
-        answer.append(max(range(len(seen)), key=seen.__getitem__))
-    return total / len(answer)

@@ -109,6 +109,7 @@ def test_a_draft_whose_ids_alone_differ_works_as_the_original(embedded: SpecStac
     messages = hide_fact(embedded.tokenizer, 2500, seed=3).messages
     for options in (
         {"messages": messages, "sparse_prefill": "on", "gamma": 4},
+        {"messages": messages, "sparse_prefill": "on", "gamma": 4, "keep_rate": 0.1, "max_dropped_attention": 0.9},
         {"prompt": CODE, "gamma": 6},
         {"prompt": CODE, "gamma": 6, "temperature": 1.0, "seed": 5},
     ):
@@ -116,6 +117,8 @@ def test_a_draft_whose_ids_alone_differ_works_as_the_original(embedded: SpecStac
         assert two.token_ids == one.token_ids
         assert two.metrics.gamma_trace == one.metrics.gamma_trace
         assert two.metrics.num_accepted == one.metrics.num_accepted > 0
+        shares = ([each.dropped_attention for each in result.metrics.tried_rates] for result in (one, two))
+        assert next(shares) == pytest.approx(next(shares), rel=1e-3)
     options = {"messages": messages, "sparse_prefill": "on", "keep_rate": 0.1}
     assert positions_read(shuffled, **options) == positions_read(embedded, **options)
 
@@ -127,6 +130,10 @@ def test_with_fewer_merges_the_fact_is_still_kept_and_drafts_accepted(retokenize
     assert fact.is_answered_by(result.text)
     assert result.metrics.keep_rate < 0.25
     assert result.metrics.num_scored_tokens == result.metrics.num_prompt_tokens
+    options = {"messages": fact.messages, "max_tokens": 32, "sparse_prefill": "on", "keep_rate": 0.2}
+    checked = generator.generate(**options, max_dropped_attention=1)
+    assert checked.token_ids == result.token_ids
+    assert 0 < (checked.metrics.dropped_attention or 0) < 1
     drafted = generator.generate(fact.document[:2000], max_tokens=60, gamma=4, ignore_eos=True)
     assert drafted.metrics.num_accepted > 10
 
