@@ -7,7 +7,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,6 @@ from spec_stack.api.pruned_text import Text, cut_segments, protected_spans, whol
 from spec_stack.api.request_body import as_functions
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
-from spec_stack.decode.proposer import propose
-from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import OnProgress, Progress, RequestCancelled
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
@@ -424,7 +421,7 @@ class PrunerConversation:
         try:
             inputs = ScoringInputs(turn.text)
             with progress.watch(draft, "scoring", max(1, len(token_ids) - draft.next_position)):
-                look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=self._pair.end_ids)
+                look_ahead = self._pair.greedy_look_ahead(draft)
                 inputs, _ = gather_inputs(
                     draft, inputs, look_ahead, config, whole=self._is_whole, first_query=turn.first_query
                 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.config import DraftStep, HubConfig, LoadConfig, Positions, PrefillConfig
+from spec_stack.decode.proposer import propose
+from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.answer_parser import AnswerFormat
 from spec_stack.hf.architectures import end_token_ids, is_supported, max_positions, scoring_limit, text_config
 from spec_stack.hf.attention import install
@@ -26,6 +28,7 @@ from spec_stack.hf.precision import precision_of, skeleton, warm_up_quantized
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.hf.structured import Grammars
 from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.prefill.scoring import LookAhead
 from spec_stack.tokenizers.prompt_reader import PromptReader
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
 from spec_stack.tokenizers.translation import Translation
@@ -226,6 +229,10 @@ class ModelPair:
         if tokenization is None:
             return CachedModel(self.draft, index.prefill_chunk, self.vocabulary.num_target)
         return TranslatedDraft(index, self.translation, tokenization)
+
+    def greedy_look_ahead(self, draft: DraftModel) -> LookAhead:
+        """What the draft drafts greedily after a prompt, up to the target's end."""
+        return partial(propose, draft, sampler=Sampler(), end_ids=self.end_ids)
 
 
 def _check_loaded(**models: object) -> None:

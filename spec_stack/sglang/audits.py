@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from fastapi import Request
+from starlette.requests import Request
 
 from spec_stack.serve.audits import MAX_TOKENS, Audit, Audits, Words, words_in
 from spec_stack.serve.config import HttpConfig
