@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 
@@ -37,9 +39,9 @@ def test_what_comes_is_read_to_its_end_and_a_silent_pipe_is_named(
     ends: tuple[int, int],
     is_late: bool,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(module, "_SILENT_S", 0.05)
+    monkeypatch.setattr("sys.stderr", said := io.StringIO())
     reading, writing = ends
 
     def write() -> None:
@@ -47,9 +49,15 @@ def test_what_comes_is_read_to_its_end_and_a_silent_pipe_is_named(
             os.write(writing, part)
         os.close(writing)
 
+    def write_late() -> None:
+        end = monotonic() + 30
+        while "waiting for standard input" not in said.getvalue() and monotonic() < end:
+            sleep(0.01)
+        write()
+
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        writer = threading.Timer(0.4 if is_late else 0.0, write)
+        writer = threading.Thread(target=write_late)
         if is_late:
             writer.start()
         else:
@@ -57,7 +65,7 @@ def test_what_comes_is_read_to_its_end_and_a_silent_pipe_is_named(
         assert read_prompt(parsed()) == "first second"
         if is_late:
             writer.join()
-    assert ("waiting for standard input" in capsys.readouterr().err) == is_late
+    assert ("waiting for standard input" in said.getvalue()) == is_late
 
 
 def test_a_pipe_comes_before_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
