@@ -445,7 +445,8 @@ def _level(lines: Sequence[_Line], at: int, sections: Sequence[tuple[int, int]])
         if line.is_before_blank:
             is_heading = _HEADING.match(content) or (_FIRST_HEADING.match(content) and sections and sections[0][0])
         else:
-            is_heading = is_first and _HEADING.match(content) and lines[at + 1 : at + 2][0].content[:1] != "#"
+            is_over = at + 1 < len(lines) and not lines[at + 1].content.startswith("#")
+            is_heading = is_first and is_over and _HEADING.match(content)
         if is_heading:
             return content[:6].count("#")
     if line.is_text and is_first and not line.indent and not line.is_before_blank:

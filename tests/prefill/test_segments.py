@@ -18,7 +18,7 @@ from spec_stack.prefill.recall import recall
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import ChunkSegments, find_lines, line_borders, make_segments
 from spec_stack.prefill.selection import select
-from spec_stack.prefill.structure import LONGEST_UNIT
+from spec_stack.prefill.structure import LONGEST_UNIT, cut_text
 from tests.support import reference_segments
 
 LINES = PrefillConfig(chunk_size=4, keep_first=1, keep_last=2)
@@ -40,6 +40,98 @@ def test_units_part_a_text_without_gaps_and_none_is_too_long(pieces: list[str]) 
     assert borders[0] == 0
     assert borders[-1] == len(pieces)
     assert all(0 < stop - start <= LONGEST_UNIT for start, stop in itertools.pairwise(borders))
+
+
+# What other lines, above or below, are looked at for.
+_MARKS = (
+    *(
+        "## Heading",
+        "# Title",
+        "Title",
+        "=====",
+        "---",
+        "- item",
+        "1. Budget",
+        "(a) clause",
+        "x:",
+        "key: value",
+        "```py",
+        "```",
+    ),
+    *(
+        "~~~",
+        "<!--",
+        "-->",
+        "/*",
+        "*/",
+        "int a;",
+        "}",
+        "{",
+        "[",
+        "foo() {",
+        "#if 0",
+        "#else",
+        "#endif",
+        "cat <<EOF",
+        "EOF",
+    ),
+    *(
+        "| a | b |",
+        "|---|---|",
+        "a,b",
+        "1,2",
+        "> quoted",
+        "[server]",
+        "[[rules]]",
+        "name: z",
+        "--- a/x",
+        "+++ b/x",
+        "@@ -1 +1 @@",
+    ),
+    *(
+        "+a",
+        "\\section{A}",
+        "\\hline",
+        "<h3>T</h3>",
+        "<doc>",
+        "</doc>",
+        "Q: what?",
+        "10:41 Ada:",
+        "@dec",
+        'a, "b',
+        "x \\",
+    ),
+    *(
+        "def f(x):",
+        "It is not",
+        "true that",
+        "None of the following:",
+        ": def",
+        "foo.py",
+        "12: code",
+        "INSERT INTO x VALUES",
+        "",
+    ),
+)
+_lines_of_marks = st.lists(
+    st.tuples(
+        st.sampled_from(["", "  ", "    "]), st.sampled_from(_MARKS), st.sampled_from(["\n", "\n\n", "", "\r\n"])
+    ),
+    max_size=8,
+)
+
+
+@given(_lines_of_marks)
+def test_any_mix_of_marks_is_cut_without_gaps_also_at_the_end_of_a_text(parts: list[tuple[str, str, str]]) -> None:
+    text = "".join(itertools.chain.from_iterable(parts))
+    units = cut_text(text, lambda start, stop: stop - start)
+    assert "".join(text[unit.start : unit.stop] for unit in units) == text
+    assert all(-1 <= unit.head < len(units) and unit.head != at for at, unit in enumerate(units))
+
+
+def test_a_text_may_end_with_a_heading() -> None:
+    for text in ("## Two", "One.\n\n## Two", "One.\n\n## Two\n"):
+        assert "".join(texts_of(characters(text))) == text
 
 
 def test_a_sentence_ends_with_its_stops_and_a_line_with_its_breaks() -> None:
