@@ -11,31 +11,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 
 from spec_stack.prefill.long_lines import Size, cut_long
+from spec_stack.prefill.regions import ELSE, find_regions
 from spec_stack.prefill.sentences import SHORTEST_WRAPPED, continues, ends_sentence, is_prose, label_end, sentence_ends
+from spec_stack.prefill.tables import RULE, find_tables
+from spec_stack.prefill.text_lines import LONGEST_BLOCK, LONGEST_RECORD, Line, split_lines
 
 LONGEST_UNIT = 128
 """Most tokens of a segment; a longer one is cut (`long_lines.cut_long`)."""
-LONGEST_RECORD, LONGEST_BLOCK = 64, 32
-"""Most tokens of a record or a fenced block that is one unit, and of other blocks: blocks of code up to 64 tokens took
-the place of evidence at a keep rate of 0.1 (experiments/LOG.md, "Segments that mean something alone")."""
 LONGEST_HEAD = 48
 """Most tokens of a head; a longer one is not kept for others."""
 
-_BREAK = "(?:\\r\\n?|[\\n\\u2028\\u2029])"
-_ANY_BREAK = re.compile(_BREAK)
-_LINE = re.compile(f"[^\\n\\r\\u2028\\u2029]*+{_BREAK}?(?:[^\\S\\n\\r\\u2028\\u2029]*+{_BREAK})*+")
-# Regions: fenced blocks, here-documents, comments and branches of C.
-_FENCE, _FENCES = "```", ("```", "~~~")
-_HERE_DOCUMENT = re.compile("<<[-~]?\\s?[\"']?([A-Z][A-Z_]{1,20})\\b")
-_COMMENTS = {"/*": "*/", "<!--": "-->"}
-_BRANCH, _END_OF_BRANCH = re.compile("#\\s?if(?:n?def)?\\b"), re.compile("#\\s?endif\\b")
-_ELSE = re.compile("#\\s?el(?:se|if)\\b")
-_END_OF_ROW = re.compile("\\\\\\\\(?:\\s*\\\\(?:hline|midrule|bottomrule))?\\Z")
-_REST_OF_ROW = re.compile("[|\u2502,;]\\s*[|\u2502,;]")
 _OPENERS = ("{", "[", "(")
 # The first line of a record, which the next one names.
 _UNNAMED = re.compile("(?:- )?[\\[({]+|<\\w[^<>]{0,80}>")
@@ -95,19 +83,6 @@ _TOPIC = re.compile("\\d{1,3}[.)] \\S.{0,60}")
 # What begins with a time goes on in the lines that are indented below it.
 _COUNTED = re.compile("\\d[\\d.,]* [^\\W\\d]")
 _STAMP = re.compile("[\\[(]?\\d{1,4}[-:/.]\\d\\d")
-_RULE = re.compile(
-    "[-=+|:\u2500-\u257f\\s]*?(?:--|==|\u2500\u2500|\u2550\u2550)[-=+|:\u2500-\u257f\\s]*|"
-    "\\\\(?:hline|toprule|midrule|bottomrule)"
-)
-_QUOTED = re.compile('"[^"]*+"')
-_NO_CELLS = re.compile("[(){}\\[\\]<>=]|, ")
-_WIDE_BLANK = re.compile("\\S\\s{2,}+(?=\\S)")
-# Names of columns in a first row without a rule below it.
-_NAMES = re.compile("[^\\W\\d][^\\d(){}\\[\\]=<>]*+")
-_FEWEST_ROWS = 3
-# A cell in quotes may hold line breaks.
-_OPEN_CELL = re.compile('[,;\\t]"')
-_MOST_LINES_OF_ROW = 8
 # A pair of a record, such as a header of a letter, and the most of one.
 _PAIR = re.compile("\\*{0,2}([^\\W\\d][\\w ./()-]{0,40}+):\\*{0,2}\\s+\\S")
 _MOST_PAIRS = 16
@@ -125,36 +100,14 @@ class Unit:
     is_break: bool = False
 
 
-@dataclass
-class _Line:
-    """A line with the breaks that end it. content: without blanks at both ends. last: index of the last line that is
-    joined to it. head: index of the line that it needs, or -1. is_text: it may hold sentences. is_lead: it speaks of
-    the list below it. is_broken: its last sentence goes on in the next line."""
-
-    start: int
-    stop: int
-    indent: int
-    content: str
-    is_before_blank: bool
-    last: int
-    head: int = -1
-    is_text: bool = True
-    is_lead: bool = False
-    is_broken: bool = False
-
-    @cached_property
-    def is_prose(self) -> bool:
-        return self.is_text and is_prose(self.content)
-
-
 def cut_text(text: str, size: Size) -> list[Unit]:
     """The units of a text, in order and without gaps."""
-    lines = _lines(text)
+    lines = split_lines(text)
     _find_changes(lines)
     _find_continued(lines, size)
-    _find_tables(lines, size)
+    find_tables(lines, size)
     _find_records(lines)
-    _find_keys(lines, _find_regions(lines, size))
+    _find_keys(lines, find_regions(lines, size))
     _find_blocks(lines, size)
     _find_names(lines)
     _find_documents(lines)
@@ -174,85 +127,7 @@ def cut_text(text: str, size: Size) -> list[Unit]:
     return [_with_head(units, at, unit_of, size) for at in range(len(units))]
 
 
-def _lines(text: str) -> list[_Line]:
-    lines: list[_Line] = []
-    start, opened = 0, -1
-    for match in _LINE.finditer(text):
-        content = match[0].strip()
-        # Blank lines at the beginning belong to the first line.
-        if match.end() == start or (not content and match.end() < len(text)):
-            continue
-        indent = len(match[0]) - len(match[0].lstrip())
-        if content.startswith(">") and not content.startswith(">>> "):
-            # As deep as it is quoted.
-            indent += content[: len(content) - len(content.lstrip("> "))].count(">")
-        if content.count('"') % 2 and 0 <= opened >= len(lines) - _MOST_LINES_OF_ROW:
-            start, indent = lines[opened].start, lines[opened].indent
-            content = text[start : match.end()].strip()
-            del lines[opened:]
-            opened = -1
-        elif content.count('"') % 2:
-            opened = len(lines) if _OPEN_CELL.search(content) else -1
-        num_breaks = len(_ANY_BREAK.findall(match[0], len(match[0].rstrip())))
-        lines.append(_Line(start, match.end(), indent, content, num_breaks > 1, len(lines)))
-        start = match.end()
-    return lines
-
-
-def _find_regions(lines: Sequence[_Line], size: Size) -> dict[int, int]:
-    """The first and last lines of fenced blocks, comments, here-documents and branches of C. A short one is a unit."""
-    regions: dict[int, int] = {}
-    branches: list[tuple[int, bool]] = []
-    opened, closer = -1, ""
-    for at, line in enumerate(lines):
-        content = line.content
-        if content.startswith("#") and opened < 0:
-            # A branch without another one says little; one of them guards a file against being read twice.
-            if _BRANCH.match(content):
-                branches.append((at, content.endswith(" 0")))
-            elif _ELSE.match(content) and branches:
-                branches[-1] = (branches[-1][0], True)
-            elif _END_OF_BRANCH.match(content) and branches:
-                first, is_needed = branches.pop()
-                if is_needed:
-                    regions[first] = at
-        elif content.startswith(_FENCES) and (opened < 0 or closer != _FENCE):
-            opened, closer = at, _FENCE
-        elif opened < 0:
-            opened, closer = at, _closer(content)
-            opened = at if closer else -1
-        elif _closes(content, closer):
-            # Of comments of C, those that hold code.
-            inside = lines[opened : at + 1]
-            if closer != "*/" or 2 * sum(inner.content.endswith((";", "}")) for inner in inside[1:]) >= len(inside) - 1:
-                regions[opened] = at
-                for inner in inside:
-                    inner.is_text = False
-                if size(inside[0].start, line.stop) <= (LONGEST_RECORD if closer == _FENCE else LONGEST_BLOCK):
-                    del regions[opened]
-                    inside[0].last = at
-            opened = -1
-    return regions
-
-
-def _closer(content: str) -> str:
-    """What ends the comment or here-document that a line opens, or nothing."""
-    found = _HERE_DOCUMENT.search(content)
-    if found:
-        return found[1]
-    for opener, closer in _COMMENTS.items():
-        if content.startswith(opener) and closer not in content:
-            return closer
-    return ""
-
-
-def _closes(content: str, closer: str) -> bool:
-    if closer == _FENCE:
-        return content.startswith(_FENCES) and not content.strip("`~")
-    return content == closer or (closer in _COMMENTS.values() and closer in content)
-
-
-def _find_changes(lines: Sequence[_Line]) -> None:
+def _find_changes(lines: Sequence[Line]) -> None:
     """The lines of a change need its place, and that needs the line that names its file."""
     file = place = -1
     for at, line in enumerate(lines):
@@ -274,11 +149,11 @@ def _find_changes(lines: Sequence[_Line]) -> None:
         line.is_text = line.is_text and file == place == -1
 
 
-def _is_named(lines: Sequence[_Line], at: int) -> bool:
+def _is_named(lines: Sequence[Line], at: int) -> bool:
     return at + 1 < len(lines) and lines[at + 1].content.startswith("+++ ")
 
 
-def _find_continued(lines: Sequence[_Line], size: Size) -> None:
+def _find_continued(lines: Sequence[Line], size: Size) -> None:
     """A line that ends with a backslash goes on in the next."""
     start = 0
     while start < len(lines):
@@ -296,59 +171,7 @@ def _goes_on(content: str) -> bool:
     return content.endswith("\\") and not content.endswith(("\\\\", "|\\"))
 
 
-def _find_tables(lines: Sequence[_Line], size: Size) -> None:
-    """The rows of a table need its first row, with the rule below it."""
-    start = 0
-    while start < len(lines):
-        grid, stop = _grid(lines[start]), start + 1
-        while grid and stop < len(lines) and not lines[stop - 1].is_before_blank and _grid(lines[stop]) == grid:
-            stop += 1
-        if stop - start >= _FEWEST_ROWS:
-            rows = lines[start:stop]
-            num_rows, first = _rows_of_head(rows), 0
-            for at, row in enumerate(rows):
-                is_rest = at > num_rows and (_REST_OF_ROW.match(row.content) or row.indent > rows[0].indent)
-                row.is_text, row.indent = False, rows[0].indent
-                first = first if is_rest else at
-                if is_rest and size(rows[first].start, row.stop) <= LONGEST_RECORD:
-                    rows[first].last = start + at
-                elif num_rows and at >= num_rows:
-                    row.head = start + first if is_rest else start
-            rows[0].last = start + max(0, num_rows - 1)
-        start = stop
-
-
-def _grid(line: _Line) -> str:
-    """What separates the cells of a line, and how often; empty for no row."""
-    content = line.content
-    if not line.is_text or content[:1] in ("{", "<"):
-        return ""
-    # Rows of LaTeX
-    if (content[:1] == "\\" and _RULE.fullmatch(content)) or ("&" in content and _END_OF_ROW.search(content[-40:])):
-        return "&"
-    is_rule = _RULE.fullmatch(content) is not None
-    if "|" in content or "\u2502" in content or (is_rule and "  " not in content):
-        return "|"
-    bare = _QUOTED.sub("", content)
-    for sign in "\t;,":
-        if count := bare.count(sign):
-            return f"{sign}{count}" if sign == "\t" or not _NO_CELLS.search(bare) else ""
-    return "  " if is_rule or len(_WIDE_BLANK.findall(content)) >= 2 else ""
-
-
-def _rows_of_head(rows: Sequence[_Line]) -> int:
-    """How many first rows of a table are its head."""
-    rules = [at for at, row in enumerate(rows[:4]) if _RULE.fullmatch(row.content)]
-    if rules and rules != [0]:
-        return (rules[0] or rules[1]) + 1
-    has_numbers = [any(map(str.isdigit, row.content)) for row in rows[1:6]]
-    if not any(has_numbers) or not _NAMES.fullmatch(rows[0].content):
-        return 0
-    # Units stand below the names.
-    return 1 + (not has_numbers[0] and len(rows) > _FEWEST_ROWS and all(has_numbers[1:]))
-
-
-def _find_records(lines: Sequence[_Line]) -> None:
+def _find_records(lines: Sequence[Line]) -> None:
     """The pairs of a record need its first one; a record ends at a blank line, or where its first key comes again."""
     pairs = [
         _PAIR.match(line.content) if line.is_text and line.head < 0 and not line.indent else None for line in lines
@@ -370,7 +193,7 @@ def _find_records(lines: Sequence[_Line]) -> None:
         start = stop
 
 
-def _find_keys(lines: Sequence[_Line], regions: Mapping[int, int]) -> None:
+def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
     """Lines need what they stand below: a key, a line that speaks of a list, a heading, the first line of a region."""
     keys: list[int] = []
     sections: list[tuple[int, int]] = []
@@ -437,7 +260,7 @@ def _find_keys(lines: Sequence[_Line], regions: Mapping[int, int]) -> None:
             sections = [each for each in sections if not each[0]]
 
 
-def _level(lines: Sequence[_Line], at: int, sections: Sequence[tuple[int, int]]) -> int:
+def _level(lines: Sequence[Line], at: int, sections: Sequence[tuple[int, int]]) -> int:
     """How deep the section is that a line names, the outermost 1; 0 for another line."""
     line, content = lines[at], lines[at].content
     is_first = not at or lines[at - 1].is_before_blank
@@ -451,14 +274,12 @@ def _level(lines: Sequence[_Line], at: int, sections: Sequence[tuple[int, int]])
             return content[:6].count("#")
     if line.is_text and is_first and not line.indent and not line.is_before_blank:
         rule = lines[at + 1].content if at + 1 < len(lines) else ""
-        if _UNDERLINE.fullmatch(rule) and len(content) <= len(rule) + 2 and not _RULE.fullmatch(content):
+        if _UNDERLINE.fullmatch(rule) and len(content) <= len(rule) + 2 and not RULE.fullmatch(content):
             line.last = at + 1
             return "=-".find(rule[0]) + 1 or len("=-") + 1
     section = _SECTION.fullmatch(content)
     if section is None:
-        is_branch = (
-            sections and not sections[0][0] and lines[sections[0][1]].content[:1] == "#" and _ELSE.match(content)
-        )
+        is_branch = sections and not sections[0][0] and lines[sections[0][1]].content[:1] == "#" and ELSE.match(content)
         return int(bool(is_branch))
     if section[1]:
         return int(section[1][1])
@@ -467,7 +288,7 @@ def _level(lines: Sequence[_Line], at: int, sections: Sequence[tuple[int, int]])
     return 1 if _STARTS_ANEW.match(content) else 7
 
 
-def _is_lead(line: _Line, following: _Line) -> bool:
+def _is_lead(line: Line, following: Line) -> bool:
     """Whether a line speaks of the list or the line that follows."""
     content = line.content
     is_above = following is not line and following.indent >= line.indent
@@ -486,7 +307,7 @@ def _is_lead(line: _Line, following: _Line) -> bool:
     return line.is_lead
 
 
-def _goes_on_below(line: _Line, following: _Line) -> bool:
+def _goes_on_below(line: Line, following: Line) -> bool:
     """Whether lines that are indented below a line go on with it: of an item, a clause or a log."""
     content = line.content
     if _STAMP.match(content) or following.content.startswith("at "):
@@ -504,14 +325,14 @@ def _goes_on_below(line: _Line, following: _Line) -> bool:
     return _ITEM.match(content) is not None or (is_clause and (is_item or following.is_prose))
 
 
-def _is_below(key: _Line, line: _Line) -> bool:
+def _is_below(key: Line, line: Line) -> bool:
     """Whether a line belongs to a key by its indentation; items of a list need none."""
     is_over = key.is_lead or (key.content.endswith(":") and not key.content.startswith("- "))
     is_beside = line.indent == key.indent and is_over and _ITEM.match(line.content) is not None
     return line.indent > key.indent or is_beside
 
 
-def _is_caption(line: _Line, following: _Line) -> bool:
+def _is_caption(line: Line, following: Line) -> bool:
     if not line.is_text or line.is_before_blank or len(line.content) > _LONGEST_CAPTION:
         return False
     # "1. Budget" over what was said of it
@@ -521,7 +342,7 @@ def _is_caption(line: _Line, following: _Line) -> bool:
     return bool(is_file or is_topic or _CAPTION.fullmatch(line.content))
 
 
-def _is_scope(lines: Sequence[_Line], at: int) -> bool:
+def _is_scope(lines: Sequence[Line], at: int) -> bool:
     """Whether a line names a scope of code and lines are indented below it, maybe behind a bracket on a line alone."""
     line = lines[at]
     below = next((each for each in lines[at + 1 : at + 3] if each.content != "{"), line)
@@ -533,7 +354,7 @@ def _opens(content: str) -> bool:
     return content.endswith(_OPENERS) or _UNNAMED.fullmatch(content) is not None
 
 
-def _find_blocks(lines: Sequence[_Line], size: Size) -> None:
+def _find_blocks(lines: Sequence[Line], size: Size) -> None:
     """Join short blocks: a line, those that are indented below it, and the bracket or tag that closes them."""
     ends = list(range(len(lines)))
     # From the right, lines of which each is indented less than the one before it.
@@ -568,7 +389,7 @@ def _find_blocks(lines: Sequence[_Line], size: Size) -> None:
         at = line.last + 1
 
 
-def _find_names(lines: Sequence[_Line]) -> None:
+def _find_names(lines: Sequence[Line]) -> None:
     """The lines of a record of several units need the line that names it."""
     # Records that are not over, each with the line that names it or -1.
     records: list[list[int]] = []
@@ -585,7 +406,7 @@ def _find_names(lines: Sequence[_Line]) -> None:
         _tell(lines, *record)
 
 
-def _find_documents(lines: Sequence[_Line]) -> None:
+def _find_documents(lines: Sequence[Line]) -> None:
     """The blocks of a document in a stream of YAML need the line that names it."""
     documents = [0, *(at + 1 for at, line in enumerate(lines) if line.content == "---"), len(lines)]
     for start, stop in pairwise(documents) if len(documents) > 2 else ():
@@ -599,14 +420,14 @@ def _find_documents(lines: Sequence[_Line]) -> None:
                 lines[at].head = name
 
 
-def _tell(lines: Sequence[_Line], record: int, name: int) -> None:
+def _tell(lines: Sequence[Line], record: int, name: int) -> None:
     """Let a record's first line need the line that names it, and that what the first line needed."""
     top = _top(lines, name, record)
     if name > lines[record].last and lines[top].head == record:
         lines[top].head, lines[record].head = lines[record].head, name
 
 
-def _top(lines: Sequence[_Line], at: int, below: int = -1) -> int:
+def _top(lines: Sequence[Line], at: int, below: int = -1) -> int:
     """The last of the heads that a line needs, up to one that needs a certain line."""
     for _ in range(_DEEPEST):
         if lines[at].head in (-1, below):
@@ -615,7 +436,7 @@ def _top(lines: Sequence[_Line], at: int, below: int = -1) -> int:
     return at
 
 
-def _last_line(lines: Sequence[_Line], at: int) -> int:
+def _last_line(lines: Sequence[Line], at: int) -> int:
     """The last line of the unit or paragraph that begins with a line."""
     if lines[at].last > at or not (lines[at].is_prose or _is_rest(lines[at])):
         return lines[at].last
@@ -632,7 +453,7 @@ def _last_line(lines: Sequence[_Line], at: int) -> int:
     return at
 
 
-def _find_broken(lines: Sequence[_Line]) -> None:
+def _find_broken(lines: Sequence[Line]) -> None:
     """In a paragraph of which most lines begin with small letters, a long line without a stop goes on in the next."""
     start = 0
     while start < len(lines):
@@ -647,7 +468,7 @@ def _find_broken(lines: Sequence[_Line]) -> None:
         start = stop
 
 
-def _is_rest(line: _Line) -> bool:
+def _is_rest(line: Line) -> bool:
     """Whether a line that begins with a number may be of a paragraph."""
     return line.is_text and _COUNTED.match(line.content) is not None and is_prose(f"x {line.content}")
 

@@ -1,0 +1,67 @@
+"""The lines of a text, with what is found about each (`structure`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from spec_stack.prefill.sentences import is_prose
+
+LONGEST_RECORD, LONGEST_BLOCK = 64, 32
+"""Most tokens of a record or a fenced block that is one unit, and of other blocks: blocks of code up to 64 tokens took
+the place of evidence at a keep rate of 0.1 (experiments/LOG.md, "Segments that mean something alone")."""
+
+_BREAK = "(?:\\r\\n?|[\\n\\u2028\\u2029])"
+_ANY_BREAK = re.compile(_BREAK)
+_LINE = re.compile(f"[^\\n\\r\\u2028\\u2029]*+{_BREAK}?(?:[^\\S\\n\\r\\u2028\\u2029]*+{_BREAK})*+")
+# A cell in quotes may hold line breaks.
+_OPEN_CELL = re.compile('[,;\\t]"')
+_MOST_LINES_OF_ROW = 8
+
+
+@dataclass
+class Line:
+    """A line with the breaks that end it. content: without blanks at both ends. last: index of the last line that is
+    joined to it. head: index of the line that it needs, or -1. is_text: it may hold sentences. is_lead: it speaks of
+    the list below it. is_broken: its last sentence goes on in the next line."""
+
+    start: int
+    stop: int
+    indent: int
+    content: str
+    is_before_blank: bool
+    last: int
+    head: int = -1
+    is_text: bool = True
+    is_lead: bool = False
+    is_broken: bool = False
+
+    @cached_property
+    def is_prose(self) -> bool:
+        return self.is_text and is_prose(self.content)
+
+
+def split_lines(text: str) -> list[Line]:
+    lines: list[Line] = []
+    start, opened = 0, -1
+    for match in _LINE.finditer(text):
+        content = match[0].strip()
+        # Blank lines at the beginning belong to the first line.
+        if match.end() == start or (not content and match.end() < len(text)):
+            continue
+        indent = len(match[0]) - len(match[0].lstrip())
+        if content.startswith(">") and not content.startswith(">>> "):
+            # As deep as it is quoted.
+            indent += content[: len(content) - len(content.lstrip("> "))].count(">")
+        if content.count('"') % 2 and 0 <= opened >= len(lines) - _MOST_LINES_OF_ROW:
+            start, indent = lines[opened].start, lines[opened].indent
+            content = text[start : match.end()].strip()
+            del lines[opened:]
+            opened = -1
+        elif content.count('"') % 2:
+            opened = len(lines) if _OPEN_CELL.search(content) else -1
+        num_breaks = len(_ANY_BREAK.findall(match[0], len(match[0].rstrip())))
+        lines.append(Line(start, match.end(), indent, content, num_breaks > 1, len(lines)))
+        start = match.end()
+    return lines
