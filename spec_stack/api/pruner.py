@@ -142,6 +142,9 @@ class Pruner:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("a Pruner needs the draft's tokenizer, a fast one: it gives character offsets")
         self._pair = ModelPair.assemble(draft, draft, tokenizer)
+        self._configure(config)
+
+    def _configure(self, config: PrefillConfig) -> None:
         self._pair.check_heads(config)
         self.config = replace(config, granularity="lines", scoring_queries="prompt", positions="contiguous")
 
@@ -187,8 +190,9 @@ class Pruner:
         model = open_alone(draft, precision, device).load()
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(str(draft if tokenizer is None else tokenizer))
-        pair = ModelPair.assemble(model, model, tokenizer)
-        return cls(model, tokenizer, calibrated(config, draft, calibration, pair, is_pair=False))
+        pruner = cls(model, tokenizer, config)
+        pruner._configure(calibrated(config, draft, calibration, pruner._pair, is_pair=False))
+        return pruner
 
     @property
     def tokenizer(self) -> Any:
