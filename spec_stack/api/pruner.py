@@ -429,7 +429,7 @@ class PrunerConversation:
                 inputs, _ = gather_inputs(
                     draft, inputs, look_ahead, config, whole=self._is_whole, first_query=turn.first_query
                 )
-                draft.rollback(draft.next_position - len(token_ids))
+                draft.rollback(max(0, draft.next_position - len(token_ids)))
                 return inputs
         except BaseException as error:
             # A forward that is cancelled between two layers leaves whole pieces; only a recurrent state is lost.
@@ -509,7 +509,7 @@ def _config_of(
         return replace(config, keep_rate=0.5, sparse_prefill="on")
     if keep_rate is not None:
         return replace(config, keep_rate=keep_rate, sparse_prefill="on")
-    return replace(config, sparse_prefill="auto")
+    return config
 
 
 def _contents(messages: Prunable) -> tuple[list[Message], list[list[_Part]]]:

@@ -69,11 +69,10 @@ class RequestPool:
         try:
             for _ in range(2):
                 await asyncio.to_thread(self.start)
-                pool = self._pool
-                future: Future[ProcessedRequest] = pool.schedule(_process, work, timeout=_WALL_FACTOR * cpu_s)
                 # An idle worker's death breaks the pool.
                 with suppress(BrokenProcessPool):
-                    return await result_of(pool, future)
+                    pool = self._pool
+                    return await result_of(pool, schedule(pool, work, _WALL_FACTOR * cpu_s))
         except (ProcessExpired, TimeoutError) as error:
             raise BadRequestError(
                 f"the request takes more than {cpu_s:.1f} s of work or {config.max_prepare_bytes >> 20} MiB of memory "
@@ -86,6 +85,15 @@ class RequestPool:
         context.set_forkserver_preload(list(_PRELOADED))
         num_workers = min(_MAX_WORKERS, max(2, os.cpu_count() or 1))
         return ProcessPool(num_workers, _MAX_TASKS, _start_worker, (self._settings,), context)
+
+
+def schedule(pool: ProcessPool, work: tuple[object, ...], timeout_s: float) -> Future[ProcessedRequest]:
+    """Give the pool a request. Raises BrokenProcessPool if it broke or was stopped since it was last looked at."""
+    try:
+        future: Future[ProcessedRequest] = pool.schedule(_process, work, timeout=timeout_s)
+    except RuntimeError as error:
+        raise BrokenProcessPool("the pool no longer takes tasks") from error
+    return future
 
 
 async def result_of(pool: ProcessPool, future: Future[ProcessedRequest]) -> ProcessedRequest:

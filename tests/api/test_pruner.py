@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from spec_stack import PrefillConfig, Pruner, PruneResult, SpecStackConfig, SpecStackGenerator
+from spec_stack.config import SparsePrefill
 from spec_stack.hf.loading import ASSETS
 from tests.support import models
 
@@ -52,6 +53,18 @@ def test_no_budget_is_exceeded_by_the_rest_of_a_segment_at_an_end(pruner: Pruner
     for question, numbers in budgets.items():
         for most in numbers:
             assert pruner.prune(messages, max_tokens=most, question=question).num_kept_tokens <= most
+
+
+@pytest.mark.parametrize(
+    ("switch", "shortest", "prunes"), [("on", 1 << 20, True), ("auto", 1 << 20, False), ("off", 1, False)]
+)
+def test_its_configuration_switches_it_on_and_off(switch: SparsePrefill, shortest: int, prunes: bool) -> None:
+    config = PrefillConfig(sparse_prefill=switch, min_prompt_tokens=shortest)
+    own = Pruner.from_pretrained(device="cpu", config=config)
+    result = own.prune(CODE, question=QUESTION)
+    assert (result.num_kept_tokens < result.num_tokens) is prunes
+    # A call's own amount goes before it.
+    assert own.prune(CODE, question=QUESTION, keep_rate=0.5).num_kept_tokens < 0.6 * result.num_tokens
 
 
 @pytest.mark.parametrize("as_chat", [False, True])

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 from pebble import ProcessPool
 
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.process_pool import RequestPool, result_of
+from spec_stack.serve.process_pool import RequestPool, result_of, schedule
 from spec_stack.serve.protocol import BadRequestError
 from tests.serve.hostile import CHAT, chat, schema
 
@@ -46,6 +46,15 @@ def test_a_task_that_a_breaking_pool_took_is_not_waited_for() -> None:
     pool.join()
     with pytest.raises(BrokenProcessPool):
         asyncio.run(asyncio.wait_for(result_of(pool, Future()), 30))
+
+
+def test_a_pool_that_ended_since_it_was_looked_at_is_named_broken() -> None:
+    pool = ProcessPool(1, context=multiprocessing.get_context("forkserver"))
+    pool.schedule(int).result(60)
+    pool.stop()
+    pool.join()
+    with pytest.raises(BrokenProcessPool):
+        schedule(pool, (), 1.0)
 
 
 def test_a_request_that_takes_too_long_ends_its_worker_and_no_other_request(pool: RequestPool) -> None:
