@@ -20,7 +20,7 @@ from spec_stack.hf.processors import make_warp
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from tests.support import reference
-from tests.support.models import make_model, random_prompt
+from tests.support.models import disturbed, make_model, random_prompt
 from tests.support.nightly import others_nightly
 from tests.support.scoring import score_prompt
 
@@ -44,17 +44,6 @@ class RandomGamma(Policy):
 
     def observe(self, record: StepRecord) -> None:
         self.records.append(record)
-
-
-def disturbed(model: PreTrainedModel, scale: float) -> PreTrainedModel:
-    """A copy that mostly agrees with the model."""
-    twin = make_model(seed=1)
-    twin.load_state_dict(model.state_dict())
-    torch.manual_seed(11)
-    with torch.no_grad():
-        for weight in twin.parameters():
-            weight.add_(scale * torch.randn_like(weight))
-    return twin
 
 
 DRAFTS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
