@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,16 @@ from scipy.stats import chisquare
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.controller.base import Policy
+from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.decode.clock import Clock, Phase
+from spec_stack.decode.loop import decode
+from spec_stack.decode.proposer import DecodeRequest, Proposer
 from spec_stack.decode.sampler import Sampler
+from spec_stack.decode.stopping import StopChecker
+from spec_stack.hf.attention import install
+from spec_stack.hf.model import CachedModel
+from spec_stack.types import Proposal, Selection
 from tests.support.models import make_model, make_tokenizer
 
 _NEGLIGIBLE = 1e-6
@@ -90,6 +98,29 @@ def chain_model(table: Sequence[Sequence[float]]) -> LlamaForCausalLM:
         model.lm_head.weight.zero_()
         model.lm_head.weight[:, :size] = logs.T / math.sqrt(hidden)
     return model
+
+
+def chain_tokens(
+    tables: Sequence[Sequence[Sequence[float]]],
+    source: str,
+    prompt: Sequence[int],
+    num_tokens: int,
+    policy: Policy,
+    sampler: Sampler,
+    proposer: type[Proposer] = Proposer,
+) -> Iterator[int]:
+    """The real loop over two chains, the target's table first. source: who proposes."""
+    models = [chain_model(table) for table in tables]
+    for model in models:
+        install(model)
+    target, draft = (CachedModel(model, 64) for model in models)
+    request = DecodeRequest(
+        prompt_ids=prompt, sampler=sampler, stopper=StopChecker(num_tokens, ()), end_ids=(), proposer=source,
+        precision="fp32", clock=StoppedClock(),
+    )  # fmt: skip
+    whole, drafts = Selection(prompt, range(len(prompt)), len(prompt)), proposer(request, draft, NgramPolicy())
+    for output in decode(request, target, whole, Proposal(), policy, drafts):
+        yield from output.token_ids
 
 
 def tiny_pair(kind: str = "same") -> tuple[SpecStackGenerator, list[int]]:
