@@ -248,8 +248,8 @@ def test_the_keep_rate_header_prunes_any_length_and_the_bodys_options_hold_again
         return said["kept_tokens"] < said["prompt_tokens"] / 2, said["reason"]
 
     assert report("0.3")[0]
-    assert report("1") == (False, "off: sparse_prefill is 'off'")
-    assert report("0.3", sparse_prefill="off") == (False, "off: sparse_prefill is 'off'")
+    assert report("1") == (False, 'off: sparse_prefill="off" leaves the target dense')
+    assert report("0.3", sparse_prefill="off") == (False, 'off: sparse_prefill="off" leaves the target dense')
     assert report("0.3", keep_rate=0.4)[1].startswith("off: the prompt is shorter than min_prompt_tokens")
     for bad in ("0", "2", "nan", "half", ""):
         status, answer = asked(bad)
