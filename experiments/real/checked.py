@@ -4,7 +4,7 @@ Prompts of eleven kinds with known answers, three multi-hop sets, agents' turns 
 from a seed of their own. Of each: the draft's greedy answer under the whole prompt, the share of its attention that
 falls on what keep rates drop, and its log-probabilities under what they leave, token by token; the target's greedy
 answer under the whole prompt, its loss there and under the same kept tokens, and the target's own answer to them. Kept
-tokens stand at their original positions.
+tokens stand at their original positions. Of a draft with another tokenizer the share alone is measured.
 
 Lost is an answer that is right when dense and wrong when pruned; where no answer is known, or the dense one is not
 right, a loss over `LOST_NATS` a token. The target reads the highest rate only where the one before drops `SURE` or more
@@ -20,7 +20,6 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import process_time
@@ -41,8 +40,6 @@ from experiments.real.scoring import add_pair_arguments, measure_with
 from experiments.real.settings import calibrated
 from spec_stack import PrefillConfig
 from spec_stack.bench.rows import Row, Rows
-from spec_stack.decode.proposer import propose
-from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.hf.model import CachedModel
@@ -170,19 +167,24 @@ class Bench:
         encoded = encode_messages(pair.tokenizer, asked.messages)
         text, ids = pair.reader.with_pieces(pair.read(encoded)), encoded.token_ids
         row: Row = {"kind": asked.kind, "num_tokens": len(ids), "answers": list(asked.answers)}
-        draft, clock = pair.new_draft_cache(chunk), _Clock()
-        inputs, _ = gather_inputs(draft, ScoringInputs(text), lambda *_: Proposal(), self._config)
+        tokenization, problem = pair.tokenize_for_draft(ids)
+        if problem:
+            raise ValueError(problem)
+        draft, clock = pair.draft_in_target_vocab(pair.new_draft_cache(chunk), tokenization), _Clock()
+        inputs, _ = gather_inputs(draft, ScoringInputs(text), lambda *_: Proposal(), self._config, tokenization)
         row["scoring_s"] = clock.lap()
         answering = self._config.answering
-        look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=pair.end_ids)
-        attention, _ = run_draft(draft, inputs, look_ahead, answering)
+        attention, _ = run_draft(draft, inputs, pair.greedy_look_ahead(draft), answering, tokenization)
         inputs = replace(inputs, answer_attention=attention.importance(answering))
         row["look_ahead_s"] = clock.lap()
-        draft.rollback(draft.next_position - len(ids) + 1)
-        logits = [draft.forward(ids[-1:], [len(ids) - 1], 1)[-1]]
-        answer, _ = self._answer(draft, logits, DRAFTED)
-        whole = torch.stack(logits).float().log_softmax(-1)
-        row["answer_s"], row["drafted"] = clock.lap(), pair.tokenizer.decode(answer)
+        # Another tokenizer's tokens have no place in the target's numbering.
+        answer = whole = None
+        if isinstance(draft, CachedModel):
+            draft.rollback(draft.next_position - len(ids) + 1)
+            logits = [draft.forward(ids[-1:], [len(ids) - 1], 1)[-1]]
+            answer, _ = self._answer(draft, logits, DRAFTED)
+            whole = torch.stack(logits).float().log_softmax(-1)
+            row["answer_s"], row["drafted"] = clock.lap(), pair.tokenizer.decode(answer)
         target = pair.open_target(chunk)
         rows = [target.forward(ids, range(len(ids)), 1)[-1]]
         row["dense_s"] = clock.lap()
@@ -193,13 +195,14 @@ class Bench:
         for rate in RATES:
             kept = select(inputs, replace(self._config, keep_rate=rate)).positions
             token_ids = [ids[at] for at in kept]
-            clock.lap()
-            reader, num_tokens, end = pair.new_draft_cache(chunk, pair.positions), len(answer), len(ids)
-            forced, at = [*token_ids, *answer[:-1]], [*kept, *range(end, end + num_tokens - 1)]
-            part = reader.forward(forced, at, num_tokens).float().log_softmax(-1)
-            told: Row = {"num_kept": len(kept), "reading_s": clock.lap()}
+            told: Row = {"num_kept": len(kept)}
             told["dropped"] = round(dropped_attention(inputs, kept, self._config), 4)
-            told["signals"] = statistics(whole, part, answer)
+            if answer is not None and whole is not None:
+                clock.lap()
+                reader, num_tokens, end = pair.new_draft_cache(chunk, pair.positions), len(answer), len(ids)
+                forced, at = [*token_ids, *answer[:-1]], [*kept, *range(end, end + num_tokens - 1)]
+                part = reader.forward(forced, at, num_tokens).float().log_softmax(-1)
+                told |= {"reading_s": clock.lap(), "signals": statistics(whole, part, answer)}
             if rate < RATES[-1] or dropped >= SURE:
                 answers = asked.answers if row["is_right"] else ()
                 told |= self._pruned(answers, token_ids, kept, len(ids), dense)
@@ -261,6 +264,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--texts", type=Path, required=True, help="folder of fetch_texts.py")
     parser.add_argument("--num-tokens", type=int, default=2048, help="length of the prompts, about (%(default)s)")
+    parser.add_argument("--most-tokens", type=int, default=1 << 20, help="longer prompts are left out (none)")
     add_row_arguments(parser)
     add_out_argument(parser)
     arguments = parser.parse_args()
@@ -278,6 +282,8 @@ def main() -> None:
         for asked in left:
             if not rows.has_time:
                 break
+            if len(encode_messages(pair.tokenizer, asked.messages).token_ids) > arguments.most_tokens:
+                continue
             row = rows.add(asked.name, ARM, bench.row(asked))
             told = [f"{SIGNALS['dropped attention'](row[str(rate)]):.2f}" for rate in RATES]
             print(asked.name, row["num_tokens"], row["is_right"], told, row["dense_s"], flush=True)

@@ -140,7 +140,10 @@ def _aurocs(rows: Sequence[Row], rates: Sequence[float]) -> dict[str, Any]:
     labels, prompts = [is_lost(row, rate) for _, row, rate in cells], [at for at, _, _ in cells]
     found: dict[str, Any] = {"prompts": len(set(prompts)), "cells": len(cells), "lost": sum(labels)}
     if any(labels):
-        for name, signal in SIGNALS.items():
+        # The others need the draft's log-probabilities.
+        measured = SIGNALS if all("signals" in row[str(rate)] for _, row, rate in cells) else [DROPPED]
+        for name in measured:
+            signal = SIGNALS[name]
             found[name] = _auroc_interval([signal(row[str(rate)]) for _, row, rate in cells], labels, prompts)
     return found
 

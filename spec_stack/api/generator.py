@@ -145,7 +145,7 @@ class SpecStackGenerator(GenerationMixin):
         calibration : str, Path or bool, optional
             A file from `spec-stack calibrate` for this pair. It replaces defaults of `PrefillConfig`; values set in
             `config` stay. None uses the one that is saved for this draft, or else the one shipped for it, if any;
-            False uses none. "auto" makes one where there is none: 12 short prompts choose the scoring heads, once.
+            False uses none. "auto" makes one where there is none: a few short prompts choose the scoring heads, once.
         device_map : str or mapping, optional
             Placement of the target's modules by transformers and accelerate, instead of `device`. A name ("auto")
             applies to the draft too.

@@ -151,18 +151,23 @@ def _gain(
 ) -> str:
     """What is gained over the default, by prompts that chose nothing; empty for nothing. layers: that run, of all."""
     held_out = [at for at, case in enumerate(cases) if case.task.is_guard]
+    # Those that choose are judged by heads of other families.
+    for own in (held_out, [at for at in range(len(cases)) if at not in held_out]):
+        recalls = ([_mean_recall(needs[at]) for at in own] for needs in (chosen, default))
+        mine, usual = (_balanced([cases[at] for at in own], each) if own else 0.0 for each in recalls)
+        if mine < usual - _TIE:
+            return ""
     ours, theirs = ([needs[at] for at in held_out] for needs in (chosen, default))
-    if sum(map(_mean_recall, ours)) < sum(map(_mean_recall, theirs)) - _TIE * len(held_out):
-        return ""
-    kept, usual = recall(ours, _USUAL), recall(theirs, _USUAL)
+    kept, kept_by_default = recall(ours, _USUAL), recall(theirs, _USUAL)
     smaller = [f"{100 * rate:.3g}% of {length} tokens" for length, rate in curve if rate < _USUAL]
     gains = [f"it keeps {' and '.join(smaller)} in place of {_USUAL:.0%}"] if smaller else []
     if layers[0] < layers[1]:
         gains.append(f"{layers[0]} of the draft's {layers[1]} layers run")
-    if not gains and kept <= usual:
+    if not gains and kept <= kept_by_default:
         return ""
     gains.append(
-        f"{kept:.0%} of {len(held_out)} held-out prompts keep their evidence at {_USUAL:.0%}, by default {usual:.0%}"
+        f"{kept:.0%} of {len(held_out)} held-out prompts keep their evidence at {_USUAL:.0%}, by default "
+        f"{kept_by_default:.0%}"
     )
     return f"Gained over the default: {'; '.join(gains)}."
 

@@ -19,7 +19,7 @@ class CalibrateConfig:
         "of the prompts, in tokens; the shortest one chooses, the others tell how much to keep of longer prompts",
     )
     prompts: int = option(
-        80,
+        88,
         "prompts of the shortest length, about two to a document; of every other a quarter as many; more are surer",
         1,
     )

@@ -48,7 +48,11 @@ def default_documents() -> dict[str, list[str]]:
 
 def lines_of(medium: str, texts: Mapping[str, Sequence[str]], size: int, rng: random.Random) -> list[str]:
     """Lines of about `size` characters: generated, or of one of the medium's texts."""
-    lines = _GENERATED[medium](rng) if medium in _GENERATED else _from_a_line(texts[medium], rng)
+    return of_size(_GENERATED[medium](rng) if medium in _GENERATED else _from_a_line(texts[medium], rng), size)
+
+
+def of_size(lines: Iterator[str], size: int) -> list[str]:
+    """The first lines, of about `size` characters."""
     taken: list[str] = []
     while size > 0:
         taken.append(next(lines))

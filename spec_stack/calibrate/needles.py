@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import random
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from string import Template
 
-from spec_stack.calibrate.documents import PEOPLE, PORTS, flight_record, lines_of, log_stamp
+from spec_stack.calibrate.documents import PEOPLE, PORTS, flight_record, lines_of, log_stamp, of_size
 
 Span = tuple[int, int]
 _FILE = tomllib.loads(Path(__file__).with_name("needles.toml").read_text(encoding="utf-8"))
 _NUMBERS: Mapping[str, Sequence[int]] = _FILE.pop("numbers")
 _POOLS: Mapping[str, Sequence[str]] = {"person": PEOPLE, "port": PORTS, **_FILE.pop("pools")}
 _REPEATED = 24
+ALIKE = "alike"
 
 
 @dataclass(frozen=True)
@@ -85,18 +87,23 @@ class Wording:
         lines = [fields.fill(line.lstrip("\n")) for line in self.evidence]
         others = [fields.fill(line) for line in self.others]
         question = fields.fill(self.question)
-        while self.repeated and len(others) < _REPEATED - 1:
+        if self.repeated:
+            others += islice(self.alike(question, rng), _REPEATED - 1)
+        return Needle(tuple(lines), question, tuple(others))
+
+    def alike(self, question: str, rng: random.Random) -> Iterator[str]:
+        """Lines of the same template, for other values than the question's, without end."""
+        while True:
             other = _Fields(rng)
             line = other.fill(self.evidence[0])
             # The same question has one answer.
             if other.fill(self.question) != question:
-                others.append(line)
-        return Needle(tuple(lines), question, tuple(others))
+                yield line
 
 
 @dataclass(frozen=True)
 class Family:
-    """Needles of one kind. medium: the surrounding text."""
+    """Needles of one kind. medium: the surrounding text; `ALIKE` is lines of the needle's own template."""
 
     medium: str
     needles: Sequence[Wording]
@@ -116,7 +123,10 @@ def make_prompt_text(kind: str, number: int, seed: int, texts: Mapping[str, Sequ
     """
     rng = random.Random(f"{seed}/{kind}/{number}/{size}")
     family = FAMILIES[kind]
-    needle = family.needles[number % len(family.needles)].needle(rng)
+    wording = family.needles[number % len(family.needles)]
+    needle = wording.needle(rng)
+    if family.medium == ALIKE:
+        return hide(needle, of_size(wording.alike(needle.question, rng), size), rng)
     return hide(needle, lines_of(family.medium, texts, size, rng), rng)
 
 

@@ -12,7 +12,7 @@ from spec_stack.calibrate.search import Progress, calibrate
 from spec_stack.engine.pair import ModelPair
 from spec_stack.prefill.calibration import Calibration
 
-QUICK = CalibrateConfig(lengths=(1024,), prompts=12)
+QUICK = CalibrateConfig(lengths=(1024,), prompts=24)
 """What `experiments/LOG.md`, "Calibration at load", measured."""
 # Of what it finds, the heads alone: so few prompts choose no keep rate.
 _LEFT_OUT = ("keep_rate", "min_prompt_tokens")
@@ -35,7 +35,7 @@ def calibrate_heads(
 
 def calibrate_at_load(pair: ModelPair, file: Path) -> Calibration:
     """`calibrate_heads`, saved to `file`, for the next load; the log says so."""
-    logger.warning("this draft has no calibration: 12 short prompts find its scoring heads, once, for %s", file)
+    logger.warning("this draft has no calibration: 24 short prompts find its scoring heads, once, for %s", file)
     found = calibrate_heads(pair)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -228,7 +228,7 @@ def _add_calibrate(commands: Any) -> None:
         "--out", type=Path, help="file or folder for the result (default: the draft's folder, or the hub's cache)"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="12 prompts of 1,024 tokens choose the heads alone, in a minute or two"
+        "--quick", action="store_true", help="24 prompts of 1,024 tokens choose the heads alone, in a minute or two"
     )
     what = (
         "share of lost answers: also find the largest max_dropped_attention whose upper 95 %% bound stays under it. "
@@ -390,7 +390,7 @@ def _add_placement(parser: Any) -> None:
     parser.add_argument(
         "--calibration",
         type=lambda text: False if text == _NONE else text,
-        help="file of `spec-stack calibrate`, or none; auto makes one where none is known, from 12 short prompts "
+        help="file of `spec-stack calibrate`, or none; auto makes one where none is known, from a few short prompts "
         "(default: the draft's saved or shipped one)",
     )
 

@@ -6,15 +6,14 @@ import warnings
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.engine.request import Call
 from tests.support import reference
+from tests.support.enumeration import assert_law
 from tests.support.forwards import forwards_of, sizes_of
 from tests.support.models import make_model, random_prompt
 
@@ -116,11 +115,7 @@ def test_every_sample_has_the_targets_distribution(target: PreTrainedModel, draf
     for seed in range(0, 300, 3):
         result = generator.generate(input_ids=prompt, max_tokens=2, temperature=1.0, seed=seed, n=3, gamma=2)
         counts.update(tuple(choice.token_ids) for choice in result.others)
-    cells = [cell for cell, weight in law.items() if weight * 200 >= 5]
-    observed = np.array([counts[cell] for cell in cells], dtype=float)
-    expected = np.array([law[cell] for cell in cells]) * counts.total()
-    rest = counts.total() - observed.sum(), counts.total() - expected.sum()
-    assert chisquare(np.append(observed, rest[0]), np.append(expected, rest[1])).pvalue > 1e-3
+    assert_law(counts, law)
 
 
 def test_equal_samples_and_junk_are_refused(embedded: SpecStackGenerator) -> None:

@@ -580,8 +580,9 @@ def test_restored_tokens_see_through_windows_by_position(name: str) -> None:
     assert num_restored > 100
 
 
-def test_an_error_in_a_turn_of_a_recurrent_model_costs_no_more_than_time() -> None:
-    models = tiny_architectures.make_model("Qwen3.5"), tiny_architectures.make_model("Qwen3.5", disturbed=True)
+@pytest.mark.parametrize("name", ["Qwen3.5", "Llama"])
+def test_an_error_in_a_turn_costs_no_more_than_time(name: str) -> None:
+    models = tiny_architectures.make_model(name), tiny_architectures.make_model(name, disturbed=True)
     generator = SpecStackGenerator(*models, config=SpecStackConfig(PrefillConfig(keep_rate=1.0)))
     prompt = random_prompt(40, vocab=tiny_architectures.VOCAB)
     session = generator.session()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -108,15 +107,6 @@ def test_an_awaited_stream_refuses_at_once_and_is_closed_with_the_loop(
 
     assert asyncio.run(first()).finish_reason is None
     assert len(session.generate(input_ids=random_prompt(20), max_tokens=3).token_ids) == 3
-
-
-def test_what_a_tokenizer_returns_can_be_handed_on(embedded: SpecStackGenerator) -> None:
-    inputs = embedded.tokenizer(PROMPT, return_tensors="pt")
-    assert set(inputs) == {"input_ids", "attention_mask"}
-    expected = embedded.generate(PROMPT, max_tokens=8).token_ids
-    assert embedded.generate(**inputs, max_tokens=8).token_ids == expected
-    outputs: Iterator[StepOutput] = embedded.stream(**inputs, max_tokens=8)
-    assert [token_id for output in outputs for token_id in output.token_ids] == expected
 
 
 @pytest.mark.parametrize(("before", "behind"), [(3, 0), (0, 2), (2, 2)])

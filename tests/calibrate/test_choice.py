@@ -44,7 +44,7 @@ def judged_of(task: Task, heads: Sequence[int], default: bool = False) -> Scored
     return ScoredPrompt(torch.tensor(HEADS), shares, scores, costs, wanted, sizes)
 
 
-def cases_of(finds: Finds, lengths: Sequence[int] = (2048,), default: bool = False, count: int = 80) -> list[Case]:
+def cases_of(finds: Finds, lengths: Sequence[int] = (2048,), default: bool = False, count: int = 88) -> list[Case]:
     return [Case(task, judged_of(task, finds(task), default)) for task in plan(lengths, count)]
 
 
@@ -75,9 +75,9 @@ def test_the_needed_share_keeps_the_evidence_and_so_does_every_larger_one(
 
 
 def test_the_plan_goes_through_all_families_and_shapes_and_keeps_every_fourth_document_out_of_the_choice() -> None:
-    tasks = plan((2048, 4096, 8192), 80)
+    tasks = plan((2048, 4096, 8192), 88)
     first = [task for task in tasks if task.num_tokens == 2048]
-    assert len(first) == 80
+    assert len(first) == 88
     documents = list(dict.fromkeys((task.kind, task.number) for task in first))
     assert [kind for kind, _ in documents[: len(FAMILIES)]] == list(FAMILIES)
     assert len({(task.kind, task.number, task.is_guard) for task in first}) == len(documents)
@@ -85,14 +85,14 @@ def test_the_plan_goes_through_all_families_and_shapes_and_keeps_every_fourth_do
         own = [task for task in first if task.is_guard == guard]
         assert {task.kind for task in own} == set(FAMILIES)
         assert {task.shape for task in own} == set(SHAPES)
-    assert 0.15 < sum(task.is_guard for task in first) / 80 < 0.35
+    assert 0.15 < sum(task.is_guard for task in first) / 88 < 0.35
     # The prompts of a document follow each other, and begin with it.
     assert [key for key, _ in groupby(first, lambda task: (task.kind, task.number))] == documents
     others = [task for task in tasks if task.num_tokens > 2048]
     assert all(task.is_guard for task in others)
-    assert [sum(task.num_tokens == length for task in others) for length in (4096, 8192)] == [20, 20]
-    assert tasks == plan((8192, 2048, 4096), 80)
-    assert plan((2048,), 200)[:80] == first
+    assert [sum(task.num_tokens == length for task in others) for length in (4096, 8192)] == [22, 22]
+    assert tasks == plan((8192, 2048, 4096), 88)
+    assert plan((2048,), 200)[:88] == first
 
 
 def test_a_family_is_judged_by_heads_that_it_has_not_chosen() -> None:
@@ -119,7 +119,7 @@ def test_the_heads_that_find_are_chosen_and_no_layer_behind_them_is_run() -> Non
     assert {HEADS[row] for row in good[:2]} & set(config.scoring_heads)
     assert max(layer for layer, _ in config.scoring_heads) <= 3
     assert (config.scoring_queries, config.head_reduction, config.granularity) == ("prompt", "mean", "lines")
-    assert choice.notes[0].startswith("Of 80 prompts of 2048 tokens, 100% keep all evidence at 0.04; 0% under")
+    assert choice.notes[0].startswith("Of 88 prompts of 2048 tokens, 100% keep all evidence at 0.04; 0% under")
     # The last line says in words what is gained.
     assert re.fullmatch(
         r"Gained over the default: it keeps 4% of 2048 tokens in place of 20%; [34] of the draft's 6 layers run; "
@@ -128,8 +128,16 @@ def test_the_heads_that_find_are_chosen_and_no_layer_behind_them_is_run() -> Non
     )
 
 
-@pytest.mark.parametrize("heads", [(lambda task: [] if task.is_guard else [8, 9]), (lambda task: [])])
-def test_a_choice_that_keeps_less_than_the_default_on_held_out_prompts_gains_nothing(heads: Finds) -> None:
+@pytest.mark.parametrize(
+    "heads",
+    [
+        (lambda task: [] if task.is_guard else [8, 9]),
+        (lambda task: []),
+        # A family is found by its own heads alone, which no prompts of other kinds would choose.
+        (lambda task: [list(FAMILIES).index(task.kind), len(FAMILIES) + list(FAMILIES).index(task.kind)]),
+    ],
+)
+def test_a_choice_that_keeps_less_than_the_default_on_other_prompts_gains_nothing(heads: Finds) -> None:
     choice = choose(cases_of(heads, default=True), 0.1)
     assert choice.settings == {}
     assert choice.notes[-1] == "It gains nothing over the default, which stays."

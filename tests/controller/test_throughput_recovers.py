@@ -17,6 +17,7 @@ from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.step_times import StepCost
 from spec_stack.controller.throughput import Throughput
+from spec_stack.controller.tuning import TUNING
 
 SHIPPED = Path(spec_stack.__file__).parent / "assets" / "draft" / "spec_stack_predictor.json"
 VERIFY_S, PER_TOKEN_S = 3e-3, 0.7e-3
@@ -81,6 +82,12 @@ def test_drafting_comes_back_after_a_stretch_in_which_it_did_not_pay() -> None:
     assert 1 <= sum(gamma > 0 for gamma in machine.gammas[-250:]) <= 20
     machine.speed(500)
     assert sum(machine.gammas[-100:]) / 100 > usual / 2
+
+
+def test_a_plain_step_is_measured_again_now_and_then_while_drafting_pays() -> None:
+    machine = Machine(Throughput())
+    machine.speed(800)
+    assert 1 <= machine.gammas[200:].count(0) <= 600 / TUNING.plain_every
 
 
 @pytest.mark.parametrize("policy", [Throughput, partial(SpecKV, predictor=SHIPPED)])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -10,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
+from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext
 from spec_stack.config import ScoringQueries
 from spec_stack.decode.proposer import entropy_and_confidence, propose
 from spec_stack.decode.sampler import Sampler
@@ -20,42 +19,10 @@ from spec_stack.hf.processors import make_warp
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from tests.support import reference
-from tests.support.models import make_model, random_prompt
+from tests.support.controller_data import RandomGamma
+from tests.support.models import disturbed, make_model, random_prompt
 from tests.support.nightly import others_nightly
 from tests.support.scoring import score_prompt
-
-
-class RandomGamma(Policy):
-    """A policy that proposes 0 to 8 tokens and sometimes stops early."""
-
-    name = "random"
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self.contexts: list[StepContext] = []
-        self.records: list[StepRecord] = []
-
-    def choose(self, context: StepContext) -> int:
-        self.contexts.append(context)
-        return self._rng.randint(0, 8)
-
-    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return self._rng.random() < 0.8
-
-    def observe(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-
-def disturbed(model: PreTrainedModel, scale: float) -> PreTrainedModel:
-    """A copy that mostly agrees with the model."""
-    twin = make_model(seed=1)
-    twin.load_state_dict(model.state_dict())
-    torch.manual_seed(11)
-    with torch.no_grad():
-        for weight in twin.parameters():
-            weight.add_(scale * torch.randn_like(weight))
-    return twin
-
 
 DRAFTS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
     "random": lambda target: make_model(seed=2),

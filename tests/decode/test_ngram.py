@@ -15,17 +15,11 @@ from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
 from spec_stack.controller.ngram import NgramPolicy, NgramToken
 from spec_stack.controller.simple import Fixed
 from spec_stack.controller.tuning import TUNING
-from spec_stack.decode.loop import decode
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
-from spec_stack.decode.proposer import DecodeRequest, Proposer
 from spec_stack.decode.sampler import Sampler
-from spec_stack.decode.stopping import StopChecker
-from spec_stack.hf.attention import install
-from spec_stack.hf.model import CachedModel
-from spec_stack.types import Proposal, Selection
 from tests.support import reference
 from tests.support.controller_data import step
-from tests.support.enumeration import StoppedClock, chain_model, exact_law
+from tests.support.enumeration import chain_tokens, exact_law
 from tests.support.models import make_model, random_prompt
 from tests.support.nightly import others_nightly
 from tests.support.reference_lookup import chain_law
@@ -182,26 +176,6 @@ class StopsWhereInDoubt(Fixed):
         return signals.confidence[-1] > 0.5
 
 
-def run(proposer: str, prompt: list[int], num_tokens: int, policy: Fixed, sampler: Sampler) -> list[int]:
-    models = [chain_model(TARGET), chain_model(DRAFT)]
-    for model in models:
-        install(model)
-    target, draft = (CachedModel(model, 64) for model in models)
-    request = DecodeRequest(
-        prompt_ids=prompt, sampler=sampler, stopper=StopChecker(num_tokens, ()), end_ids=(), proposer=proposer,
-        precision="fp32", clock=StoppedClock(),
-    )  # fmt: skip
-    steps = decode(
-        request,
-        target,
-        Selection(prompt, range(len(prompt)), len(prompt)),
-        Proposal(),
-        policy,
-        Proposer(request, draft, NgramPolicy()),
-    )
-    return [token for output in steps for token in output.token_ids]
-
-
 @pytest.mark.parametrize(
     ("proposer", "policy", "num_tokens"),
     [
@@ -217,7 +191,11 @@ def test_sampled_tokens_have_exactly_the_targets_law_whoever_proposes(
     proposer: str, policy: Fixed, num_tokens: int
 ) -> None:
     prompt = [0, 1, 0, 1, 2, 0, 1]
-    law = exact_law(lambda sampler: run(proposer, prompt, num_tokens, policy, sampler), grid=4)
+
+    def run(sampler: Sampler) -> list[int]:
+        return list(chain_tokens((TARGET, DRAFT), proposer, prompt, num_tokens, policy, sampler))
+
+    law = exact_law(run, grid=4)
     expected = chain_law(TARGET, prompt[-1], num_tokens)
     assert set(law) == set(expected)
     for outcome, chance in expected.items():

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_stack.decode.stopping import StopChecker, TextStream
@@ -45,6 +45,7 @@ def test_stop_strings_cut_alike_however_the_tokens_are_stepped(steps: list[list[
         assert text == whole[:first]
 
 
+@settings(max_examples=40)
 @given(steps_of_tokens, st.integers(1, 12), st.sets(st.integers(0, 4), max_size=2))
 def test_max_tokens_and_end_tokens_cut_inside_a_step(steps: list[list[int]], limit: int, end_ids: set[int]) -> None:
     flat = [token for step in steps for token in step]

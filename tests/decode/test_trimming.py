@@ -9,15 +9,10 @@ from itertools import islice
 import pytest
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext
-from spec_stack.controller.ngram import NgramPolicy
-from spec_stack.decode.loop import decode
-from spec_stack.decode.proposer import DecodeRequest, Proposer
+from spec_stack.decode.proposer import Proposer
 from spec_stack.decode.sampler import Sampler
-from spec_stack.decode.stopping import StopChecker
-from spec_stack.hf.attention import install
-from spec_stack.hf.model import CachedModel
-from spec_stack.types import Proposal, Selection
-from tests.support.enumeration import StoppedClock, chain_model, exact_law
+from spec_stack.types import Proposal
+from tests.support.enumeration import chain_tokens, exact_law
 
 # Tokens: 0 and 1 are the example's, 2 comes before them, 3 begins the prompt.
 TARGET = [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0.7, 0.3, 0, 0], [0, 0, 1, 0]]
@@ -48,20 +43,9 @@ class TrimsAfterLooking(Proposer):
 
 def law_after_two(source: str, proposer: type[Proposer] = Proposer) -> dict[int, float]:
     """The law of the token that follows token 2."""
-    models = [chain_model(TARGET), chain_model(DRAFT)]
-    for model in models:
-        install(model)
 
     def run(sampler: Sampler) -> list[int]:
-        target, draft = (CachedModel(model, 64) for model in models)
-        prompt = [3, 3]
-        request = DecodeRequest(
-            prompt_ids=prompt, sampler=sampler, stopper=StopChecker(4, ()), end_ids=(), proposer=source,
-            precision="fp32", clock=StoppedClock(),
-        )  # fmt: skip
-        whole, drafts = Selection(prompt, range(len(prompt)), len(prompt)), proposer(request, draft, NgramPolicy())
-        steps = decode(request, target, whole, Proposal(), TwoAtMost(), drafts)
-        tokens = (token for output in steps for token in output.token_ids)
+        tokens = chain_tokens((TARGET, DRAFT), source, [3, 3], 4, TwoAtMost(), sampler, proposer)
         # What is drawn after the second token makes more ways, and changes none of its chances.
         return list(islice(tokens, 1, 2))
 

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import PreTrainedModel
 
-from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.verify import verify
 from spec_stack.hf.processors import make_warp
 from spec_stack.types import Proposal
 from tests.support import reference
-from tests.support.models import make_model, make_tokenizer
+from tests.support.enumeration import assert_law, exact_law, tiny_pair
 from tests.support.nightly import others_nightly
 
 
@@ -126,15 +124,33 @@ def test_rejection_sampling_has_the_enumerated_law(gamma: int, in_order: bool) -
     law = reference.speculative_law(target, draft)
     # With a shaper rows are judged one by one.
     counts = observed_law(target, draft, 6000, make_sampler(5, RecordedPrefixes() if in_order else None))
-    assert set(counts) <= set(law)
-    expected = np.array(list(law.values())) * 6000
-    observed = np.array([counts[outcome] for outcome in law])
-    common = expected >= 5
-    rest = (observed[~common].sum(), expected[~common].sum())
-    observed, expected = np.append(observed[common], rest[0]), np.append(expected[common], rest[1])
-    if expected[-1] == 0:
-        observed, expected = observed[:-1], expected[:-1]
-    assert chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-3
+    assert_law(counts, law)
+
+
+# Rows that are accepted in part: half of token 0 is rejected, and two tokens may replace it.
+TARGET = torch.tensor([[0.4, 0.3, 0.3], [0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
+DRAFT = torch.tensor([[0.8, 0.1, 0.1], [0.5, 0.5, 0.0]])
+
+
+@pytest.mark.parametrize("is_chosen", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize(("gamma", "grid"), [(1, 40), (2, 4)])
+def test_every_way_through_a_verification_has_exactly_the_law(
+    gamma: int, grid: int, in_order: bool, is_chosen: bool
+) -> None:
+    target = TARGET[: gamma + 1]
+    draft = torch.eye(3)[[1, 2][:gamma]] if is_chosen else DRAFT[:gamma]
+    if is_chosen and gamma == 2:
+        target = TARGET[[1, 1, 2]]
+
+    def run(sampler: Sampler) -> tuple[int, ...]:
+        sampler.shaper = RecordedPrefixes() if in_order else None
+        drafted = [sampler.pick(row) for row in draft]
+        verification = verify(target.log(), Proposal(drafted, None if is_chosen else draft), sampler)
+        return *drafted[: verification.num_accepted], verification.next_token
+
+    expected = reference.speculative_law(target.numpy(), draft.numpy())
+    assert exact_law(run, grid) == pytest.approx({outcome: chance for outcome, chance in expected.items() if chance})
 
 
 def test_the_enumerated_law_is_the_targets_own_at_the_first_token() -> None:
@@ -159,11 +175,11 @@ def test_chosen_tokens_are_judged_exactly_too() -> None:
     target = random_rows(3, 8)
     sampler = make_sampler(9)
     logits = torch.tensor(target).log().float()
-    firsts = Counter()
+    firsts: Counter[int] = Counter()
     for _ in range(6000):
         verification = verify(logits, Proposal([1, 0]), sampler)
         firsts[1 if verification.num_accepted else verification.next_token] += 1
-    assert chisquare([firsts[token] for token in range(3)], target[0] * 6000).pvalue > 1e-3
+    assert_law(firsts, dict(enumerate(target[0])))
 
 
 def pair_law(model: PreTrainedModel, kept: list[int], positions: list[int], start: int) -> np.ndarray:
@@ -181,25 +197,6 @@ def pair_law(model: PreTrainedModel, kept: list[int], positions: list[int], star
     return law
 
 
-def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
-    """Two models of next to no words, a prompt of 40 tokens for them."""
-    target_tokenizer = make_tokenizer("a b c ab ca")
-    tokenizers = {"draft_tokenizer": target_tokenizer}
-    if kind == "other":
-        # b, c and a are common; of its proposals none can be ab or ca.
-        tokenizers = {"draft_tokenizer": make_tokenizer("c a cb b")}
-    sizes = (5, {"same": 5, "narrower": 4, "wider": 7, "other": 4}[kind])
-    models = [make_model(seed=seed, vocab=vocab) for seed, vocab in zip((1, 2), sizes, strict=True)]
-    for model in models:
-        model.lm_head.weight.data.mul_(0.25)
-    config = SpecStackConfig(
-        PrefillConfig(keep_rate=0.4, look_ahead=3, chunk_size=4, keep_last=1, granularity="chunks")
-    )
-    letters = "".join("abc"[index] for index in np.random.default_rng(0).integers(3, size=80))
-    prompt = target_tokenizer(letters).input_ids[:40]
-    return SpecStackGenerator(*models, target_tokenizer, config=config, **tokenizers), prompt
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pruned", "kind"),
@@ -215,7 +212,7 @@ def test_sampled_text_of_the_real_loop_has_the_targets_distribution(pruned: bool
     """Three tokens, so that the plain first step, drafted tokens, corrections and bonus tokens all take part; with
     pruning also the look-ahead as the first proposal, judged over the pruned cache. The draft's vocabulary may be
     narrower or wider than the target's, or another one."""
-    generator, prompt = make_pair(kind)
+    generator, prompt = tiny_pair(kind)
     options = {"gamma": 2, "sparse_prefill": "on" if pruned else "off", "max_tokens": 3, "temperature": 1.0}
     read: list[int] = []
     handle = generator.target.register_forward_pre_hook(
@@ -228,11 +225,7 @@ def test_sampled_text_of_the_real_loop_has_the_targets_distribution(pruned: bool
     assert len(positions) == (16 if pruned else 40)
     law = pair_law(generator.target, [prompt[position] for position in positions], positions, 40)
 
-    num_draws, counts = 250, np.zeros((5, 5))
-    for seed in range(num_draws):
-        result = generator.generate(input_ids=prompt, seed=seed, **options)
-        counts[result.token_ids[1], result.token_ids[2]] += 1
-    common = law * num_draws >= 5
-    observed = np.append(counts[common], counts[~common].sum())
-    expected = np.append(law[common], law[~common].sum()) * num_draws
-    assert chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(250):
+        counts[tuple(generator.generate(input_ids=prompt, seed=seed, **options).token_ids[1:])] += 1
+    assert_law(counts, dict(np.ndenumerate(law)))

@@ -55,13 +55,6 @@ def test_a_draft_folder_without_a_tokenizer_has_the_targets(folders: tuple[Path,
         SpecStackGenerator.from_pretrained(*folders, device="cpu")
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_precision_sets_the_dtype_of_both_models(precision: str, dtype: torch.dtype) -> None:
-    pair = ModelPair.load(precision=precision, device="cpu")
-    assert (pair.target.dtype, pair.draft.dtype, pair.precision) == (dtype, dtype, precision)
-    assert SpecStackGenerator.from_pretrained(precision=precision, device="cpu").generate("x", max_tokens=5).token_ids
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

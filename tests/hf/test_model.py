@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 
@@ -40,14 +40,6 @@ def test_sparse_prefill_equals_a_plain_forward_at_the_original_positions(family:
     assert (model.num_cached, model.next_position) == (len(KEPT) + 6, 66)
 
 
-def test_prompt_and_proposal_in_one_forward_equal_two_forwards() -> None:
-    prompt, proposal = random_prompt(40), random_prompt(5, seed=3)
-    one, two = CachedModel(SHARED["llama"], 4096), CachedModel(SHARED["llama"], 4096)
-    together = one.forward(prompt + proposal, range(45), 6)
-    first = two.forward(prompt, range(40), 1)
-    torch.testing.assert_close(together, torch.cat([first, two.forward(proposal, range(40, 45), 5)]), **TOLERANCE)
-
-
 @pytest.mark.parametrize("num_logits", [1, 3, 9])
 def test_pieces_give_the_last_logits_asked_for(num_logits: int) -> None:
     prompt = random_prompt(30)
@@ -55,26 +47,6 @@ def test_pieces_give_the_last_logits_asked_for(num_logits: int) -> None:
     pieces = CachedModel(SHARED["llama"], 4).forward(prompt, range(30), num_logits)
     assert pieces.shape[0] == num_logits
     torch.testing.assert_close(pieces, whole, **TOLERANCE)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=8))
-def test_after_any_mix_of_forwards_and_rollbacks_the_cache_equals_a_fresh_prefill(steps: list[tuple[int, int]]) -> None:
-    prompt = random_prompt(20)
-    model = CachedModel(SHARED["llama"], 4096)
-    model.forward(prompt, range(20), 1)
-    tokens = list(prompt)
-    for step, (grow, back) in enumerate(steps):
-        block = random_prompt(grow, seed=step)
-        model.forward(block, range(len(tokens), len(tokens) + grow), grow)
-        back = min(back, grow)
-        model.rollback(back)
-        tokens = tokens + block[: grow - back]
-        assert (model.num_cached, model.next_position) == (len(tokens), len(tokens))
-    fresh = CachedModel(SHARED["llama"], 4096)
-    fresh.forward(tokens, range(len(tokens)), 1)
-    after = [model.forward([7], [len(tokens)], 1) for model in (model, fresh)]
-    torch.testing.assert_close(after[0], after[1], **TOLERANCE)
 
 
 def test_keeping_slots_leaves_a_cache_that_attends_to_them_only() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.logits_process import (
     ExponentialDecayLengthPenalty,
@@ -24,8 +23,9 @@ from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.bench.demo import hide_fact
 from spec_stack.hf.processors import is_shareable
 from tests.support import reference
+from tests.support.enumeration import assert_law, tiny_pair
 from tests.support.forwards import forwards_of, positions_of
-from tests.support.models import make_model, make_tokenizer, random_prompt
+from tests.support.models import disturbed, make_model, random_prompt
 from tests.support.nightly import others_nightly
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -75,17 +75,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def similar(model: PreTrainedModel) -> PreTrainedModel:
-    """A draft that is often right."""
-    twin = make_model(seed=1)
-    twin.load_state_dict(model.state_dict())
-    torch.manual_seed(11)
-    with torch.no_grad():
-        for weight in twin.parameters():
-            weight.add_(0.02 * torch.randn_like(weight))
-    return twin
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processors", "policy"),
@@ -97,7 +86,7 @@ def similar(model: PreTrainedModel) -> PreTrainedModel:
 def test_greedy_tokens_are_those_of_transformers_with_the_same_processors(
     processors: str, policy: str, target: PreTrainedModel
 ) -> None:
-    generator, plain = SpecStackGenerator(target, similar(target)), make_model(seed=1)
+    generator, plain = SpecStackGenerator(target, disturbed(target, 0.02)), make_model(seed=1)
     prompt = random_prompt(20)
     made = LogitsProcessorList(PROCESSORS[processors]())
     expected = reference.greedy(plain, prompt, 40, logits_processor=made)
@@ -130,7 +119,7 @@ def test_the_embedded_pairs_tokens_are_those_of_transformers_on_prompts_of_any_l
 
 @pytest.mark.slow
 def test_the_options_are_those_of_transformers(target: PreTrainedModel) -> None:
-    generator, plain = SpecStackGenerator(target, similar(target)), make_model(seed=1)
+    generator, plain = SpecStackGenerator(target, disturbed(target, 0.02)), make_model(seed=1)
     for ours, theirs in (
         ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
         ({"bad_words_ids": [[7], [3, 9]]}, {"bad_words_ids": [[7], [3, 9]]}),
@@ -148,7 +137,7 @@ def test_the_options_are_those_of_transformers(target: PreTrainedModel) -> None:
 
 def test_a_stateful_processor_is_driven_as_in_plain_generation(target: PreTrainedModel) -> None:
     processor, prompt = Counting(), random_prompt(20)
-    result = SpecStackGenerator(target, similar(target)).generate(
+    result = SpecStackGenerator(target, disturbed(target, 0.02)).generate(
         input_ids=prompt, max_tokens=30, gamma=4, logits_processor=processor
     )
     assert result.metrics.num_proposed > result.metrics.num_accepted
@@ -220,7 +209,7 @@ def positions_read(generator: SpecStackGenerator, **options: Any) -> list[int]:
 
 def test_after_sparse_prefill_processors_see_the_whole_prompt(target: PreTrainedModel) -> None:
     config = SpecStackConfig(PrefillConfig(granularity="chunks", keep_rate=0.3, chunk_size=8))
-    generator, prompt = SpecStackGenerator(target, similar(target), config=config), random_prompt(120)
+    generator, prompt = SpecStackGenerator(target, disturbed(target, 0.02), config=config), random_prompt(120)
     options: dict[str, Any] = {
         "input_ids": prompt,
         "sparse_prefill": "on",
@@ -236,7 +225,7 @@ def test_after_sparse_prefill_processors_see_the_whole_prompt(target: PreTrained
 
 
 def test_in_a_session_processors_see_the_whole_conversation(target: PreTrainedModel) -> None:
-    generator, plain = SpecStackGenerator(target, similar(target)), make_model(seed=1)
+    generator, plain = SpecStackGenerator(target, disturbed(target, 0.02)), make_model(seed=1)
     session, prompt = generator.session(), random_prompt(40)
     for turn in range(3):
         made = PROCESSORS["library"]()
@@ -247,20 +236,6 @@ def test_in_a_session_processors_see_the_whole_conversation(target: PreTrainedMo
         assert result.token_ids == expected
         prompt = [*prompt, *result.token_ids, *random_prompt(10, turn)]
     assert result.metrics.num_cached_tokens > 60
-
-
-def tiny_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
-    tokenizer = make_tokenizer("a b c ab ca")
-    other = make_tokenizer("c a cb b") if kind == "other" else tokenizer
-    models = [make_model(seed=seed, vocab=size) for seed, size in ((1, 5), (2, 4 if kind == "other" else 5))]
-    for model in models:
-        model.lm_head.weight.data.mul_(0.25)
-    config = SpecStackConfig(
-        PrefillConfig(keep_rate=0.4, granularity="chunks", look_ahead=3, chunk_size=4, keep_last=1)
-    )
-    letters = "".join("abc"[index] for index in np.random.default_rng(0).integers(3, size=80))
-    prompt = tokenizer(letters).input_ids[:40]
-    return SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=other), prompt
 
 
 @pytest.mark.slow
@@ -292,20 +267,7 @@ def test_sampled_tokens_have_the_enumerated_law_with_processors(pruned: bool, ki
     results = [generator.generate(seed=seed, **options) for seed in range(num_draws)]
     assert sum(result.metrics.num_accepted for result in results) > num_draws / 4
     counts = Counter(tuple(result.token_ids) for result in results)
-    assert set(counts) <= set(law)
-    _assert_law(counts, law, num_draws)
-
-
-def _assert_law(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float], num_draws: int) -> None:
-    common = [cell for cell, weight in law.items() if weight * num_draws >= 5]
-    rest = max(1 - sum(law[cell] for cell in common), 0.0)
-    observed = [counts[cell] for cell in common]
-    expected = [law[cell] * num_draws for cell in common]
-    if rest * num_draws > 1:
-        observed.append(num_draws - sum(observed))
-        expected.append(rest * num_draws)
-    expected = [each * sum(observed) / sum(expected) for each in expected]
-    assert chisquare(observed, expected).pvalue > 1e-3
+    assert_law(counts, law)
 
 
 def test_what_leaves_no_token_or_another_shape_is_an_error_that_names_it(target: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from time import monotonic, sleep
 from typing import Any
 
@@ -37,7 +37,7 @@ class Client:
     def __init__(self, url: str, name: str) -> None:
         self._http = httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {name}"}, timeout=120)
         self._name, self.errors, self.outcomes = name, list[str](), Counter[str]()
-        self.short_s: list[float] = []
+        self.short_s, self.taken_s = list[float](), list[float]()
 
     def run(self, end: float) -> None:
         bodies: list[dict[str, Any]] = [SHORT, {**SHORT, "stream": True}, SHORT, self._long()]
@@ -52,8 +52,9 @@ class Client:
     def _send(self, body: dict[str, Any]) -> None:
         began = monotonic()
         response = self._http.post(CHAT, json=body)
+        self.taken_s.append(monotonic() - began)
         if body == SHORT:
-            self.short_s.append(monotonic() - began)
+            self.short_s.append(self.taken_s[-1])
         self.outcomes[response.headers["x-spec-stack-reason"].partition(" ")[0]] += 1
         is_whole = response.content == b"".join(EVENTS) if "stream" in body else "choices" in response.json()
         if response.status_code != 200 or not is_whole:
@@ -120,12 +121,18 @@ def main() -> None:
                 sleep(0.2)
         before = both(upstream.url, url)
         clients = [Client(url, f"client {at}") for at in range(arguments.clients)]
-        memory_mb = [psutil.Process(proxy.pid).memory_info().rss // 1_000_000]
-        end = monotonic() + 60 * arguments.minutes
+        begin = monotonic()
+        end = begin + 60 * arguments.minutes
+        memory_mb = {}
         with ThreadPoolExecutor(arguments.clients + 1) as pool:
             health_s = pool.submit(send_dots, url, end) if arguments.dots else None
-            list(pool.map(lambda client: client.run(end), clients))
-        memory_mb.append(psutil.Process(proxy.pid).memory_info().rss // 1_000_000)
+            running = [pool.submit(client.run, end) for client in clients]
+            # From a tenth of the time on, when all caches have been filled once.
+            for share in (0.1, 0.25, 0.5, 0.75, 1.0):
+                sleep(max(0.0, begin + share * (end - begin) - monotonic()))
+                memory_mb[share] = psutil.Process(proxy.pid).memory_info().rss // 1_000_000
+            for each in running:
+                each.result()
         afterwards = both(upstream.url, url)
         errors = [error for client in clients for error in client.errors]
         figures = {
@@ -133,6 +140,7 @@ def main() -> None:
             "longest_health_s": None if health_s is None else round(max(health_s.result()), 2),
             "num_errors": len(errors),
             "errors": errors[:5],
+            "p99_s": round(quantiles([taken for client in clients for taken in client.taken_s], n=100)[98], 3),
             "short_under_load_ms": round(1000 * median(taken for client in clients for taken in client.short_s), 1),
             "short_alone_before_ms": before,
             "short_alone_afterwards_ms": afterwards,

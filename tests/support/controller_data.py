@@ -6,7 +6,28 @@ import random
 from dataclasses import dataclass
 
 from spec_stack.bench.replay import Costs
-from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+
+
+class RandomGamma(Policy):
+    """A policy that proposes 0 to 8 tokens and sometimes stops early."""
+
+    name = "random"
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self.contexts: list[StepContext] = []
+        self.records: list[StepRecord] = []
+
+    def choose(self, context: StepContext) -> int:
+        self.contexts.append(context)
+        return self._rng.randint(0, 8)
+
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        return self._rng.random() < 0.8
+
+    def observe(self, record: StepRecord) -> None:
+        self.records.append(record)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.decode.proposer import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.attention import scored_layers
 from tests.support import reference, reference_architectures
+from tests.support.controller_data import RandomGamma
 from tests.support.forwards import forwards_of, positions_of
 from tests.support.scoring import token_importance
 from tests.support.tiny_architectures import CONFIGS, VOCAB, make_model, random_prompt
@@ -27,24 +28,6 @@ from tests.support.tiny_architectures import CONFIGS, VOCAB, make_model, random_
 # Longer than the sliding windows.
 NUM_PROMPT = 60
 KEPT = sorted({*range(0, 30, 3), *range(40, 47), 58, 59})
-
-
-class RandomGamma(Policy):
-    """A policy that proposes 0 to 8 tokens and sometimes stops early."""
-
-    name = "random"
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-
-    def choose(self, context: StepContext) -> int:
-        return self._rng.randint(0, 8)
-
-    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return self._rng.random() < 0.85
-
-    def observe(self, record: StepRecord) -> None:
-        pass
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,17 @@ def make_model(
     return model
 
 
+def disturbed(model: PreTrainedModel, scale: float) -> PreTrainedModel:
+    """A copy of a plain llama that mostly agrees with it."""
+    twin = make_model(seed=1)
+    twin.load_state_dict(model.state_dict())
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.add_(scale * torch.randn_like(weight))
+    return twin
+
+
 def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     return torch.randint(2, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 

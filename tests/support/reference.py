@@ -282,6 +282,8 @@ def speculative_law(target: np.ndarray, draft: np.ndarray) -> dict[tuple[int, ..
     law: dict[tuple[int, ...], float] = {}
     for drafted in itertools.product(range(vocab), repeat=gamma):
         weight = math.prod(draft[i, token] for i, token in enumerate(drafted))
+        if not weight:
+            continue
         for index, token in enumerate(drafted):
             accept = min(1.0, target[index, token] / draft[index, token])
             residual = np.maximum(target[index] - draft[index], 0)
