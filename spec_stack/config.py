@@ -38,8 +38,8 @@ ProposerName = Literal["auto", "model", "ngram", "both"]
 KNOWN_POLICIES: list[str] = []
 KNOWN_SCORERS: list[str] = []
 MAX_GAMMA = 16
-# Of HTTP requests to the proxy and to SGLang: a keep rate, and 1 for the whole prompt.
 KEEP_RATE_HEADER = "x-spec-stack-keep-rate"
+"""Of HTTP requests: a keep rate, which prunes prompts of any length; 1 is the whole prompt."""
 MAX_LOOKED_UP = 64
 """Most tokens of one look-up: they cost a verification, but no draft."""
 MAX_LOOK_AHEAD = 64
@@ -52,6 +52,18 @@ DEFAULT_MAX_TOKENS = 256
 """The number that max_tokens=None asks for where the models have positions for it."""
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 128
+
+
+def header_options(given: str | None) -> dict[str, Any]:
+    """The options that a request's KEEP_RATE_HEADER stands for. Raises ValueError."""
+    if given is None:
+        return {}
+    try:
+        keep_rate = float(given)
+    except ValueError:
+        keep_rate = math.nan
+    require(0 < keep_rate <= 1, f"{KEEP_RATE_HEADER} must be over 0 and at most 1; 1 is the whole prompt")
+    return {"sparse_prefill": "off"} if keep_rate == 1 else {"sparse_prefill": "on", "keep_rate": keep_rate}
 
 
 def how_to_install(extra: str) -> str:

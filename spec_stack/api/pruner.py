@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,9 @@ from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import OnProgress, Progress, RequestCancelled
-from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
+from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts, checked_message
 from spec_stack.hf.loading import ASSETS, load_tokenizer, name_of_model, open_alone
-from spec_stack.hf.prompt import Message, num_shared
+from spec_stack.hf.prompt import Message, num_shared, readable
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.check import told
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
@@ -41,8 +40,6 @@ _Part = tuple[int | None, str]
 _JOINT = "\n"
 # Most attempts to fit a selection into max_tokens, and the share of it that may be left.
 _MOST_TRIES, _UNUSED = 8, 0.02
-# Halves of characters, which no tokenizer reads: clients cut texts by UTF-16 units.
-_SURROGATE, _REPLACEMENT = re.compile("[\ud800-\udfff]"), "\ufffd"
 
 
 @dataclass(frozen=True)
@@ -376,7 +373,7 @@ class PrunerConversation:
         for kept, text in texts:
             joined[kept.message] = f"{joined[kept.message]}{_JOINT}{text}" if kept.message in joined else text
         written = "".join(each if isinstance(each, str) else joined.get(each, "") for each in prompt.parts)
-        written = _SURROGATE.sub(_REPLACEMENT, written)
+        written = readable(written)
         token_ids: list[int] = self._pair.tokenizer(written, add_special_tokens=False, verbose=False).input_ids
         return token_ids
 
@@ -449,8 +446,9 @@ class PrunerConversation:
             if not isinstance(each, str):
                 begins.append((each, len(written)))
             written += each if isinstance(each, str) else joined[each]
-        written = _SURROGATE.sub(_REPLACEMENT, written)
-        encoded = self._pair.tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self._pair.tokenizer(
+            readable(written), add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         token_ids = list(encoded.input_ids)
         starts, ends = ([span[side] for span in encoded.offset_mapping] for side in (0, 1))
         num_old = max(0, min(num_shared(self._token_ids, token_ids), len(token_ids) - 1))
@@ -519,16 +517,11 @@ def _contents(messages: Prunable) -> tuple[list[Message], list[list[_Part]]]:
     chat: list[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
     contents: list[list[_Part]] = []
     for message in chat:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {message!r} in it")
-        content = message.get("content") or []
+        content = checked_message(message, takes_media=True)["content"] or []
         if isinstance(content, str):
             contents.append([(None, content)])
-        elif isinstance(content, Sequence):
-            texts = [(at, part.get("text")) for at, part in enumerate(content) if isinstance(part, Mapping)]
-            contents.append([(at, text) for at, text in texts if isinstance(text, str)])
         else:
-            raise ValueError(f"a content must be a string or a list of parts, got {content!r}")
+            contents.append([(at, part["text"]) for at, part in enumerate(content) if "text" in part])
     if not any(contents):
         raise ValueError("there is no text to prune; give a text, or messages with some")
     return chat, contents
@@ -555,5 +548,6 @@ def _shortened(messages: Prunable, texts: Sequence[tuple[KeptText, str]]) -> Any
             shorter[kept.message]["content"] = text
         else:
             parts = shorter[kept.message]["content"] = list(shorter[kept.message]["content"])
-            parts[kept.part] = {**parts[kept.part], "text": text}
+            part = parts[kept.part]
+            parts[kept.part] = text if isinstance(part, str) else {**part, "text": text}
     return shorter

@@ -134,7 +134,9 @@ def _found(content: Any, place: Place) -> Iterator[tuple[str, Place]]:
     if isinstance(content, str):
         yield content, place
     for at, part in enumerate(_list(content)):
-        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        if isinstance(part, str):
+            yield part, (*place, at)
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
             yield part["text"], (*place, at, "text")
 
 

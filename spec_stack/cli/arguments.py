@@ -425,8 +425,10 @@ def read_prompt(arguments: argparse.Namespace) -> str:
         parts.append(read_document(arguments.file))
     elif str(arguments.file) == "-" or arguments.prompt in (None, "-") or _is_piped():
         parts.append(_standard_input("no prompt"))
+        if arguments.file is not None and arguments.prompt is not None and not parts[0].strip():
+            raise ValueError("standard input is empty; leave --file - out")
     if arguments.prompt not in (None, "-"):
-        parts.append(str(arguments.prompt))
+        parts.append(_checked_text(str(arguments.prompt), "the prompt"))
     prompt = "\n\n".join(part for part in parts if part)
     if not prompt.strip():
         raise ValueError("the prompt is empty")
@@ -464,11 +466,15 @@ def _standard_input(problem: str) -> str:
         raise ValueError(f"{problem}: give an argument, a file, or standard input")
     if stat.S_ISFIFO(_stdin_mode()) and not select.select([sys.stdin], [], [], _SILENT_S)[0]:
         sys.stderr.write("spec-stack: waiting for standard input to end (</dev/null where there is none)\n")
-    text = sys.stdin.read().removeprefix("\ufeff")
+    return _checked_text(sys.stdin.read().removeprefix("\ufeff"), "standard input")
+
+
+def _checked_text(text: str, name: str) -> str:
+    """A text that the shell gave. Raises ValueError for bytes that are not UTF-8, which Python reads as surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"standard input is not valid Unicode: {error}") from error
+        raise ValueError(f"{name} is not valid Unicode: {error}") from error
     return text
 
 

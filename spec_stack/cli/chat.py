@@ -40,10 +40,13 @@ def read_block(prompt: str, source: TextIO | None = None) -> str:
 
 
 def read_document(path: Path, newline: str | None = None) -> str:
-    """The text of a file, without a byte order mark; newline as for `open`. Raises ValueError if it cannot be read."""
+    """The text of a file, without a byte order mark; newline as for `open`. Raises ValueError if it cannot be read or
+    has no text."""
     try:
         with path.open(encoding="utf-8-sig", newline=newline) as file:
-            return file.read()
+            if (text := file.read()).strip():
+                return text
+            raise ValueError(f"{path} is empty; leave it out, or name another file")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

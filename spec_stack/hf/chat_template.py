@@ -179,15 +179,17 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         messages = list(messages)
     if not messages:
         raise ValueError("messages is empty; give at least one {'role': ..., 'content': ...}")
-    return [_checked_message(message) for message in messages]
+    return [checked_message(message) for message in messages]
 
 
-def _checked_message(message: Any) -> dict[str, Any]:
+def checked_message(message: Any, takes_media: bool = False) -> dict[str, Any]:
+    """A message whose content is None, a text or a list of parts. takes_media: also parts that are no texts. Raises
+    ValueError for a malformed one."""
     if not isinstance(message, Mapping):
         raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {message!r} in it")
     role, content = message.get("role"), message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        content = [_checked_part(part) for part in content]
+        content = [_checked_part(part, takes_media) for part in content]
     is_text = isinstance(content, str | list) or (content is None and role == "assistant")
     if not isinstance(role, str) or not is_text:
         raise ValueError(f"a message needs a 'role' and a text 'content', got {dict(message)!r}")
@@ -207,11 +209,13 @@ def _check_call_list(calls: Any) -> None:
     )
 
 
-def _checked_part(part: Any) -> Mapping[str, Any]:
+def _checked_part(part: Any, takes_media: bool) -> Mapping[str, Any]:
     part = _text_part(part) if isinstance(part, str) else part
-    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-        raise ValueError(f"content parts must be {{'type': 'text', 'text': ...}}, got {part!r}")
-    return part
+    if isinstance(part, Mapping):
+        is_media = takes_media and part.get("type") != "text" and "text" not in part
+        if is_media or isinstance(part.get("text"), str):
+            return part
+    raise ValueError(f"content parts must be {{'type': 'text', 'text': ...}}, got {part!r}")
 
 
 def _text_part(text: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.prompt_text import ChatTurn, union
 
 Message = Mapping[str, Any]
+# Halves of characters: clients cut texts by UTF-16 units.
+_SURROGATE, _REPLACEMENT = re.compile("[\ud800-\udfff]"), "\ufffd"
 # Prompt tokens used as decoding context for the first generated token.
 _NUM_CONTEXT = 8
 
@@ -116,6 +119,10 @@ def _check_chat_options(source: PromptSource) -> None:
         # An iterator can be read only once.
         if value is not None and (not isinstance(value, Sequence) or isinstance(value, str | bytes)):
             raise ValueError(f"{name} must be a list, got {value!r}")
+    for tool in source.tools or ():
+        named = tool.get("function") or tool.get("custom") or tool if isinstance(tool, Mapping) else None
+        if not callable(tool) and not (isinstance(named, Mapping) and isinstance(named.get("name"), str)):
+            raise ValueError(f"a tool must be {{'type': 'function', 'function': {{'name': ..., ...}}}}, got {tool!r}")
     if not isinstance(source.continue_final_message, bool):
         raise ValueError(f"continue_final_message must be True or False, got {source.continue_final_message!r}")
     if source.messages is not None:
@@ -205,6 +212,7 @@ def _decode_without(tokenizer: Any, hidden: Collection[int], token_ids: Sequence
 
 
 def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> EncodedPrompt:
+    text = readable(text)
     token_ids = encode_text(tokenizer, text) if text else []
     spans = _check_spans(protected, len(text))
     if not spans:
@@ -222,7 +230,6 @@ def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> Encod
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a plain prompt, with leading but no closing special tokens. A rendered chat that begins with the
     leading token gets no second one."""
-    check_unicode(text)
     # verbose=False: our own error reports prompts over the position limit.
     ids = list(tokenizer(text, verbose=False).input_ids)
     if ids[:2] == [tokenizer.bos_token_id] * 2:
@@ -233,12 +240,9 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return ids[:-1] if len(ids) > len(plain) else ids
 
 
-def check_unicode(text: str, name: str = "the prompt") -> None:
-    """Raise ValueError for lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not valid Unicode: {error}") from error
+def readable(text: str) -> str:
+    """The text with U+FFFD for each lone surrogate, which no tokenizer reads."""
+    return _SURROGATE.sub(_REPLACEMENT, text)
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> EncodedPrompt:
@@ -251,12 +255,11 @@ def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | No
         raise ValueError("the tokenizer has no chat template; give prompt= instead of messages=")
     template = source.template(tokenizer)
     chat = template.fit(source.messages or ())
-    text = template.render(chat.messages)
-    check_unicode(text)
+    rendered = template.render(chat.messages)
+    text, spans = readable(rendered), chat.turns(rendered)
     if not tokenizer.is_fast:
         # Without character offsets the texts cannot be located.
         return EncodedPrompt(list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids), text=text)
-    spans = chat.turns(text)
     if known is not None and _joint(tokenizer, text, known) is not None:
         encoded = known.going_on(_tokenize(tokenizer, text, len(known.text), spans))
     else:

@@ -16,7 +16,6 @@ from fastapi.responses import Response
 
 from spec_stack.api.pruner import Pruner
 from spec_stack.api.request_body import BodyPrompt, find_prompt
-from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.proxy.audits import answer_again
 from spec_stack.proxy.config import PRUNED, ProxyConfig
 from spec_stack.proxy.pruning import (
@@ -24,7 +23,6 @@ from spec_stack.proxy.pruning import (
     PruneOptions,
     Pruning,
     body_options,
-    header_options,
     refuse_misplaced,
 )
 from spec_stack.proxy.upstream import Upstream, UpstreamError, UpstreamResponse
@@ -35,6 +33,7 @@ from spec_stack.serve.http import (
     decoded,
     error_response,
     new_app,
+    options_of_header,
     read_body,
     report_headers,
     run_app,
@@ -48,6 +47,7 @@ OPTIONS_FIELD = "spec_stack"
 """The body's field with `PruneOptions`, which upstream does not get."""
 # Fields under which the answer holds the prompt, or goes on inside it or from text that the server keeps.
 _WHOLE_FIELDS = ("echo", "suffix", "prompt_logprobs", "previous_response_id", "conversation")
+_NOT_JSON = "the body is not JSON"
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _CHECK_S = 2.0
 
@@ -125,7 +125,8 @@ class ProxyEndpoint:
         if field is None or request.method != "POST":
             reason = f"off: only POST to paths that end with {', '.join(PRUNED)} is pruned"
             return body, report_headers(reason), None
-        options = header_options(request.headers.get(KEEP_RATE_HEADER))
+        by_header = options_of_header(request)
+        options = PruneOptions.model_validate({"keep_rate": by_header.get("keep_rate", 1.0 if by_header else None)})
         try:
             parsed = _parsed(decoded(request, body, self._config.max_parsed_bytes))
         except BadRequestError as error:
@@ -133,7 +134,7 @@ class ProxyEndpoint:
             return body, self._report(Pruning("unread", f"off: {reason}")), None
         refuse_misplaced(parsed)
         if (given := parsed.pop(OPTIONS_FIELD, None)) is not None:
-            options, body = body_options(given, options), json.dumps(parsed).encode()
+            options, body = body_options(given, options), _written(parsed)
         try:
             prompt = _prunable(parsed, field)
         except ValueError as error:
@@ -166,17 +167,27 @@ def _parsed(body: bytes) -> dict[str, Any]:
     """A body's JSON object. Raises BadRequestError."""
     try:
         parsed = json.loads(body)
-        # NaN and 1e999 cannot be written again.
-        json.dumps(parsed, allow_nan=False)
     except (ValueError, RecursionError):
-        raise BadRequestError("the body is not JSON") from None
+        raise BadRequestError(_NOT_JSON) from None
     if not isinstance(parsed, dict):
         raise BadRequestError("the body is not a JSON object")
     return parsed
 
 
+def _written(body: dict[str, Any]) -> bytes:
+    """A body as JSON. Raises BadRequestError for NaN and 1e999, which cannot be written again."""
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except ValueError:
+        raise BadRequestError(_NOT_JSON) from None
+
+
 def _prunable(body: dict[str, Any], field: str) -> BodyPrompt:
     """The prompt of a body. Raises ValueError with the reason why it is forwarded whole."""
+    try:
+        _written(body)
+    except BadRequestError as error:
+        raise ValueError(error.message) from error
     for name in _WHOLE_FIELDS:
         if body.get(name) is not None and body[name] is not False:
             raise ValueError(f"{name} is about the whole prompt")

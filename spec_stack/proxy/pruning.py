@@ -21,7 +21,7 @@ from prometheus_client import Counter, Histogram
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spec_stack.api.pruner import Prunable, Pruner, PrunerConversation, PruneResult
-from spec_stack.config import KEEP_RATE_HEADER, SessionConfig
+from spec_stack.config import SessionConfig
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.fair_executor import CheckCancelled, ClientDisconnected, FairExecutor, QueueFullError
 from spec_stack.serve.http import AppMetrics
@@ -34,9 +34,9 @@ _BYTES_PER_POSITION, _BYTES_PER_TOKEN = 16, 8
 # More tokens than a template writes around a message, and than any prompt has.
 _TEMPLATE_TOKENS, _ALL_TOKENS = 64, 1 << 30
 _MAX_PROTECTED = 64
-# Fields of `spec-stack serve` about pruning, and what says the same here.
+# Fields about pruning that other entry points have, and what says the same here.
 _MISPLACED = {
-    **{name: f'spec_stack: {{"{name}": …}}' for name in ("keep_rate", "max_dropped_attention", "question")},
+    **{name: f'spec_stack: {{"{name}": …}}' for name in ("keep_rate", "max_dropped_attention", "question", "protect")},
     "sparse_prefill": 'spec_stack: {"keep_rate": 1}, which forwards the whole prompt',
 }
 
@@ -94,21 +94,12 @@ class PruneOptions(BaseModel):
     ] = []
 
 
-def header_options(keep_rate: str | None) -> PruneOptions:
-    """The options of a request's header. Raises BadRequestError."""
-    try:
-        return PruneOptions.model_validate({} if keep_rate is None else {"keep_rate": float(keep_rate)})
-    except ValueError:
-        wanted = "must be over 0 and at most 1; 1 forwards the whole prompt"
-        raise BadRequestError(f"{KEEP_RATE_HEADER} {wanted}") from None
-
-
 def refuse_misplaced(body: Mapping[str, Any]) -> None:
     """Raise BadRequestError for an option of pruning that stands outside of the body's field, where nothing reads it;
     other unknown fields are upstream's."""
     name = next((name for name in _MISPLACED if body.get(name) is not None), None)
     if name is not None:
-        raise BadRequestError(f"{name} is a field of spec-stack serve; the proxy takes {_MISPLACED[name]}", name)
+        raise BadRequestError(f"{name} is no field of the body itself; the proxy takes {_MISPLACED[name]}", name)
 
 
 def body_options(given: Any, default: PruneOptions) -> PruneOptions:

@@ -28,6 +28,7 @@ from spec_stack.serve.http import (
     client_of,
     decoded,
     new_app,
+    options_of_header,
     read_body,
     report_headers,
     run_app,
@@ -151,10 +152,11 @@ class Endpoint:
         body = decoded(request, await read_body(request, limit), limit)
         async with self._turns.setdefault(client, asyncio.Lock()):
             processed = await self._pool.process(path, body, self._config)
-        options = await run_in_threadpool(self._checked_options, processed)
+        by_header = options_of_header(request)
+        body_sets = any(processed.options.get(name) is not None for name in ("keep_rate", "sparse_prefill"))
+        options = await run_in_threadpool(self._checked_options, processed, {} if body_sets else by_header)
         route = self._audits.route_of(request)
-        is_set = any(processed.options.get(name) is not None for name in ("keep_rate", "sparse_prefill"))
-        why = "" if is_set else self._audits.why_whole(route)
+        why = "" if body_sets or by_header else self._audits.why_whole(route)
         asked = {**options, "sparse_prefill": "draft_only"} if why else options
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Json | None]()
 
@@ -189,15 +191,15 @@ class Endpoint:
         report = answer["usage"][REPORT] | ({"reason": why} if why else {})
         return JSONResponse(answer, headers=headers | report_headers(report["reason"], [*report.values()][1:]))
 
-    def _checked_options(self, processed: ProcessedRequest) -> dict[str, Any]:
-        """The options, checked by the generator. Raises BadRequestError."""
+    def _checked_options(self, processed: ProcessedRequest, by_header: Mapping[str, Any]) -> dict[str, Any]:
+        """The options and those of a header, checked by the generator. Raises BadRequestError."""
         num_tokens, num_positions = len(processed.encoded.token_ids), self._generator.pair.max_positions[0]
         most = min(self._config.max_prompt_tokens or num_positions, num_positions - 1)
         if num_tokens > most:
             raise BadRequestError(f"the prompt has {num_tokens} tokens; this server takes {most}")
         room, wanted = num_positions - num_tokens, processed.options["max_tokens"]
         default = min(self._config.default_max_tokens, room)
-        options = {**processed.options, "max_tokens": room if wanted == -1 else wanted or default}
+        options = {**processed.options, **by_header, "max_tokens": room if wanted == -1 else wanted or default}
         try:
             # Only checks; work starts with the first step. The grammar has been compiled, within limits.
             self._generator.stream_encoded(processed.encoded, {**options, "response_format": None})

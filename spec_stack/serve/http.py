@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
+from spec_stack.config import KEEP_RATE_HEADER, header_options
 from spec_stack.serve.config import HttpConfig
 from spec_stack.serve.logs import ID_HEADER, REASON_HEADER, RequestLog, configure_logging, request_id
 from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
@@ -132,6 +133,14 @@ def client_of(request: Request, api_keys: Sequence[str]) -> str:
         # Hashed, since it is stored as long as the client's sessions.
         return "key " + hashlib.sha256(key.encode()).hexdigest()
     return "address " + (request.client.host if request.client else "")
+
+
+def options_of_header(request: Request) -> dict[str, Any]:
+    """The options that a request's keep-rate header stands for. Raises BadRequestError."""
+    try:
+        return header_options(request.headers.get(KEEP_RATE_HEADER))
+    except ValueError as error:
+        raise BadRequestError(str(error), KEEP_RATE_HEADER) from error
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,15 @@ from spec_stack.serve.protocol import (
     first_problem,
     refuse_misspelt,
 )
+
+# Escapes of JSON: of a backslash, of a character by two halves, or of half a character.
+_HEX = rb"[0-9a-fA-F]{2}"
+_SURROGATE = re.compile(rb"\\\\|\\u[dD][89abAB]_\\u[dD][c-fC-F]_|\\u[dD][89a-fA-F]_".replace(b"_", _HEX))
+
+
+def _whole(escape: re.Match[bytes]) -> bytes:
+    """U+FFFD in place of half a character, as `hf.prompt.readable`."""
+    return b"\\ufffd" if len(escape[0]) == 6 else escape[0]
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,8 @@ class RequestProcessor:
     def _validated(self, path: str, body: bytes, config: ServeConfig) -> tuple[GenerationRequest, list[str]]:
         """The request and its ignored fields."""
         try:
-            # Refuses NaN, lone surrogates, and nesting of more than 200 levels.
-            values = from_json(body, allow_inf_nan=False)
+            # Refuses NaN, and nesting of more than 200 levels.
+            values = from_json(_SURROGATE.sub(_whole, body), allow_inf_nan=False)
         except ValueError as error:
             raise ValueError(f"the body cannot be read as JSON: {error}") from error
         if not isinstance(values, dict):

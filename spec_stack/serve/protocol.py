@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from spec_stack.config import DecodeConfig, PrefillConfig
 from spec_stack.hf.prompt import PromptSource
 from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.checks import require
@@ -254,6 +256,22 @@ class CompletionRequest(GenerationRequest):
 
 
 _OWN = ("keep_rate", "sparse_prefill", "max_dropped_attention", "max_time", "question", "policy", "gamma")
+_FIELDS = f"here {', '.join(_OWN)} are fields themselves"
+# Names by which other entry points take such options, and what does the same here.
+_ELSEWHERE = {
+    "spec_stack": f"spec_stack is the proxy's field; {_FIELDS}",
+    "custom_params": f"custom_params are SGLang's; {_FIELDS}",
+    "extra_body": f"extra_body is an argument of OpenAI's client, which makes fields of its entries; {_FIELDS}",
+    **{
+        name: f"{name} is not taken here; text in a system message is never pruned" for name in ("protect", "protected")
+    },
+    **{
+        entry.name: f"{entry.name} is set at launch, by --{entry.name.replace('_', '-')}"
+        for config in (PrefillConfig, DecodeConfig)
+        for entry in fields(config)
+        if entry.name not in _OWN
+    },
+}
 # Least likeness of a name to an option of ours that it is a misspelling of: foreign fields pass.
 _LIKENESS = 0.8
 
@@ -262,10 +280,8 @@ def refuse_misspelt(names: Iterable[str]) -> None:
     """Raise BadRequestError for unknown names that are like options of this package, which OpenAI's API does not have;
     other unknown fields are ignored, as OpenAI's servers do."""
     for name in names:
-        if name == "spec_stack":
-            raise BadRequestError(
-                f"spec_stack is the proxy's field; here {', '.join(_OWN)} are fields themselves", name
-            )
+        if name in _ELSEWHERE:
+            raise BadRequestError(_ELSEWHERE[name], name)
         if get_close_matches(name[:MAX_NAME_CHARS], _OWN, 1, _LIKENESS):
             raise unknown_field(name, _OWN)
 

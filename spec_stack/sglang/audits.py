@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from spec_stack.serve.audits import MAX_TOKENS, Audit, Audits, Words, words_in
 from spec_stack.serve.config import HttpConfig
+from spec_stack.sglang.http import asking
 from spec_stack.sglang.request import KEY
 
 _NAME = f"{KEY} audit"
@@ -48,20 +49,21 @@ class ServerAudits:
             # Without the context of the request that runs SGLang's loop now.
             self._running = asyncio.get_running_loop().create_task(self._run(), context=Context())
         num_kept = report["num_kept_tokens"] if is_pruned else None
-        self._audits.offer(Audit(report["route"], partial(self._answers, asked, num_kept)))
+        self._audits.offer(Audit(report["route"], partial(self._answers, asked, num_kept, report.get("header"))))
 
     async def _run(self) -> None:
         async with self._audits.running():
             await asyncio.Event().wait()
 
-    async def _answers(self, asked: Any, num_kept: int | None) -> tuple[Words, Words] | None:
+    async def _answers(self, asked: Any, num_kept: int | None, header: str | None) -> tuple[Words, Words] | None:
         """Of the whole and of the pruned prompt; None where it is not pruned as it was. num_kept: of its tokens; None
-        for all."""
+        for all. header: the keep rate that it came with."""
         custom = (asked.sampling_params or {}).get("custom_params") or {}
         own, apart = asked.extra_key, f"{asked.extra_key or ''} {_NAME}"
         # A dense prefix in the cache would change how a prompt is pruned: the other answer has its own.
         of_pruned, of_whole = (f"{apart} pruned", own) if num_kept is None else (own, f"{apart} whole")
-        pruned = await self._answer(asked, custom, of_pruned)
+        with asking(header):
+            pruned = await self._answer(asked, custom, of_pruned)
         report = pruned["meta_info"][KEY]
         if not report["sparse_prefill"] or num_kept not in (None, report["num_kept_tokens"]):
             return None

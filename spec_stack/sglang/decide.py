@@ -339,8 +339,8 @@ def _report(decision: Decision, config: ServerConfig, scoring_s: float) -> dict[
     if decision.tried:
         report["tried_rates"] = [asdict(each) for each in decision.tried]
         report["dropped_attention"] = decision.tried[-1].dropped_attention
-    if options.route is not None:
-        report["route"] = options.route
+    named = {"route": options.route, "header": options.header}
+    report |= {name: value for name, value in named.items() if value is not None}
     if options.explain:
         report["kept_spans"] = tuple(union((at, at + 1) for at in _shown_positions(decision)))
     return report

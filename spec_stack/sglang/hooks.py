@@ -21,7 +21,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from spec_stack.sglang.errors import log_and_continue
-from spec_stack.sglang.http import SpecStackMiddleware, asked_options, audited_route
+from spec_stack.sglang.http import SpecStackMiddleware, asked_keep_rate, asked_options, audited_route
 from spec_stack.sglang.launch import require_drafting
 from spec_stack.sglang.manager import SparsePrefillManager
 from spec_stack.sglang.metrics import ReportStore
@@ -113,11 +113,12 @@ def _sampling_params(**asked: Any) -> SamplingParams:
                 # Whatever fails below: under msgpack a nested value ends SGLang's scheduler.
                 asked["custom_params"] = {**custom, KEY: json.dumps(entry)}
             options, by_header = RequestOptions.parse(custom, _config()), asked_options()
-            if by_header and not (options.sparse_prefill or options.keep_rate):
-                options = RequestOptions.parse({KEY: {**options.as_asked(), **by_header}}, _config())
             route, whole = audited_route()
-            is_set = options.sparse_prefill or options.keep_rate
-            options = replace(options, route=route, whole=None if is_set else whole)
+            is_set, header = options.sparse_prefill or options.keep_rate, None
+            if by_header and not is_set:
+                options = RequestOptions.parse({KEY: {**options.as_asked(), **by_header}}, _config())
+                header = None if route is None else asked_keep_rate()
+            options = replace(options, route=route, whole=None if is_set or by_header else whole, header=header)
             if options.as_asked():
                 asked["custom_params"] = {**(custom if isinstance(custom, Mapping) else {}), KEY: options.on_wire()}
     return SamplingParams(**asked)

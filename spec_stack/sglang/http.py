@@ -8,13 +8,12 @@ count a request under. An OpenAI stream takes its report into the usage chunk.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from spec_stack.config import KEEP_RATE_HEADER
+from spec_stack.config import KEEP_RATE_HEADER, header_options
 from spec_stack.sglang.errors import log_and_continue
 from spec_stack.sglang.metrics import ReportStore
 from spec_stack.sglang.request import KEY
@@ -29,18 +28,24 @@ _asked: ContextVar[str | None] = ContextVar("keep rate", default=None)
 _audited: ContextVar[tuple[str, str] | None] = ContextVar("route", default=None)
 
 
+def asked_keep_rate() -> str | None:
+    """The current request's header."""
+    return _asked.get()
+
+
+@contextmanager
+def asking(keep_rate: str | None) -> Iterator[None]:
+    """In this block the current request has this header."""
+    token = _asked.set(keep_rate)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
 def asked_options() -> dict[str, Any]:
     """The options that the current request's header stands for. Raises ValueError."""
-    given = _asked.get()
-    if given is None:
-        return {}
-    try:
-        keep_rate = float(given)
-    except ValueError:
-        keep_rate = math.nan
-    if not 0 < keep_rate <= 1:
-        raise ValueError(f"{KEEP_RATE_HEADER} must be over 0 and at most 1; 1 prefills the whole prompt")
-    return {"sparse_prefill": "off"} if keep_rate == 1 else {"sparse_prefill": "on", "keep_rate": keep_rate}
+    return header_options(_asked.get())
 
 
 def audited_route() -> tuple[str | None, str | None]:
@@ -60,7 +65,6 @@ class SpecStackMiddleware:
             await self._app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(KEEP_RATE_HEADER.encode())
-        token = _asked.set(None if given is None else given.decode("latin-1"))
 
         async def send_with_report(message: Message) -> None:
             body = message.get("body", b"")
@@ -72,10 +76,12 @@ class SpecStackMiddleware:
         audits = self._audits if scope.get("method") == "POST" else None
         route = _audited.set(None if audits is None else audits.route_of(scope))
         try:
-            with nullcontext() if audits is None else audits.client_waits():
+            with (
+                asking(None if given is None else given.decode("latin-1")),
+                nullcontext() if audits is None else audits.client_waits(),
+            ):
                 await self._app(scope, receive, send_with_report)
         finally:
-            _asked.reset(token)
             _audited.reset(route)
 
 

@@ -58,8 +58,8 @@ class RunningRequest(Protocol):
 class RequestOptions:
     """A request's options (docs/serving.md); None is the server's default. protect: half-open token spans.
 
-    route, whole: the front end's, where it audits: what the request is counted under, and why audits leave its prompt
-    whole.
+    route, whole, header: the front end's, where it audits: what the request is counted under, why audits leave its
+    prompt whole, and the keep rate of its header, where that holds.
     """
 
     sparse_prefill: SparsePrefill | None = None
@@ -73,6 +73,7 @@ class RequestOptions:
     policy: str | None = None
     route: str | None = field(default=None, compare=False)
     whole: str | None = field(default=None, compare=False)
+    header: str | None = field(default=None, compare=False)
 
     @classmethod
     def parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from spec_stack.hf.prompt import check_unicode, special_ids
+from spec_stack.hf.prompt import readable, special_ids
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between, union
 from spec_stack.tokenizers.chat_turns import ChatTurns
@@ -99,8 +99,7 @@ class PromptReader:
     def _with_question(self, text: PromptText, question: str) -> PromptText:
         if text.pieces is None or self.pieces is None:
             raise ValueError("question= needs a tokenizer; this generator was made without one")
-        check_unicode(question, "question")
-        wanted = question.strip()
+        wanted = readable(question).strip()
         if not wanted:
             raise ValueError("question is empty; give its text, or leave it out")
         begin = "".join(text.pieces).rfind(wanted)

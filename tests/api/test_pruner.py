@@ -205,7 +205,7 @@ def test_an_edited_conversation_goes_back(pruner: Pruner) -> None:
         ([], {}, "no text to prune"),
         (None, {}, "a text or a list"),
         ([{"content": "x"}], {}, "'role'"),
-        ([{"role": "user", "content": 3}], {}, "a string or a list of parts"),
+        ([{"role": "user", "content": 3}], {}, "a text 'content'"),
         ("x", {"keep_rate": 0}, "keep_rate"),
         ("x", {"max_tokens": 0}, "max_tokens must be"),
         ("x", {"max_tokens": True}, "max_tokens must be"),

@@ -165,7 +165,7 @@ def test_arguments_are_rendered_in_the_form_that_the_template_takes(
     chat = called(arguments, content)
     oracle = chat if form == "text" else called(json.loads(arguments), content)
     rendered = tokenizer.apply_chat_template(oracle, tokenize=False, add_generation_prompt=True)
-    encoded = encode(tokenizer, chat, tools=[{"parameters": {}}])
+    encoded = encode(tokenizer, chat, tools=[{"name": "find"}])
     assert encoded.text == rendered
     assert prunable(tokenizer, encoded).startswith("Where?" + (content or ""))
 

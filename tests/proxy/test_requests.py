@@ -152,6 +152,8 @@ def test_options_are_taken_from_the_body_and_upstream_does_not_see_them(
         ({"banana": 1}, "banana is not known; known are keep_rate, max_dropped_attention, question, protect"),
         ({"keep_rate": 2}, "keep_rate"),
         ({"keep_rate": "0.2"}, "keep_rate"),
+        ({"keep_rate": float("nan")}, "spec_stack.keep_rate: "),
+        ({"max_dropped_attention": float("inf")}, "spec_stack.max_dropped_attention: "),
         ({"protect": "x"}, "protect"),
         ({"protect": ["x"] * 65}, "protect"),
         ({"question": 7}, "question"),
@@ -166,12 +168,27 @@ def test_a_wrong_option_is_refused_by_name(start: Start, upstream: FakeUpstream,
     assert not upstream.seen
 
 
+def test_what_json_has_not_is_refused_beside_an_option_and_else_upstreams_to_judge(
+    start: Start, upstream: FakeUpstream
+) -> None:
+    url = start().url
+    for given in ({"keep_rate": float("nan")}, {"spec_stack": {"keep_rate": 0.2}, "temperature": float("nan")}):
+        response = post(url, CHAT, json.dumps({"messages": LONG, **given}).encode())
+        assert response.status_code == 400
+        assert "\n" not in response.json()["error"]["message"]
+    assert not upstream.seen
+    body = json.dumps({"messages": LONG, "temperature": float("nan")}).encode()
+    assert reason(post(url, CHAT, body)) == "off: the body is not JSON"
+    assert upstream.seen[-1].body == body
+
+
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
         ({"keep_rate": 0.3}, 'spec_stack: {"keep_rate": …}'),
         ({"max_dropped_attention": 0.1}, 'spec_stack: {"max_dropped_attention": …}'),
         ({"question": QUESTION}, 'spec_stack: {"question": …}'),
+        ({"protect": ["class "]}, 'spec_stack: {"protect": …}'),
         ({"sparse_prefill": "off"}, 'spec_stack: {"keep_rate": 1}'),
     ],
 )

@@ -162,7 +162,7 @@ NESTS = [
     chat(metadata=nested(900, 1, "a")),
     chat(documents=[nested(200, "x", "a")]),
     (CHAT, b"\xff\xfe{}"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud8zz"}]}'),
 ]
 VALUES = [
     chat(stop=["x" * 100] * 10000),

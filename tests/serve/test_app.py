@@ -222,9 +222,41 @@ def test_foreign_fields_are_ignored_and_misspelt_options_refused(start: Start) -
         ("gama", "gamma"),
         ("questions", "question"),
         ("spec_stack", "keep_rate"),
+        ("custom_params", "SGLang's; here keep_rate"),
+        ("protect", "system message"),
+        ("protected", "system message"),
+        ("min_prompt_tokens", "at launch, by --min-prompt-tokens"),
+        ("proposer", "at launch, by --proposer"),
     ):
         with pytest.raises(openai.BadRequestError, match=meant):
             create(messages=CHAT, max_tokens=1, extra_body={name: 0.2}, **GREEDY)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_keep_rate_header_prunes_any_length_and_the_bodys_options_hold_against_it(start: Start, path: str) -> None:
+    server, words = start(), "x = 1\n" * 100
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": words}]} if "chat" in path else {"prompt": words}
+
+    def asked(header: str, **options: Any) -> Any:
+        body = json.dumps({**prompt, "max_tokens": 1, **options}).encode()
+        return post(server, path, body, **{"x-spec-stack-keep-rate": header})
+
+    def report(header: str, **options: Any) -> tuple[bool, str]:
+        status, answer = asked(header, **options)
+        assert status == 200
+        said = answer["usage"]["spec_stack"]
+        return said["kept_tokens"] < said["prompt_tokens"] / 2, said["reason"]
+
+    assert report("0.3")[0]
+    assert report("1") == (False, 'off: sparse_prefill="off" leaves the target dense')
+    assert report("0.3", sparse_prefill="off") == (False, 'off: sparse_prefill="off" leaves the target dense')
+    assert report("0.3", keep_rate=0.4)[1].startswith("off: the prompt is shorter than min_prompt_tokens")
+    for bad in ("0", "2", "nan", "half", ""):
+        status, answer = asked(bad)
+        assert (status, answer["error"]["message"]) == (
+            400,
+            "x-spec-stack-keep-rate must be over 0 and at most 1; 1 is the whole prompt",
+        )
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,23 @@ def test_what_a_model_writes_as_arguments_is_what_a_client_gets(server: Server, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "options", [{"messages": [{"role": "\ud83d", "content": "x"}]}, {"messages": CHAT, "\ud83d": 1}]
-)
-def test_half_a_character_in_a_request_is_refused(server: Server, options: dict[str, Any], stream: bool) -> None:
-    body = json.dumps({"max_tokens": 2, "stream": stream} | options).encode()
-    request = urllib.request.Request(f"{server.url}/v1/chat/completions", body)
+def test_half_a_character_in_names_is_read_as_in_texts(server: Server, stream: bool) -> None:
+    def ask(**options: Any) -> urllib.request.Request:
+        body = json.dumps({"max_tokens": 2, "stream": stream} | options).encode()
+        return urllib.request.Request(f"{server.url}/v1/chat/completions", body)
+
     with pytest.raises(urllib.error.HTTPError) as refusal:
-        urllib.request.urlopen(request)
+        urllib.request.urlopen(ask(messages=[{"role": "\ud83d", "content": "x"}]))
     assert refusal.value.code == 400
-    assert "cannot be read as JSON" in json.load(refusal.value)["error"]["message"]
+    assert "no such role: \ufffd" in json.load(refusal.value)["error"]["message"]
+    with urllib.request.urlopen(ask(messages=CHAT, **{"\ud83d": 1})) as response:
+        assert response.headers["x-spec-stack-ignored"] == "?"
+
+
+@pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"type": "function", "function": {}}, {"function": "f"}, 5])
+def test_a_tool_without_a_name_is_refused(server: Server, tool: Any) -> None:
+    body = json.dumps({"messages": CHAT, "max_tokens": 2, "tools": [*TOOLS, tool]}).encode()
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/chat/completions", body))
+    assert refusal.value.code == 400
+    assert "tool" in json.load(refusal.value)["error"]["message"]

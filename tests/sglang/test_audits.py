@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from spec_stack.serve.audits import MAX_TOKENS
 from spec_stack.serve.config import HttpConfig
 from spec_stack.sglang.audits import ServerAudits
+from spec_stack.sglang.http import asked_keep_rate
 from tests.support.sglang_requests import REPORT
 
 PRUNED = {**REPORT, "route": "/generate"}
@@ -38,6 +39,7 @@ class Manager:
 
     says: tuple[str, str] = ("It is 42.", "It is 42.")
     asked: list[Asked] = field(default_factory=list)
+    headers: list[str | None] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     may: asyncio.Event = field(default_factory=asyncio.Event)
     server_args: Any = field(
@@ -48,6 +50,7 @@ class Manager:
 
     async def generate_request(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
         self.asked.append(asked)
+        self.headers.append(asked_keep_rate())
         await self.may.wait()
         is_whole = (asked.sampling_params or {})["custom_params"]["spec_stack"] == {"sparse_prefill": "off"}
         kept = REPORT["num_prompt_tokens" if is_whole else "num_kept_tokens"]
@@ -96,8 +99,10 @@ async def _audit(audits: ServerAudits, manager: Manager) -> None:
         assert (each.priority or 0) < -(10**6)
 
     manager.says = ("It is 42.", "It is 17.")
-    audits.offer(client, PRUNED)
+    # A keep rate that came by a header holds for the pruned answer again.
+    audits.offer(client, {**PRUNED, "header": "0.3"})
     await _until(lambda: _counted("lost") == 1)
+    assert (manager.headers, asked_keep_rate()) == ([None, None, None, "0.3", None], None)
     # Pruned otherwise than the client's, it tells nothing of it.
     audits.offer(client, {**PRUNED, "num_kept_tokens": 3})
     await _until(lambda: len(manager.asked) == 6)
