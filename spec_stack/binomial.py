@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import comb
+from math import ceil, comb, log, log1p
 
 _STEPS = 60
 
@@ -20,14 +20,8 @@ def lower_bound(num: int, n: int, level: float = 0.95) -> float:
 
 def num_needed(share: float) -> int:
     """How many cases without a loss bound the share of losses by `share`."""
-    n = 1
-    while upper_bound(0, n) > share:
-        n = n * 2
-    low, high = n // 2, n
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if upper_bound(0, middle) <= share else (middle, high)
-    return high
+    # The bound of n such cases is 1 - 0.05 ** (1 / n); rounding decides no whole number.
+    return ceil(log(0.05) / log1p(-share) - 1e-9)
 
 
 def _at_most(num: int, n: int, share: float) -> float:

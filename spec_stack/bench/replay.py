@@ -109,13 +109,11 @@ class ReplayText:
 
 @dataclass(frozen=True)
 class Merged:
-    """Texts and how well the runs behind them agree; positions are those drafted in at least two runs."""
+    """Texts, how many positions were drafted in at least two runs, and at how many all of those agree."""
 
     texts: list[ReplayText]
-    num_positions: int
     num_shared: int
     num_unanimous: int
-    num_unknown: int
 
 
 @dataclass
@@ -163,16 +161,14 @@ def merge_runs(records: Iterable[StepRecord]) -> Merged:
             text.start = position
     if not facts:
         raise ValueError("no records to replay")
-    shared = unanimous = known = positions = 0
+    shared = unanimous = 0
     texts = []
     for (prompt, precision, _), text in facts.items():
         for votes in text.votes.values():
             shared += len(votes) > 1
             unanimous += len(votes) > 1 and len(set(votes)) == 1
-        known += sum(position in text.votes for position in range(text.end))
-        positions += text.end
         texts.append(_as_text(prompt, precision, text))
-    return Merged(texts, positions, shared, unanimous, positions - known)
+    return Merged(texts, shared, unanimous)
 
 
 def _add_step(text: _Facts, record: StepRecord, position: int) -> None:

@@ -70,7 +70,6 @@ def test_a_plugins_policy_runs_live_as_json(tmp_path: Path, plugin: None, capsys
     [
         (["records.jsonl", "--prompts", "x.jsonl"], "records are replayed without models and prompts"),
         (["--policies", "mine"], "unknown policy 'mine'"),
-        (["--prompts", "/nowhere/x.jsonl"], "cannot read /nowhere/x.jsonl"),
         (["--csv", "/nowhere/x.csv"], "cannot write /nowhere/x.csv"),
         (["--rows", "/nowhere/x.jsonl"], "cannot write /nowhere/x.jsonl"),
     ],

@@ -15,7 +15,9 @@ from spec_stack.cli.chat import Chat
 from spec_stack.cli.main import main
 
 
-def talk(embedded: SpecStackGenerator, lines: list[Any], **options: Any) -> tuple[Chat, str]:
+def talk(
+    embedded: SpecStackGenerator, lines: list[Any], out: io.StringIO | None = None, **options: Any
+) -> tuple[Chat, str]:
     """What a chat says to these lines, an exception among which is raised by the reading of it."""
     source: Iterator[Any] = iter(lines)
 
@@ -25,7 +27,7 @@ def talk(embedded: SpecStackGenerator, lines: list[Any], **options: Any) -> tupl
             raise line
         return str(line)
 
-    out = io.StringIO()
+    out = out or io.StringIO()
     chat = Chat(embedded, {"max_tokens": 12}, read=read, out=out, **options)
     chat.run()
     return chat, out.getvalue()
@@ -68,17 +70,8 @@ def test_an_interrupt_stops_the_answer_only(embedded: SpecStackGenerator) -> Non
 
         interrupted = False
 
-    lines = iter(["Give three tips.", "Why?"])
-
-    def read(prompt: str) -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
     out = Impatient()
-    chat = Chat(embedded, {"max_tokens": 40}, read=read, out=out)
-    chat.run()
+    chat, _ = talk(embedded, ["Give three tips.", "Why?"], out=out)
     assert out.getvalue().count("(stopped)") == 1
     assert len(chat.messages) == 4
     assert chat.messages[1]["content"] in out.getvalue()

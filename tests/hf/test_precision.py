@@ -301,6 +301,8 @@ def test_a_precision_without_a_name_is_other_also_in_records(tmp_path: Path) -> 
     gptq = LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4})
     resolved = resolve_precisions(gptq, LlamaConfig(), LoadConfig(), CPU)
     assert [(each.name, each.is_stored) for each in resolved] == [("other", True), ("fp32", False)]
+    with pytest.raises(ValueError, match="quantized already"):
+        resolve_precisions(gptq, LlamaConfig(), LoadConfig("bf16"), CPU)
 
 
 @pytest.mark.slow

@@ -44,78 +44,17 @@ def test_units_part_a_text_without_gaps_and_none_is_too_long(pieces: list[str]) 
 
 # What other lines, above or below, are looked at for.
 _MARKS = (
-    *(
-        "## Heading",
-        "# Title",
-        "Title",
-        "=====",
-        "---",
-        "- item",
-        "1. Budget",
-        "(a) clause",
-        "x:",
-        "key: value",
-        "```py",
-        "```",
-    ),
-    *(
-        "~~~",
-        "<!--",
-        "-->",
-        "/*",
-        "*/",
-        "int a;",
-        "}",
-        "{",
-        "[",
-        "foo() {",
-        "#if 0",
-        "#else",
-        "#endif",
-        "cat <<EOF",
-        "EOF",
-    ),
-    *(
-        "| a | b |",
-        "|---|---|",
-        "a,b",
-        "1,2",
-        "> quoted",
-        "[server]",
-        "[[rules]]",
-        "name: z",
-        "--- a/x",
-        "+++ b/x",
-        "@@ -1 +1 @@",
-    ),
-    *(
-        "+a",
-        "\\section{A}",
-        "\\hline",
-        "<h3>T</h3>",
-        "<doc>",
-        "</doc>",
-        "Q: what?",
-        "10:41 Ada:",
-        "@dec",
-        'a, "b',
-        "x \\",
-    ),
-    *(
-        "def f(x):",
-        "It is not",
-        "true that",
-        "None of the following:",
-        ": def",
-        "foo.py",
-        "12: code",
-        "INSERT INTO x VALUES",
-        "",
-    ),
+    "## Heading¦# Title¦Title¦=====¦---¦- item¦1. Budget¦(a) clause¦x:¦key: value¦```py¦```¦~~~¦<!--¦-->¦/*¦*/¦"
+    "int a;¦}¦{¦[¦foo() {¦#if 0¦#else¦#endif¦cat <<EOF¦EOF¦| a | b |¦|---|---|¦a,b¦1,2¦> quoted¦[server]¦"
+    "[[rules]]¦name: z¦--- a/x¦+++ b/x¦@@ -1 +1 @@¦+a¦\\section{A}¦\\hline¦<h3>T</h3>¦<doc>¦</doc>¦Q: what?¦"
+    '10:41 Ada:¦@dec¦a, "b¦x \\¦def f(x):¦It is not¦true that¦None of the following:¦: def¦foo.py¦12: code¦'
+    "INSERT INTO x VALUES¦"
 )
 _lines_of_marks = st.lists(
     st.tuples(
-        st.sampled_from(["", "  ", "    "]), st.sampled_from(_MARKS), st.sampled_from(["\n", "\n\n", "", "\r\n"])
+        st.sampled_from(["", "  ", "    "]),
+        st.sampled_from(_MARKS.split("¦")),
+        st.sampled_from(["\n", "\n\n", "", "\r\n"]),
     ),
     max_size=8,
 )

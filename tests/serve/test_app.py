@@ -322,6 +322,7 @@ def test_what_was_pruned_is_told_in_headers_usage_and_the_last_chunk(
         assert raw.headers["x-spec-stack-kept-tokens"] == str(expected.num_kept_tokens)
         assert raw.headers["x-spec-stack-prompt-tokens"] == str(expected.num_prompt_tokens)
         assert raw.headers["x-spec-stack-reason"] == expected.sparse_prefill_reason
+        assert raw.headers["x-spec-stack-recalled-tokens"] == "0"
         assert raw.parse().usage.model_extra["spec_stack"] == report
         for usage in ({}, {"stream_options": {"include_usage": True}}):
             chunks = list(server.client(f"{extra}{usage}").chat.completions.create(stream=True, **options, **usage))

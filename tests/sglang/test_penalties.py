@@ -32,6 +32,16 @@ def _request(said: list[int], it: Any, num_prompt_tokens: int = 3) -> Any:
     )
 
 
+def _check(info: Any, row: int, said: list[int], it: Any) -> None:
+    """A row's penalties, by counting what was said."""
+    for token in range(VOCABULARY):
+        times = said.count(token)
+        additive = -it.frequency_penalty * times - it.presence_penalty * (times > 0)
+        expected = -torch.inf if token == 3 and len(said) < it.min_new_tokens else additive
+        assert info.acc_additive_penalties[row, token] == pytest.approx(expected)
+        assert info.acc_scaling_penalties[row, token] == (it.repetition_penalty if times else 1.0)
+
+
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), _ASKED, st.booleans()), min_size=1))
 def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], Any, bool]]) -> None:
     """Also where the host does not know the last one yet, of some of a batch: under overlap, and after a retraction
@@ -51,12 +61,7 @@ def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], A
         if not has_penalties(rows[row]):
             assert info.acc_additive_penalties[row, 0] == 9
             continue
-        for token in range(VOCABULARY):
-            times = said.count(token)
-            additive = -it.frequency_penalty * times - it.presence_penalty * (times > 0)
-            expected = -torch.inf if token == 3 and len(said) < it.min_new_tokens else additive
-            assert info.acc_additive_penalties[row, token] == pytest.approx(expected)
-            assert info.acc_scaling_penalties[row, token] == (it.repetition_penalty if times else 1.0)
+        _check(info, row, said, it)
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), max_size=9), _ASKED), min_size=1))
@@ -72,12 +77,7 @@ def test_a_prefill_that_repeats_a_reply_is_penalised_for_all_of_it(requests: lis
             info.acc_additive_penalties[row, 3] = -torch.inf
     Penalties().correct_prefill(rows, info, torch.device("cpu"))
     for row, (said, it) in enumerate(requests):
-        for token in range(VOCABULARY):
-            times = said.count(token)
-            additive = -it.frequency_penalty * times - it.presence_penalty * (times > 0)
-            expected = -torch.inf if token == 3 and len(said) < it.min_new_tokens else additive
-            assert info.acc_additive_penalties[row, token] == pytest.approx(expected)
-            assert info.acc_scaling_penalties[row, token] == (it.repetition_penalty if times else 1.0)
+        _check(info, row, said, it)
 
 
 @given(
@@ -112,12 +112,7 @@ def test_what_is_added_step_by_step_is_what_was_said(
             if not has_penalties(rows[row]):
                 assert info.acc_additive_penalties[row, 0] == 0
                 continue
-            for token in range(VOCABULARY):
-                times = ids.count(token)
-                additive = -it.frequency_penalty * times - it.presence_penalty * (times > 0)
-                expected = -torch.inf if token == 3 and len(ids) < it.min_new_tokens else additive
-                assert info.acc_additive_penalties[row, token] == pytest.approx(expected)
-                assert info.acc_scaling_penalties[row, token] == (it.repetition_penalty if times else 1.0)
+            _check(info, row, ids, it)
         for ids, token in zip(said, tokens, strict=False):
             ids.append(token)
     # Else what was tested is SGLang's own count.
