@@ -28,6 +28,7 @@ from spec_stack.engine.request import Call, Request
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.loading import ASSETS, DeviceMap, find_tokenizers, name_of_model
 from spec_stack.prefill.shipped import AUTO, choose_calibration, file_of, sketch
+from spec_stack.settings.checks import require_config
 from spec_stack.settings.warning import warn_caller
 from spec_stack.types import GenerationResult, StepOutput
 
@@ -306,6 +307,5 @@ def calibrated(
 
 
 def _checked(config: SpecStackConfig | None) -> SpecStackConfig:
-    if config is not None and not isinstance(config, SpecStackConfig):
-        raise ValueError(f"config must be a SpecStackConfig, got {type(config).__name__}")
+    require_config(config, SpecStackConfig)
     return config or SpecStackConfig()

@@ -26,6 +26,7 @@ from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import find_lines
 from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn, scoring_obstacle
+from spec_stack.settings.checks import require_config
 from spec_stack.types import Selection, TriedRate
 
 if TYPE_CHECKING:
@@ -266,6 +267,7 @@ class Pruner:
         config : SessionConfig, optional
             Recall of dropped text.
         """
+        require_config(config, SessionConfig)
         return PrunerConversation(self._pair, self.config, config or SessionConfig())
 
 
@@ -487,8 +489,7 @@ def _as_read(message: Message, text: str) -> dict[str, Any]:
 
 
 def _checked(config: PrefillConfig | None) -> PrefillConfig:
-    if config is not None and not isinstance(config, PrefillConfig):
-        raise ValueError(f"config must be a PrefillConfig, got {type(config).__name__}")
+    require_config(config, PrefillConfig)
     return config or PrefillConfig()
 
 

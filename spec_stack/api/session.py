@@ -16,6 +16,7 @@ from spec_stack.engine.conversation_file import save_conversation
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.request import Call, Request
 from spec_stack.hf.prompt import EncodedPrompt, num_shared, splice
+from spec_stack.settings.checks import require_config
 from spec_stack.settings.warning import OnceEach
 from spec_stack.types import GenerationResult, StepOutput
 
@@ -63,8 +64,7 @@ class Session(GenerationMixin):
     def __init__(
         self, engine: Engine, config: SessionConfig | None = None, ngram_cache: SharedNgramCache | None = None
     ) -> None:
-        if config is not None and not isinstance(config, SessionConfig):
-            raise ValueError(f"config must be a SessionConfig, got {type(config).__name__}")
+        require_config(config, SessionConfig)
         if ngram_cache is not None and not isinstance(ngram_cache, SharedNgramCache):
             raise ValueError(f"ngram_cache must be a SharedNgramCache, got {type(ngram_cache).__name__}")
         self.config = config or engine.config.session

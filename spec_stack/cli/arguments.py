@@ -423,10 +423,11 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     parts = []
     if arguments.file is not None and str(arguments.file) != "-":
         parts.append(read_document(arguments.file))
-    elif str(arguments.file) == "-" or arguments.prompt in (None, "-") or _is_piped():
+    is_named = str(arguments.file) == "-" or arguments.prompt == "-"
+    if is_named or (arguments.file is None and (arguments.prompt is None or _is_piped())):
         parts.append(_standard_input("no prompt"))
-        if arguments.file is not None and arguments.prompt is not None and not parts[0].strip():
-            raise ValueError("standard input is empty; leave --file - out")
+        if None not in (arguments.file, arguments.prompt) and not parts[-1].strip():
+            raise ValueError("standard input is empty; leave - out")
     if arguments.prompt not in (None, "-"):
         parts.append(_checked_text(str(arguments.prompt), "the prompt"))
     prompt = "\n\n".join(part for part in parts if part)
@@ -454,6 +455,8 @@ def read_prunable(file: Path | None) -> tuple[Any, Callable[[Any], Any] | None]:
     body = {"messages": value} if is_chat else value
     if isinstance(body, dict) and not isinstance(body.get("messages", []), list):
         raise ValueError(f'the body\'s "messages" must be a list of messages, got {body["messages"]!r}')
+    if isinstance(body, dict) and body.get("spec_stack") is not None:
+        raise ValueError("the body's spec_stack is for the proxy; give --keep-rate, --question, … in its place")
     if not isinstance(body, dict) or not any(isinstance(body.get(name), str | list) for name in PROMPT_FIELDS):
         return text, None
     prompt = find_prompt(body)

@@ -16,7 +16,7 @@ def flags_in(path: Path, actions: Iterable[argparse.Action], given: Collection[s
     """The file's entries as flags, without those that are given. Raises ValueError for what is no entry of the command,
     or has another form, and OSError."""
     try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))
+        entries = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     named = {action.option_strings[0].removeprefix("--"): action for action in actions if action.option_strings}
@@ -24,6 +24,8 @@ def flags_in(path: Path, actions: Iterable[argparse.Action], given: Collection[s
     flags: list[str] = []
     for key, value in entries.items():
         name = key.replace("_", "-")
+        if name != key and name in entries:
+            raise ValueError(f"{path}: {name} and {key} are one key; leave one of them out")
         if name not in known:
             near = get_close_matches(name, known, 1)
             meant = f"did you mean {near[0]}?" if near else "its keys are the command's flags"

@@ -61,7 +61,7 @@ def save_conversation(
             shutil.copymode(file, part)
         os.replace(part, file)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot write {path}: {error}") from error
+        raise ValueError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         with suppress(OSError):
             if part is not None:

@@ -138,6 +138,8 @@ def _check_chat_options(source: PromptSource) -> None:
 
 
 def _check_ids(input_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> list[int]:
+    if isinstance(input_ids, Mapping):
+        raise ValueError("input_ids must be one sequence of ints, got a mapping; give its 'input_ids', or **encoded")
     try:
         ids = torch.as_tensor(input_ids)
     except (TypeError, ValueError, RuntimeError) as error:

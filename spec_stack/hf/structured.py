@@ -61,7 +61,7 @@ class Grammars:
             # The conversion from EBNF has no common error class.
             subject = "tool_choice: the tools' parameters" if forced else f"response_format: this {kind}"
             # A panic comes with its stack.
-            reason = str(error).partition("\n<backtrace>")[0]
+            reason = " ".join(str(error).partition("\n<backtrace>")[0].split())
             raise ValueError(f"{subject} cannot be compiled: {reason}") from error
         return Grammar(matcher, end_ids, self._unspoken, num_prompt_tokens)
 

@@ -19,6 +19,7 @@ from spec_stack.api.request_body import BodyPrompt, find_prompt
 from spec_stack.proxy.audits import answer_again
 from spec_stack.proxy.config import PRUNED, ProxyConfig
 from spec_stack.proxy.pruning import (
+    OPTIONS_FIELD,
     PromptPruner,
     PruneOptions,
     Pruning,
@@ -43,8 +44,6 @@ from spec_stack.serve.protocol import BadRequestError
 
 logger = logging.getLogger(__name__)
 
-OPTIONS_FIELD = "spec_stack"
-"""The body's field with `PruneOptions`, which upstream does not get."""
 # Fields under which the answer holds the prompt, or goes on inside it or from text that the server keeps.
 _WHOLE_FIELDS = ("echo", "suffix", "prompt_logprobs", "previous_response_id", "conversation")
 _NOT_JSON = "the body is not JSON"

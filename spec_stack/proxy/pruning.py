@@ -12,20 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
 from threading import Event
 from typing import Annotated, Any
 
 from prometheus_client import Counter, Histogram
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from spec_stack.api.pruner import Prunable, Pruner, PrunerConversation, PruneResult
 from spec_stack.config import SessionConfig
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.fair_executor import CheckCancelled, ClientDisconnected, FairExecutor, QueueFullError
 from spec_stack.serve.http import AppMetrics
-from spec_stack.serve.protocol import MAX_QUESTION_CHARS, BadRequestError, first_problem, unknown_field
+from spec_stack.serve.protocol import MAX_NAME_CHARS, MAX_QUESTION_CHARS, BadRequestError, first_problem, unknown_field
+from spec_stack.settings.checks import require
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,10 @@ _BYTES_PER_POSITION, _BYTES_PER_TOKEN = 16, 8
 # More tokens than a template writes around a message, and than any prompt has.
 _TEMPLATE_TOKENS, _ALL_TOKENS = 64, 1 << 30
 _MAX_PROTECTED = 64
+OPTIONS_FIELD = "spec_stack"
+"""The body's field with `PruneOptions`, which upstream does not get."""
+# Least likeness of a name to the field that it is a misspelling of.
+_LIKENESS = 0.8
 # Fields about pruning that other entry points have, and what says the same here.
 _MISPLACED = {
     **{name: f'spec_stack: {{"{name}": …}}' for name in ("keep_rate", "max_dropped_attention", "question", "protect")},
@@ -80,6 +86,11 @@ class ProxyMetrics(AppMetrics):
             self._tokens.labels(part).inc(count)
 
 
+def _not_blank(text: str) -> str:
+    require(bool(text.strip()), "it is empty; give its text, or leave it out")
+    return text
+
+
 class PruneOptions(BaseModel):
     """What a request asks of pruning, in the body's field `spec_stack` (see `Pruner.prune`)."""
 
@@ -87,7 +98,7 @@ class PruneOptions(BaseModel):
 
     keep_rate: float | None = Field(None, gt=0, le=1)
     max_dropped_attention: float | None = Field(None, ge=0, le=1)
-    question: str | None = Field(None, max_length=MAX_QUESTION_CHARS)
+    question: Annotated[str, Field(max_length=MAX_QUESTION_CHARS), AfterValidator(_not_blank)] | None = None
     # Few and short ones: each is searched for in every line.
     protect: Annotated[
         list[Annotated[str, Field(max_length=MAX_QUESTION_CHARS)]], Field(max_length=_MAX_PROTECTED)
@@ -97,9 +108,14 @@ class PruneOptions(BaseModel):
 def refuse_misplaced(body: Mapping[str, Any]) -> None:
     """Raise BadRequestError for an option of pruning that stands outside of the body's field, where nothing reads it;
     other unknown fields are upstream's."""
-    name = next((name for name in _MISPLACED if body.get(name) is not None), None)
-    if name is not None:
-        raise BadRequestError(f"{name} is no field of the body itself; the proxy takes {_MISPLACED[name]}", name)
+    extra = body.get("extra_body")
+    if isinstance(extra, dict) and not extra.keys().isdisjoint((OPTIONS_FIELD, *_MISPLACED)):
+        raise BadRequestError("extra_body is an argument of OpenAI's client, which makes fields of its entries")
+    for name in (each for each in body if body[each] is not None and each != OPTIONS_FIELD):
+        if name in _MISPLACED:
+            raise BadRequestError(f"{name} is no field of the body itself; the proxy takes {_MISPLACED[name]}", name)
+        if get_close_matches(name[:MAX_NAME_CHARS].lower(), [OPTIONS_FIELD], 1, _LIKENESS):
+            raise unknown_field(name, [OPTIONS_FIELD])
 
 
 def body_options(given: Any, default: PruneOptions) -> PruneOptions:

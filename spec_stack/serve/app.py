@@ -84,7 +84,6 @@ def build_app(
     endpoint = Endpoint(generator, config, worker, audits, requests)
     for path in REQUESTS:
         app.add_api_route(path, partial(endpoint.answer, path), methods=["POST"], name=path)
-    app.add_api_route("/v1/responses", endpoint.responses, methods=["POST"])
     app.add_api_route("/v1/models", endpoint.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", endpoint.model, methods=["GET"])
     return app
@@ -137,13 +136,6 @@ class Endpoint:
         if name != self._config.model_name:
             raise HTTPException(404, f"there is no model {name!r} here, only {self._config.model_name!r}")
         return self._model
-
-    async def responses(self) -> None:
-        """POST /v1/responses."""
-        raise HTTPException(
-            404,
-            "this server has no /v1/responses; use /v1/chat/completions, or spec-stack proxy before a server that has",
-        )
 
     async def answer(self, path: str, request: Request) -> Response:
         """POST one of `REQUESTS`."""

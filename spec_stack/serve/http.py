@@ -9,6 +9,7 @@ import socket
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import uvicorn
@@ -20,15 +21,17 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
 from spec_stack.config import KEEP_RATE_HEADER, header_options
+from spec_stack.serve.audits import ROUTE_HEADER
 from spec_stack.serve.config import HttpConfig
 from spec_stack.serve.logs import ID_HEADER, REASON_HEADER, RequestLog, configure_logging, request_id
-from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError
+from spec_stack.serve.protocol import CANCELLED, FAILED, MAX_NAME_CHARS, BadRequestError, unknown_field
 
 Result = TypeVar("Result")
 
 # Lists the request fields that the server ignored.
 IGNORED_HEADER = "x-spec-stack-ignored"
 _COUNTED = [f"x-spec-stack-{part}-tokens" for part in ("prompt", "kept", "recalled")]
+_REQUEST_HEADERS = (KEEP_RATE_HEADER, ROUTE_HEADER)
 REPORT_HEADERS = (REASON_HEADER, *_COUNTED)
 _MAX_HEADER = 300
 _MAX_DISCARDED_BYTES = 256 << 20
@@ -87,7 +90,12 @@ def new_app(
 
     @app.exception_handler(StarletteHTTPException)
     async def handle_http_error(request: Request, error: StarletteHTTPException) -> Response:
-        return error_response(request, BadRequestError(error.detail, status=error.status_code), error.headers)
+        what = error.detail
+        if what == HTTPStatus.NOT_FOUND.phrase:
+            # No route has this path.
+            path = request.url.path[:MAX_NAME_CHARS]
+            what = f"this server has no {path}; use /v1/chat/completions, or spec-stack proxy before a server that has"
+        return error_response(request, BadRequestError(what, status=error.status_code), error.headers)
 
     @app.exception_handler(BadRequestError)
     async def handle_bad_request(request: Request, error: BadRequestError) -> Response:
@@ -136,7 +144,11 @@ def client_of(request: Request, api_keys: Sequence[str]) -> str:
 
 
 def options_of_header(request: Request) -> dict[str, Any]:
-    """The options that a request's keep-rate header stands for. Raises BadRequestError."""
+    """The options that a request's keep-rate header stands for. Raises BadRequestError, also for an unknown header of
+    this package."""
+    for name in request.headers:
+        if name.startswith("x-spec-stack-") and name not in _REQUEST_HEADERS:
+            raise unknown_field(name, _REQUEST_HEADERS)
     try:
         return header_options(request.headers.get(KEEP_RATE_HEADER))
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -96,7 +97,8 @@ class RequestProcessor:
         """The request and its ignored fields."""
         try:
             # Refuses NaN, and nesting of more than 200 levels.
-            values = from_json(_SURROGATE.sub(_whole, body), allow_inf_nan=False)
+            text = _SURROGATE.sub(_whole, body.removeprefix(BOM_UTF8))
+            values = from_json(text, allow_inf_nan=False)
         except ValueError as error:
             raise ValueError(f"the body cannot be read as JSON: {error}") from error
         if not isinstance(values, dict):
@@ -107,7 +109,7 @@ class RequestProcessor:
         ignored = [name for name in values if name not in type(request).model_fields]
         if any(len(name) > MAX_NAME_CHARS for name in ignored):
             raise ValueError(f"the name of a field is over {MAX_NAME_CHARS} characters")
-        refuse_misspelt(ignored)
+        refuse_misspelt(name for name in ignored if values[name] is not None)
         return request, ignored
 
     def _check_template_kwargs(self, given: Mapping[str, Any]) -> None:

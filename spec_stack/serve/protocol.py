@@ -62,12 +62,13 @@ def first_problem(error: ValidationError, prefix: str = "") -> BadRequestError:
     """The first error of a validation."""
     first = error.errors()[0]
     where = ".".join(map(str, [*filter(None, [prefix]), *first["loc"]]))
-    return BadRequestError(f"{where}: {first['msg']}" if where else first["msg"], where or None)
+    message = first["msg"].removeprefix("Value error, ")
+    return BadRequestError(f"{where}: {message}" if where else message, where or None)
 
 
 def unknown_field(name: str, known: Sequence[str]) -> BadRequestError:
     """The error for a field that should be one of the known ones."""
-    shown, near = name[:MAX_NAME_CHARS], get_close_matches(name[:MAX_NAME_CHARS], known, 1)
+    shown, near = name[:MAX_NAME_CHARS], get_close_matches(name[:MAX_NAME_CHARS].lower(), known, 1)
     meant = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
     return BadRequestError(f"{shown} is not known; {meant}", shown)
 
@@ -282,7 +283,7 @@ def refuse_misspelt(names: Iterable[str]) -> None:
     for name in names:
         if name in _ELSEWHERE:
             raise BadRequestError(_ELSEWHERE[name], name)
-        if get_close_matches(name[:MAX_NAME_CHARS], _OWN, 1, _LIKENESS):
+        if get_close_matches(name[:MAX_NAME_CHARS].lower(), (*_OWN, "spec_stack"), 1, _LIKENESS):
             raise unknown_field(name, _OWN)
 
 

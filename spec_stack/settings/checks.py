@@ -19,6 +19,11 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def require_config(config: object, kind: type) -> None:
+    """Require a configuration of this kind, or None."""
+    require(isinstance(config, kind | None), f"config must be a {kind.__name__}, got {type(config).__name__}")
+
+
 def require_number(name: str, value: object) -> None:
     """Require an int or float, not a bool."""
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -345,7 +345,7 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
         ({"messages": ["hi"]}, "must be a list"),
         ({"messages": {"role": "user", "content": "hi"}}, "must be a list"),
         ({"input_ids": [True, False]}, "one sequence of ints"),
-        ({"input_ids": {"input_ids": [1]}}, "one sequence of ints"),
+        ({"input_ids": {"input_ids": [1]}}, "give its 'input_ids'"),
         ({"prompt": "a", "seed": 2**70}, "seed"),
         ({"prompt": "a", "policy": type(make_policy("fixed"))}, "a class Mine"),
     ],

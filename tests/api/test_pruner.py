@@ -265,6 +265,11 @@ def test_half_a_character_stays_as_it_is(pruner: Pruner) -> None:
         assert result.kept == expected.kept
 
 
+def test_a_conversation_takes_a_session_configuration(pruner: Pruner) -> None:
+    with pytest.raises(ValueError, match="config must be a SessionConfig, got dict"):
+        pruner.conversation({"recall": False})  # type: ignore[arg-type]
+
+
 def test_a_second_thread_is_refused_and_the_first_is_not_disturbed(pruner: Pruner) -> None:
     text, conversation = f"{CODE}\n{QUESTION}", pruner.conversation()
 

@@ -47,6 +47,14 @@ def test_given_flags_override_the_file(file: Path) -> None:
         assert (read.port, read.recall, read.keep_rate) == (1234, True, 0.4)
 
 
+def test_one_key_twice_is_refused_and_a_byte_order_mark_is_none(file: Path) -> None:
+    file.write_text("\ufeff" + PROXY, encoding="utf-8")
+    assert build_parser().parse_args(["proxy", "--config", str(file)]).port == 9001
+    file.write_text(PROXY + "keep_rate = 0.2\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="keep-rate and keep_rate are one key"):
+        build_parser().parse_args(["proxy", "--config", str(file)])
+
+
 def test_a_list_of_the_file_is_replaced_and_not_extended(file: Path) -> None:
     file.write_text(
         'api-key = ["one", "two"]\ncors_origin = "*"\nlog-level = "warning"\nmax-time = 30\n', encoding="utf-8"

@@ -239,6 +239,7 @@ def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> No
         (["generate", "x", "--device", "meta"], "cannot run a model"),
         (["generate", "--file", "missing.txt"], "cannot read missing.txt"),
         (["generate", "x", "--file", os.devnull], f"{os.devnull} is empty"),
+        (["generate", "x", "--regex", "("], "this regex cannot be compiled: at 1(8): invalid regex"),
         (["explain", "x", "--file", os.devnull], f"{os.devnull} is empty"),
         (["chat", "--file", os.devnull], f"{os.devnull} is empty"),
         (["prune", os.devnull], f"{os.devnull} is empty"),

@@ -49,6 +49,13 @@ def test_half_a_character_in_json_stays_as_it_is(tmp_path: Path, capsys: pytest.
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text())
 
 
+def test_a_bodys_options_for_the_proxy_are_not_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "body.json"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": CODE}], "spec_stack": {"keep_rate": 0.1}}))
+    assert main(["prune", str(path), "--device", "cpu"]) == 2
+    assert "give --keep-rate" in capsys.readouterr().err
+
+
 def test_json_has_the_counts_and_other_json_is_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "data.json"
     path.write_text('[{"name": "x"}]')

@@ -81,3 +81,33 @@ def test_what_is_no_pipe_and_no_file_is_left_alone(monkeypatch: pytest.MonkeyPat
     with open(os.devnull) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         assert read_prompt(parsed("The question?")) == "The question?"
+
+
+@pytest.mark.parametrize(
+    ("told", "prompt"),
+    [
+        (["-"], "Why?\n"),
+        (["--file", "FILE", "-"], "a document\n\nWhy?\n"),
+        (["--file", "-", "Who?"], "Why?\n\n\nWho?"),
+        (["--file", "FILE", "Who?"], "a document\n\nWho?"),
+        (["--file", "FILE"], "a document"),
+        (["--file", "-", "-"], "Why?\n"),
+    ],
+)
+def test_a_dash_is_standard_input_behind_a_file_too(
+    told: list[str], prompt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a file").write_text("a document")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Why?\n"))
+    given = [str(tmp_path / "a file") if each == "FILE" else each for each in told]
+    assert read_prompt(parsed(*given)) == prompt
+
+
+@pytest.mark.parametrize("told", [["--file", "FILE", "-"], ["--file", "-", "Who?"]])
+def test_an_empty_standard_input_that_was_named_is_refused(
+    told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a file").write_text("a document")
+    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
+    with pytest.raises(ValueError, match="standard input is empty; leave - out"):
+        read_prompt(parsed(*(str(tmp_path / "a file") if each == "FILE" else each for each in told)))

@@ -158,6 +158,7 @@ def test_options_are_taken_from_the_body_and_upstream_does_not_see_them(
         ({"protect": "x"}, "protect"),
         ({"protect": ["x"] * 65}, "protect"),
         ({"question": 7}, "question"),
+        ({"question": " "}, "spec_stack.question: it is empty"),
         ({"question": "x" * 4001}, "question"),
         ("keep_rate", "must be an object"),
     ],
@@ -167,6 +168,37 @@ def test_a_wrong_option_is_refused_by_name(start: Start, upstream: FakeUpstream,
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
     assert not upstream.seen
+
+
+@pytest.mark.parametrize("name", ["spec-stack", "specStack", "SPEC_STACK", "spec_stak"])
+def test_another_spelling_of_the_field_is_refused(start: Start, upstream: FakeUpstream, name: str) -> None:
+    response = post(start().url, CHAT, {"messages": LONG, name: {"keep_rate": 0.2}})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == f"{name} is not known; did you mean spec_stack?"
+    assert not upstream.seen
+
+
+def test_the_argument_of_openais_client_is_no_field(start: Start, upstream: FakeUpstream) -> None:
+    url = start().url
+    for extra in ({"spec_stack": {"keep_rate": 0.2}}, {"keep_rate": 0.2}):
+        response = post(url, CHAT, {"messages": LONG, "extra_body": extra})
+        assert response.status_code == 400
+        assert "extra_body is an argument of OpenAI's client" in response.json()["error"]["message"]
+    assert not upstream.seen
+    body = {"messages": [{"role": "user", "content": "Hi"}], "extra_body": {"top_k": 4}}
+    post(url, CHAT, body)
+    assert upstream.seen[-1].json == body
+
+
+def test_an_unknown_header_of_this_package_is_refused_where_a_prompt_is_pruned(
+    start: Start, upstream: FakeUpstream
+) -> None:
+    url, headers = start().url, {"x-spec-stack-keeprate": "0.2"}
+    response = post(url, CHAT, {"messages": LONG}, **headers)
+    assert response.status_code == 400
+    assert "did you mean x-spec-stack-keep-rate?" in response.json()["error"]["message"]
+    assert not upstream.seen
+    assert post(url, "/v1/embeddings", {"input": "Hi"}, **headers).status_code == 200
 
 
 def test_what_json_has_not_is_refused_beside_an_option_and_else_upstreams_to_judge(

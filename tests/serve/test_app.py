@@ -7,6 +7,7 @@ import gzip
 import json
 import threading
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -193,6 +194,7 @@ def test_bodies_that_are_none_are_refused_and_too_long_ones_are_not_read(start: 
     server = start(max_body_bytes=2000)
     path = "/v1/chat/completions"
     chat = b'{"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, %s}'
+    assert post(server, path, BOM_UTF8 + chat % b'"user": "me"')[0] == 200
     assert post(server, path, chat % b'"metadata": {"a": [1e99]}, "store": true, "user": "me"')[0] == 200
     deep, long_name = b"[" * 300 + b"]" * 300, b"x" * 99
     ignored = (b'"metadata": {"a": NaN}', b'"x": -Infinity', b'"x": %s' % deep, b'"%s": 1' % long_name)
@@ -203,8 +205,9 @@ def test_bodies_that_are_none_are_refused_and_too_long_ones_are_not_read(start: 
     long = json.dumps({"messages": [{"role": "user", "content": "x" * 3000}]}).encode()
     status, answer = post(server, path, long)
     assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
-    status, answer = post(server, "/v1/nothing", b"{}")
-    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+    for path in ("/v1/nothing", "/v1/responses", "/v1/messages", "/chat/completions"):
+        status, answer = post(server, path, b"{}")
+        assert (status, f"this server has no {path}; use " in answer["error"]["message"]) == (404, True)
 
 
 def test_foreign_fields_are_ignored_and_misspelt_options_refused(start: Start) -> None:
@@ -213,6 +216,10 @@ def test_foreign_fields_are_ignored_and_misspelt_options_refused(start: Start) -
     answer = create(messages=CHAT, max_tokens=1, extra_body=extra, user="me", **GREEDY)
     assert answer.headers["x-spec-stack-ignored"] == "functions, odd??name??x, keep_alive, guided_json, cache_prompt"
     assert "x-spec-stack-ignored" not in create(messages=CHAT, max_tokens=1, user="me", **GREEDY).headers
+    nothing = {"spec_stack": None, "protect": None, "keep_rate": None}
+    assert create(messages=CHAT, max_tokens=1, extra_body=nothing, **GREEDY).http_response.status_code == 200
+    with pytest.raises(openai.BadRequestError, match="did you mean x-spec-stack-keep-rate"):
+        create(messages=CHAT, max_tokens=1, extra_headers={"x-spec-stack-keep-rates": "0.2"}, **GREEDY)
     for name, meant in (
         ("keep_rat", "keep_rate"),
         ("keeprate", "keep_rate"),
@@ -222,7 +229,10 @@ def test_foreign_fields_are_ignored_and_misspelt_options_refused(start: Start) -
         ("gama", "gamma"),
         ("questions", "question"),
         ("spec_stack", "keep_rate"),
+        ("specStack", "keep_rate"),
+        ("Keep_Rate", "keep_rate"),
         ("custom_params", "SGLang's; here keep_rate"),
+        ("extra_body", "OpenAI's client"),
         ("protect", "system message"),
         ("protected", "system message"),
         ("min_prompt_tokens", "at launch, by --min-prompt-tokens"),

@@ -91,7 +91,7 @@ def test_lost_answers_turn_a_routes_pruning_off_and_audits_that_agree_turn_it_on
     # Other routes, and requests that say so themselves, are pruned.
     other = _asked(server, f"Floor 6.\n{ROOMS}\nContinue.", {"x-spec-stack-route": "another"})
     assert (other["outcome"], other["route"]) == ("pruned", "another")
-    for own in ({"custom_params": {"spec_stack": {"keep_rate": 0.1}}}, {"headers": {"x-spec-stack-keep-rate": "0.1"}}):
+    for own in ({"custom_params": {"spec_stack": {"keep_rate": 0.1}}}, {"headers": {"x-spec-stack-keep-rate": "0.2"}}):
         assert _asked(server, f"Floor {len(str(own))}.\n{ROOMS}\nContinue.", **own)["outcome"] == "pruned"
     # Audits are not audited.
     num_whole, before = 0, sum(_wait_for(server, 8).values())
