@@ -49,6 +49,16 @@ def _prompt(num_tokens: int, **options: Any) -> Prompt:
     return Prompt(tuple(range(num_tokens)), None, None, config, "recall")
 
 
+def test_what_a_request_protects_is_kept_and_counted() -> None:
+    prompt = replace(_prompt(900), options=RequestOptions(protect=((300, 340),)))
+    unscored = decide(prompt, _known())
+    assert isinstance(unscored, UnscoredPrompt)
+    decision = decide_scored(unscored, torch.zeros(900), 900, _known())
+    assert {*range(300, 340)} <= {*decision.positions} < {*range(900)}
+    assert decision.prompt.text is not None
+    assert decision.prompt.text.num_kept == 40
+
+
 @pytest.mark.parametrize(
     ("options", "num_tokens", "num_cached", "refusal", "outcome", "part"),
     [
