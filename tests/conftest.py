@@ -15,6 +15,7 @@ from hypothesis import settings
 from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from tests.support.folders import copy_draft
 from tests.support.models import make_model
 
 # How fast the machine is does not matter.
@@ -55,6 +56,14 @@ def target() -> PreTrainedModel:
 @pytest.fixture
 def draft() -> PreTrainedModel:
     return make_model(seed=2)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A target and a draft to change at will, both the embedded draft."""
+    for role in ("target", "draft"):
+        copy_draft(tmp_path / role)
+    return tmp_path / "target", tmp_path / "draft"
 
 
 @pytest.fixture(scope="session")

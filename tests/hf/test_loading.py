@@ -21,20 +21,12 @@ from spec_stack.config import HubConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import check_architecture
 from spec_stack.hf.loading import ASSETS, check_pair, resolve_pair
-from tests.support.folders import TOKENIZER_FILES, copy_draft
+from tests.support.folders import TOKENIZER_FILES
 from tests.support.models import FAMILIES, make_model
 from tests.support.tiny_architectures import HAS_OLD_STATES
 
 OLD_STATES = "keeps the state of its layers in an older way; install 5.24"
 DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    target, draft = tmp_path / "target", tmp_path / "draft"
-    copy_draft(target)
-    copy_draft(draft)
-    return target, draft
 
 
 def test_a_pair_loads_from_local_folders(folders: tuple[Path, Path]) -> None:

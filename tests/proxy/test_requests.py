@@ -142,6 +142,7 @@ def test_options_are_taken_from_the_body_and_upstream_does_not_see_them(
     assert upstream.seen[-1].json == {"messages": [{"role": "user", "content": "Hi"}]}
     post(url, CHAT, {"messages": document, "spec_stack": {"question": QUESTION}}, **{"x-spec-stack-keep-rate": "0.1"})
     assert upstream.seen[-1].json["messages"] == pruner.prune(document, question=QUESTION, keep_rate=0.1).messages
+    assert "x-spec-stack-keep-rate" not in upstream.seen[-1].headers
 
 
 @pytest.mark.parametrize(

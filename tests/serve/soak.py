@@ -16,6 +16,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import psutil
+
 from spec_stack import SpecStackGenerator
 from tests.serve.hostile import FORMATS, hostile
 from tests.serve.load import QUESTIONS, Client, Expected, Load, Outcome, becomes_idle
@@ -40,6 +42,12 @@ class SoakClient(Client):
         except HTTPError as error:
             return error.code in (400, 413)
         return (path, body) in FORMATS
+
+
+def processes_mb(pid: int) -> list[int]:
+    """Resident memory of the server and of its workers, which begin anew after some hundred requests."""
+    server = psutil.Process(pid)
+    return [round(each.memory_info().rss / 1e6) for each in (server, *server.children(recursive=True))]
 
 
 def main() -> None:
@@ -68,7 +76,7 @@ def main() -> None:
             # From a tenth of the time on, when all caches have been filled once.
             for share in (0.1, 0.25, 0.5, 0.75, 1.0):
                 sleep(max(0.0, begin + share * (end - begin) - monotonic()))
-                memory_mb[share] = round(server.num_bytes() / 1e6)
+                memory_mb[share] = processes_mb(server.process.pid)
             for each in running:
                 each.result()
         figures = {
@@ -80,7 +88,7 @@ def main() -> None:
             "median_s": round(median(outcome.latencies_s), 3),
             "p99_s": round(quantiles(outcome.latencies_s, n=100)[98], 3),
             "is_idle": becomes_idle(url),
-            "idle_mb": round(server.num_bytes() / 1e6),
+            "idle_mb": processes_mb(server.process.pid),
         }
         with urlopen(f"{url}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()

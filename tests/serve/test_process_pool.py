@@ -39,20 +39,13 @@ def test_workers_that_died_are_replaced(pool: RequestPool) -> None:
     assert process(pool, hello) == token_ids
 
 
-def test_a_task_that_a_breaking_pool_took_is_not_waited_for() -> None:
+def test_a_pool_that_ended_is_named_broken_and_a_task_that_it_took_is_not_waited_for() -> None:
     pool = ProcessPool(1, context=multiprocessing.get_context("forkserver"))
     pool.schedule(int).result(60)
     pool.stop()
     pool.join()
     with pytest.raises(BrokenProcessPool):
         asyncio.run(asyncio.wait_for(result_of(pool, Future()), 30))
-
-
-def test_a_pool_that_ended_since_it_was_looked_at_is_named_broken() -> None:
-    pool = ProcessPool(1, context=multiprocessing.get_context("forkserver"))
-    pool.schedule(int).result(60)
-    pool.stop()
-    pool.join()
     with pytest.raises(BrokenProcessPool):
         schedule(pool, (), 1.0)
 

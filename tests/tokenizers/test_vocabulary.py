@@ -20,7 +20,6 @@ from spec_stack.hf.model import CachedModel
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import by_bytes, compare
 from tests.support import reference
-from tests.support.folders import copy_draft
 from tests.support.models import make_model, make_tokenizer, random_prompt
 from tests.support.retokenize import drop_merges
 
@@ -155,14 +154,6 @@ def test_a_padded_draft_proposes_as_the_unpadded_one() -> None:
 def test_tokenizers_without_a_common_token_are_refused() -> None:
     with pytest.raises(ValueError, match="without a common token"):
         compare(words("a b c d e f g h"), words("x a b c d e f g h"), 8, 9)
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    target, draft = tmp_path / "target", tmp_path / "draft"
-    copy_draft(target)
-    copy_draft(draft)
-    return target, draft
 
 
 def test_the_doctor_says_how_the_vocabularies_relate(folders: tuple[Path, Path]) -> None:
