@@ -7,11 +7,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from spec_stack.api.generator import calibrated
 from spec_stack.api.pruned_text import Text, cut_segments, protected_spans, whole_segments, write_spans
-from spec_stack.api.request_body import as_functions
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
@@ -26,7 +25,7 @@ from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import find_lines
 from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn, scoring_obstacle
-from spec_stack.settings.checks import require_config
+from spec_stack.settings.checks import plain, require_config
 from spec_stack.types import Selection, TriedRate
 
 if TYPE_CHECKING:
@@ -477,15 +476,9 @@ class PrunerConversation:
         tokenizer = self._pair.tokenizer
         joined = [_JOINT.join(text for _, text in each) for each in contents]
         if not is_text:
-            return chat_parts(tokenizer, [_as_read(each, text) for each, text in zip(chat, joined, strict=True)])
+            return chat_parts(tokenizer, [{**each, "content": text} for each, text in zip(chat, joined, strict=True)])
         has_token = tokenizer(_JOINT).input_ids[:1] == [tokenizer.bos_token_id]
         return [tokenizer.bos_token, 0] if has_token and not joined[0].startswith(tokenizer.bos_token) else [0]
-
-
-def _as_read(message: Message, text: str) -> dict[str, Any]:
-    """A message with its text, and with calls in the form that templates write."""
-    calls = {"tool_calls": as_functions(message["tool_calls"])} if message.get("tool_calls") else {}
-    return {**message, "content": text, **calls}
 
 
 def _checked(config: PrefillConfig | None) -> PrefillConfig:
@@ -499,6 +492,7 @@ def _config_of(
     """The configuration with a call's values; it prunes any length where the call names an amount."""
     if max_dropped_attention is not None:
         config = replace(config, max_dropped_attention=max_dropped_attention)
+    max_tokens = cast("int | None", plain(max_tokens))
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ValueError(f"max_tokens must be 1 or more, or None, got {max_tokens!r}")
     if keep_rate is not None and max_tokens is not None:
@@ -522,7 +516,7 @@ def _contents(messages: Prunable) -> tuple[list[Message], list[list[_Part]]]:
         if isinstance(content, str):
             contents.append([(None, content)])
         else:
-            contents.append([(at, part["text"]) for at, part in enumerate(content) if "text" in part])
+            contents.append([(at, part["text"]) for at, part in enumerate(content) if part.get("text") is not None])
     if not any(contents):
         raise ValueError("there is no text to prune; give a text, or messages with some")
     return chat, contents

@@ -3,10 +3,11 @@ shorter texts."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from spec_stack.hf.chat_template import as_functions, function_call
 
 Place = tuple[str | int, ...]
 """Keys and indices that lead from a body to a text in it."""
@@ -87,13 +88,6 @@ def find_prompt(body: Mapping[str, Any], name: str | None = None) -> BodyPrompt:
     return BodyPrompt(body, [message.as_dict() for message in messages], [message.places for message in messages])
 
 
-def as_functions(calls: Any) -> Any:
-    """Tool calls with OpenAI's custom ones as calls of functions, the form that chat templates write."""
-    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
-        return calls
-    return [_call(**_named(call["custom"])) if _has(call, "custom") else call for call in calls]
-
-
 def _system(value: Any) -> Iterator[_Message]:
     """A system prompt beside the messages, which is read and never pruned."""
     texts = [text for text, _ in _found(value, ())]
@@ -112,7 +106,7 @@ def _add(messages: list[_Message], item: Mapping[str, Any], place: Place) -> Non
         _with_texts(message, item.get("content"), (*place, "content"))
         uses = [part for part in _list(item.get("content")) if _is(part, "tool_use")]
         functions = [call["function"] for call in as_functions(_list(item.get("tool_calls"))) if _has(call, "function")]
-        message.calls = [_call(**_named(each)) for each in (*functions, *uses)]
+        message.calls = [function_call(each) for each in (*functions, *uses)]
         if message.texts or message.calls or not results:
             messages.append(message)
     elif str(item.get("type")).endswith("_output"):
@@ -120,7 +114,7 @@ def _add(messages: list[_Message], item: Mapping[str, Any], place: Place) -> Non
     elif isinstance(item.get("name"), str):
         if not (messages and messages[-1].role == "assistant"):
             messages.append(_Message("assistant"))
-        messages[-1].calls.append(_call(**_named(item)))
+        messages[-1].calls.append(function_call(item))
 
 
 def _with_texts(message: _Message, content: Any, place: Place) -> _Message:
@@ -138,16 +132,6 @@ def _found(content: Any, place: Place) -> Iterator[tuple[str, Place]]:
             yield part, (*place, at)
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
             yield part["text"], (*place, at, "text")
-
-
-def _named(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The name and the arguments of a call in any of the APIs' forms."""
-    given = next((function[name] for name in ("arguments", "input") if function.get(name) is not None), "{}")
-    return {"name": str(function.get("name")), "arguments": given if isinstance(given, str) else json.dumps(given)}
-
-
-def _call(name: str, arguments: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _has(value: Any, name: str) -> bool:

@@ -163,6 +163,24 @@ class FittedChat:
         return []
 
 
+def function_call(function: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's call of a function, from the name and the arguments of a call in any of the APIs' forms."""
+    given = next((function[name] for name in ("arguments", "input") if function.get(name) is not None), "{}")
+    arguments = given if isinstance(given, str) else json.dumps(given)
+    return {"type": "function", "function": {"name": str(function.get("name")), "arguments": arguments}}
+
+
+def as_functions(calls: Any) -> Any:
+    """Tool calls with OpenAI's custom ones as calls of functions, the form that chat templates write."""
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        return calls
+    return [function_call(call["custom"]) if _is_custom(call) else call for call in calls]
+
+
+def _is_custom(call: Any) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("custom"), Mapping)
+
+
 def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
     """The chat's template texts and message indices in order; without a working template, role names for the texts."""
     if getattr(tokenizer, "chat_template", None):
@@ -193,8 +211,9 @@ def checked_message(message: Any, takes_media: bool = False) -> dict[str, Any]:
     is_text = isinstance(content, str | list) or (content is None and role == "assistant")
     if not isinstance(role, str) or not is_text:
         raise ValueError(f"a message needs a 'role' and a text 'content', got {dict(message)!r}")
-    _check_call_list(message.get("tool_calls") or [])
-    return {**message, "content": content}
+    calls = as_functions(message.get("tool_calls") or [])
+    _check_call_list(calls)
+    return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
 def _check_call_list(calls: Any) -> None:
@@ -212,7 +231,7 @@ def _check_call_list(calls: Any) -> None:
 def _checked_part(part: Any, takes_media: bool) -> Mapping[str, Any]:
     part = _text_part(part) if isinstance(part, str) else part
     if isinstance(part, Mapping):
-        is_media = takes_media and part.get("type") != "text" and "text" not in part
+        is_media = takes_media and part.get("type") != "text" and part.get("text") is None
         if is_media or isinstance(part.get("text"), str):
             return part
     raise ValueError(f"content parts must be {{'type': 'text', 'text': ...}}, got {part!r}")

@@ -112,8 +112,8 @@ def refuse_misplaced(body: Mapping[str, Any]) -> None:
     if isinstance(extra, dict) and not extra.keys().isdisjoint((OPTIONS_FIELD, *_MISPLACED)):
         raise BadRequestError("extra_body is an argument of OpenAI's client, which makes fields of its entries")
     for name in (each for each in body if body[each] is not None and each != OPTIONS_FIELD):
-        if name in _MISPLACED:
-            raise BadRequestError(f"{name} is no field of the body itself; the proxy takes {_MISPLACED[name]}", name)
+        if instead := _MISPLACED.get(name[:MAX_NAME_CHARS].lower().replace("-", "_")):
+            raise BadRequestError(f"{name} is no field of the body itself; the proxy takes {instead}", name)
         if get_close_matches(name[:MAX_NAME_CHARS].lower(), [OPTIONS_FIELD], 1, _LIKENESS):
             raise unknown_field(name, [OPTIONS_FIELD])
 

@@ -100,6 +100,8 @@ class ServeConfig(HttpConfig):
 
     def __post_init__(self) -> None:
         self.check_server()
+        is_name = isinstance(self.model_name, str) and bool(self.model_name.strip())
+        require(is_name, f"model_name must be a non-empty string, got {self.model_name!r}")
         if isinstance(self.api_keys, str) or not all(isinstance(key, str) and key for key in self.api_keys):
             raise ValueError("api_keys must be a list of non-empty strings")
         if isinstance(self.cors_origins, str) or not all(map(_is_origin, self.cors_origins)):

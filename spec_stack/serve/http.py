@@ -24,7 +24,7 @@ from spec_stack.config import KEEP_RATE_HEADER, header_options
 from spec_stack.serve.audits import ROUTE_HEADER
 from spec_stack.serve.config import HttpConfig
 from spec_stack.serve.logs import ID_HEADER, REASON_HEADER, RequestLog, configure_logging, request_id
-from spec_stack.serve.protocol import CANCELLED, FAILED, MAX_NAME_CHARS, BadRequestError, unknown_field
+from spec_stack.serve.protocol import CANCELLED, FAILED, MAX_NAME_CHARS, BadRequestError
 
 Result = TypeVar("Result")
 
@@ -148,7 +148,8 @@ def options_of_header(request: Request) -> dict[str, Any]:
     this package."""
     for name in request.headers:
         if name.startswith("x-spec-stack-") and name not in _REQUEST_HEADERS:
-            raise unknown_field(name, _REQUEST_HEADERS)
+            shown = name[:MAX_NAME_CHARS]
+            raise BadRequestError(f"{shown} is not known; known are {', '.join(_REQUEST_HEADERS)}", shown)
     try:
         return header_options(request.headers.get(KEEP_RATE_HEADER))
     except ValueError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spec_stack import PrefillConfig, Pruner, PruneResult, SpecStackConfig, SpecStackGenerator
@@ -263,6 +264,14 @@ def test_half_a_character_stays_as_it_is(pruner: Pruner) -> None:
         whole = "\ufffd" * len(half)
         expected = pruner.prune(text.replace(half, whole), keep_rate=0.3, protect=[line.replace(half, whole)])
         assert result.kept == expected.kept
+
+
+def test_a_part_whose_text_is_null_is_none(pruner: Pruner) -> None:
+    picture = {"type": "image", "text": None, "image": "x"}
+    result = pruner.prune([{"role": "user", "content": [picture, f"{CODE}\n{QUESTION}"]}], max_tokens=np.int64(300))  # type: ignore[arg-type]
+    assert result.messages[0]["content"][0] == picture
+    assert [kept.part for kept in result.kept] == [1]
+    assert result.num_kept_tokens <= 300
 
 
 def test_a_conversation_takes_a_session_configuration(pruner: Pruner) -> None:

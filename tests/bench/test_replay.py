@@ -150,6 +150,10 @@ def test_costs_are_the_measured_means_and_straight_lines_between_and_beyond(gamm
     assert fitted.draft_s(gamma) == pytest.approx(costs.draft_s(gamma))
     assert fitted.verify_s(gamma) == pytest.approx(costs.verify_s(gamma))
     assert fitted.step_s(gamma) == fitted.draft_s(gamma) + fitted.verify_s(gamma)
+    # Stalls count, since they are in the seconds of the runs too.
+    stalled = [dataclasses.replace(record, verify_s=9.0) if at == 5 else record for at, record in enumerate(records)]
+    at_stall = records[5].gamma
+    assert fit_costs(stalled, least=5)["fp16"].verify_s(at_stall) > 2 * costs.verify_s(at_stall)
 
 
 def test_costs_beyond_what_was_measured_never_fall_nor_turn_negative() -> None:

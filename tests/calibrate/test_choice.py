@@ -178,6 +178,20 @@ def test_a_longer_prompt_keeps_no_larger_share_and_no_fewer_tokens() -> None:
     assert kept == sorted(kept)
 
 
+def test_a_smaller_share_loses_no_more_than_the_margin() -> None:
+    def ranked_eleventh(judged: ScoredPrompt) -> ScoredPrompt:
+        by_head = judged.by_head.clone()
+        by_head[:, :10] = 40.0
+        return replace(judged, by_head=by_head)
+
+    cases = [
+        replace(case, judged=ranked_eleventh(case.judged)) if case.task.number % 2 else case
+        for case in cases_of(lambda task: [8, 9, 10])
+    ]
+    strict, lax = (choose(cases, margin).settings["keep_rate"] for margin in (0.1, 0.9))
+    assert lax < 0.11 <= strict
+
+
 def test_settings_are_few_and_each_tried_once() -> None:
     for num_layers, num_heads in ((2, 4), (1, 1), (24, 14), (30, 9)):
         heads = [(layer, head) for layer in range(num_layers) for head in range(num_heads)]

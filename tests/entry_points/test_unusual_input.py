@@ -25,6 +25,15 @@ TAKEN: dict[str, list[Any]] = {
     "a character of two halves": [{"role": "user", "content": f"{TEXT} \U0001f600"}],
     "the escape of half a character as text": [{"role": "user", "content": f"{TEXT} \\ud83d \\\\ud83d"}],
     "a byte order mark": [{"role": "user", "content": f"\ufeff{TEXT}\r\n"}],
+    "a custom call and results without ids": [
+        {"role": "user", "content": TEXT},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "a", "type": "custom", "custom": {"name": "f", "input": "room 7"}}],
+        },
+        {"role": "tool", "content": "62"},
+        {"role": "tool", "content": "63"},
+    ],
     "two users in a row": [{"role": "user", "content": TEXT}, {"role": "user", "content": TEXT}],
 }
 REFUSED: dict[str, Any] = {

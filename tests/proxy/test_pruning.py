@@ -217,7 +217,9 @@ def test_a_turn_goes_on_from_turns_at_its_own_keep_rate_alone(
             assert upstream.seen[-1].json["messages"] == expected
 
 
-def test_a_draft_that_fails_is_busy_or_too_slow_forwards_the_whole_prompt(start: Start, upstream: FakeUpstream) -> None:
+def test_a_prompt_that_is_too_long_or_a_draft_that_is_busy_forwards_the_whole_prompt(
+    start: Start, upstream: FakeUpstream
+) -> None:
     def whole(url: str, body: dict[str, Any]) -> str:
         content = json.dumps(body).encode()
         response = post(url, CHAT, content)
@@ -229,13 +231,18 @@ def test_a_draft_that_fails_is_busy_or_too_slow_forwards_the_whole_prompt(start:
     assert whole(url, {"messages": [{"role": "user", "content": CODE * 100}]}).startswith("off: the prompt is too long")
     assert whole(url, {"messages": LONG, "x": "y" * 800_000}) == "off: the body is too long to parse"
     assert whole(url, {"messages": LONG, "x": float("inf")}) == "off: the body is not JSON"
-    assert "deadline_s" in whole(start(deadline_s=0.001).url, {"messages": LONG})
     url = start(max_queued_per_client=1).url
     bodies = [{"messages": [{"role": "user", "content": f"{at} {CODE}"}]} for at in range(6)]
     with ThreadPoolExecutor(6) as pool:
         reasons = list(pool.map(lambda body: reason(post(url, CHAT, body)), bodies))
     assert any("busy" in each for each in reasons)
     assert any(each.startswith("on: ") for each in reasons)
+
+
+def test_a_draft_that_is_too_slow_forwards_the_whole_prompt(start: Start, upstream: FakeUpstream) -> None:
+    response = post(start(deadline_s=0.001).url, CHAT, {"messages": LONG})
+    assert reason(response) == "off: scoring takes longer than deadline_s=0.001"
+    assert upstream.seen[-1].json == {"messages": LONG}
 
 
 def test_metrics_and_health_say_what_was_done(start: Start) -> None:
@@ -276,6 +283,13 @@ def test_a_question_behind_an_earlier_prompt_is_pruned_as_if_nothing_came_before
 def scorings(url: str) -> dict[str, float]:
     lines = httpx2.get(f"{url}/metrics", timeout=60).text.splitlines()
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+def test_clients_share_no_conversation(start: Start) -> None:
+    url = start().url
+    for key in ("one", "two", "one"):
+        post(url, CHAT, {"messages": LONG}, authorization=f"Bearer {key}")
+    assert scorings(url)["spec_stack_sessions"] == 2
 
 
 def moved_cache_control(messages: list[dict[str, Any]]) -> None:

@@ -196,7 +196,7 @@ def test_an_unknown_header_of_this_package_is_refused_where_a_prompt_is_pruned(
     url, headers = start().url, {"x-spec-stack-keeprate": "0.2"}
     response = post(url, CHAT, {"messages": LONG}, **headers)
     assert response.status_code == 400
-    assert "did you mean x-spec-stack-keep-rate?" in response.json()["error"]["message"]
+    assert "known are x-spec-stack-keep-rate, x-spec-stack-route" in response.json()["error"]["message"]
     assert not upstream.seen
     assert post(url, "/v1/embeddings", {"input": "Hi"}, **headers).status_code == 200
 
@@ -222,6 +222,7 @@ def test_what_json_has_not_is_refused_beside_an_option_and_else_upstreams_to_jud
         ({"max_dropped_attention": 0.1}, 'spec_stack: {"max_dropped_attention": …}'),
         ({"question": QUESTION}, 'spec_stack: {"question": …}'),
         ({"protect": ["class "]}, 'spec_stack: {"protect": …}'),
+        ({"Keep-Rate": 0.3}, 'spec_stack: {"keep_rate": …}'),
         ({"sparse_prefill": "off"}, 'spec_stack: {"keep_rate": 1}'),
     ],
 )

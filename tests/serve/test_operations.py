@@ -174,6 +174,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "max_prompt_tokens": (0,),
     "max_time": (0,),
     "api_keys": ("secret", [""]),
+    "model_name": ("", " ", 5),
     "cors_origins": ("*", [""], ["chat.example.org"], ["https://chat.example.org/"], [5]),
     "temperature": (-1.0,),
 }

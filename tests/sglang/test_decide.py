@@ -49,6 +49,16 @@ def _prompt(num_tokens: int, **options: Any) -> Prompt:
     return Prompt(tuple(range(num_tokens)), None, None, config, "recall")
 
 
+def test_what_a_request_protects_is_kept_and_counted() -> None:
+    prompt = replace(_prompt(900), options=RequestOptions(protect=((300, 340),)))
+    unscored = decide(prompt, _known())
+    assert isinstance(unscored, UnscoredPrompt)
+    decision = decide_scored(unscored, torch.zeros(900), 900, _known())
+    assert {*range(300, 340)} <= {*decision.positions} < {*range(900)}
+    assert decision.prompt.text is not None
+    assert decision.prompt.text.num_kept == 40
+
+
 @pytest.mark.parametrize(
     ("options", "num_tokens", "num_cached", "refusal", "outcome", "part"),
     [
@@ -129,7 +139,8 @@ def test_a_checked_prompt_keeps_the_first_rate_that_drops_little(most: float, ou
     needs = decide(prompt, known)
     assert isinstance(needs, UnscoredPrompt)
     # Equal attention, so that a rate drops what it does not keep.
-    plan = decide_scored(needs, torch.rand(900), 900, known, torch.ones(900))
+    importance = torch.rand(900, generator=torch.Generator().manual_seed(0))
+    plan = decide_scored(needs, importance, 900, known, torch.ones(900))
     assert (plan.outcome, [each.keep_rate for each in plan.tried]) == (outcome, rates)
     shares = [each.dropped_attention for each in plan.tried]
     assert shares == pytest.approx([1 - rate for rate in rates], abs=0.08)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,6 +42,7 @@ def _check(info: Any, row: int, said: list[int], it: Any) -> None:
         assert info.acc_scaling_penalties[row, token] == (it.repetition_penalty if times else 1.0)
 
 
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), _ASKED, st.booleans()), min_size=1))
 def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], Any, bool]]) -> None:
     """Also where the host does not know the last one yet, of some of a batch: under overlap, and after a retraction
