@@ -1,6 +1,7 @@
 """What the rows of checked.py tell: AUROC of the draft's signals, and what a ladder of keep rates loses and gains.
 
-Rows of the half "tune" have chosen the signal. A rate without "dropped" is of an earlier selection, and left out."""
+Rows of the half "tune" have chosen the signal, those of "judge" had been looked at before; the others are new. A rate
+without "dropped" is of an earlier selection, and left out."""
 
 from __future__ import annotations
 
@@ -150,15 +151,14 @@ def _aurocs(rows: Sequence[Row], rates: Sequence[float]) -> dict[str, Any]:
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """AUROC by signal, and the rules, mixed and by group of kinds."""
-    halves = {"tune": [row for row in rows if row.get("half") == "tune"]}
-    halves["judge"] = [row for row in rows if row.get("half") != "tune"]
+    halves = {half: [row for row in rows if row.get("half", "new") == half] for half in ("tune", "judge", "new")}
     report: dict[str, Any] = {"n": len(rows)}
     for half, own in {**halves, "all": list(rows)}.items():
         report[f"auroc, {half}"] = {"all": _aurocs(own, RATES), **{str(rate): _aurocs(own, [rate]) for rate in LADDER}}
         for name, told in report[f"auroc, {half}"]["all"].items():
             print(f"{half:8s}{name:24s}{told}")
     ruled = [row for row in rows if all(_has_cell(row, rate) for rate in LADDER)]
-    parts = {"all": ruled, "judge": [row for row in ruled if row.get("half") != "tune"]}
+    parts = {"all": ruled, "new": [row for row in ruled if "half" not in row]}
     parts |= {name: [row for row in ruled if row["kind"] in kinds] for name, kinds in GROUPS.items()}
     for name, own in parts.items():
         if not own:
