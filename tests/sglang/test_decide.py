@@ -15,6 +15,7 @@ from spec_stack.sglang.decide import (
     Decision,
     KnownTexts,
     Prompt,
+    TurnStore,
     UnscoredPrompt,
     apply,
     decide,
@@ -191,3 +192,11 @@ def test_without_a_score_nothing_new_is_dropped(inherits: bool) -> None:
     else:
         assert decision.is_whole
         assert decision.reason == "off: no room"
+
+
+def test_a_turn_is_gone_on_with_by_its_tenant_alone() -> None:
+    turns = TurnStore(1000)
+    turns.add(("one", None), [1, 2, 3, 4], (0, 1, 3), [5])
+    again = [1, 2, 3, 4, 5, 6]
+    assert turns.find(("other", None), again).num_tokens == turns.find((None, None), again).num_tokens == 0
+    assert turns.find(("one", None), again).num_tokens == 4
