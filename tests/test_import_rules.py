@@ -40,7 +40,7 @@ ALLOWED = {
         "calibrate",
         "config",
         "types",
-        "settings.warning",
+        "settings",
         "controller",
         "decode.ngram_index",
         "records",

@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.api.unknown_options import refuses_unknown_options
-from spec_stack.config import SparsePrefill, SpecStackConfig
+from spec_stack.config import DecodeConfig, PrefillConfig, SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.hf.architectures import as_ids
 from spec_stack.hf.loading import load_draft
@@ -89,6 +89,8 @@ def with_draft(
     ------
     TypeError
         For an invalid draft or configuration.
+    ValueError
+        For an invalid option.
 
     Examples
     --------
@@ -105,6 +107,9 @@ def with_draft(
     if config is not None and not isinstance(config, SpecStackConfig):
         raise TypeError(f"config must be a SpecStackConfig, got {config!r}")
     options = {"keep_rate": keep_rate, "sparse_prefill": sparse_prefill, "policy": policy, "gamma": gamma}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    PrefillConfig(**{name: given[name] for name in ("keep_rate", "sparse_prefill") if name in given})
+    DecodeConfig(**{name: given[name] for name in ("policy", "gamma") if isinstance(given.get(name), str | int)})
     return CustomGenerate(draft, config or SpecStackConfig(), tokenizer, draft_tokenizer, options)
 
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from spec_stack.serve.audits import MAX_TOKENS, Audit, Audits, Words, words_in
 from spec_stack.serve.config import HttpConfig
-from spec_stack.sglang.http import asking
+from spec_stack.sglang.keep_rate_header import asking
 from spec_stack.sglang.request import KEY
 
 _NAME = f"{KEY} audit"

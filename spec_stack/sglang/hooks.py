@@ -21,7 +21,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from spec_stack.sglang.errors import log_and_continue
-from spec_stack.sglang.http import SpecStackMiddleware, asked_keep_rate, asked_options, audited_route
+from spec_stack.sglang.http import SpecStackMiddleware, audited_route
+from spec_stack.sglang.keep_rate_header import asked_keep_rate, asked_options
 from spec_stack.sglang.launch import require_drafting
 from spec_stack.sglang.manager import SparsePrefillManager
 from spec_stack.sglang.metrics import ReportStore

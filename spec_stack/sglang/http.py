@@ -8,13 +8,14 @@ count a request under. An OpenAI stream takes its report into the usage chunk.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from spec_stack.config import KEEP_RATE_HEADER, header_options
+from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.sglang.errors import log_and_continue
+from spec_stack.sglang.keep_rate_header import asking
 from spec_stack.sglang.metrics import ReportStore
 from spec_stack.sglang.request import KEY
 
@@ -24,28 +25,7 @@ if TYPE_CHECKING:
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-_asked: ContextVar[str | None] = ContextVar("keep rate", default=None)
 _audited: ContextVar[tuple[str, str] | None] = ContextVar("route", default=None)
-
-
-def asked_keep_rate() -> str | None:
-    """The current request's header."""
-    return _asked.get()
-
-
-@contextmanager
-def asking(keep_rate: str | None) -> Iterator[None]:
-    """In this block the current request has this header."""
-    token = _asked.set(keep_rate)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
-
-
-def asked_options() -> dict[str, Any]:
-    """The options that the current request's header stands for. Raises ValueError."""
-    return header_options(_asked.get())
 
 
 def audited_route() -> tuple[str | None, str | None]:

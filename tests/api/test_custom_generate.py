@@ -475,3 +475,11 @@ def test_a_draft_or_configuration_that_is_none_is_refused_at_once(draft: Any) ->
     wrong: Any = PrefillConfig() if draft is None else draft
     with pytest.raises(TypeError, match="must be a SpecStackConfig"):
         with_draft("draft", config=wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"keep_rate": 7}, {"sparse_prefill": "perhaps"}, {"policy": "throughputt"}, {"gamma": -1}, {"gamma": 99}]
+)
+def test_an_option_that_no_call_takes_is_refused_at_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        with_draft("draft", **wrong)

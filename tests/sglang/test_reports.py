@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.http import SpecStackMiddleware, asked_options, with_report
+from spec_stack.sglang.http import SpecStackMiddleware, with_report
+from spec_stack.sglang.keep_rate_header import asked_options
 from spec_stack.sglang.metrics import ReportStore
 from spec_stack.sglang.request import KEY, ReportAssembler, correct_acceptance, note_step, was_wrong
 from tests.support import controller_data
