@@ -122,7 +122,9 @@ def _check_chat_options(source: PromptSource) -> None:
     for tool in source.tools or ():
         named = tool.get("function") or tool.get("custom") or tool if isinstance(tool, Mapping) else None
         if not callable(tool) and not (isinstance(named, Mapping) and isinstance(named.get("name"), str)):
-            raise ValueError(f"a tool must be {{'type': 'function', 'function': {{'name': ..., ...}}}}, got {tool!r}")
+            raise ValueError(
+                f"tools must be a list of {{'type': 'function', 'function': {{'name': ..., ...}}}}, got {tool!r} in it"
+            )
     if not isinstance(source.continue_final_message, bool):
         raise ValueError(f"continue_final_message must be True or False, got {source.continue_final_message!r}")
     if source.messages is not None:
