@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -30,11 +29,10 @@ from experiments.real.checked_report import GROUPS
 from experiments.real.rows import add_row_arguments
 from experiments.real.scoring import measure_with
 from experiments.real.settings import calibrated
+from experiments.real.speed import DENSE, compare
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.prompt import encode_messages
-
-DENSE = "dense"
 
 
 def measure(generator: SpecStackGenerator, asked: Asked, options: Mapping[str, Any]) -> Row:
@@ -54,15 +52,14 @@ def report_of(rows: Rows, arms: Sequence[str], num_tokens: int) -> dict[str, Any
             pairs = [pair for pair in rows.pairs(DENSE, arm) if not kinds or pair[0]["kind"] in kinds]
             if not pairs:
                 continue
-            ratios = [dense["ttft_s"] / row["ttft_s"] for dense, row in pairs]
-            middle, least, most = median(ratios), min(ratios), max(ratios)
-            refused = sum(row["keep_rate"] == 1 for _, row in pairs) / len(pairs)
-            mixed = sum(dense["ttft_s"] for dense, _ in pairs) / sum(row["ttft_s"] for _, row in pairs)
-            found = {"n": len(pairs), "ratio": [middle, least, most], "ratio_of_sums": mixed, "refused": refused}
-            report.setdefault(group, {})[arm] = found
+            own = compare(pairs)
+            own["refused"] = sum(row["keep_rate"] == 1 for _, row in pairs) / len(pairs)
+            own["ratio_of_sums"] = sum(dense["ttft_s"] for dense, _ in pairs) / sum(row["ttft_s"] for _, row in pairs)
+            report.setdefault(group, {})[arm] = own
+            middle, least, most = own["ttft_ratio"]
             print(
                 f"{group:14s}{arm:12s} n={len(pairs):<3d} {middle:.2f}x [{least:.2f}, {most:.2f}], of all together "
-                f"{mixed:.2f}x, refused {refused:.2f}"
+                f"{own['ratio_of_sums']:.2f}x, refused {own['refused']:.2f}"
             )
     return report
 

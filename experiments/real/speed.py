@@ -73,9 +73,9 @@ def report_of(rows: Rows, settings: Iterable[str], lengths: Sequence[int], repea
 
 
 def compare(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """A setting's medians beside dense ones; of ratios the median, the least and the most."""
+    """A setting's medians beside dense ones; of the ratios that were measured the median, the least and the most."""
     found: dict[str, Any] = {name: _median([row for _, row in pairs], name) for name in ("ttft_s", "keep_rate")}
-    for name in ("ttft", "total"):
+    for name in (name for name in ("ttft", "total") if f"{name}_s" in pairs[0][0]):
         ratios = [dense[f"{name}_s"] / row[f"{name}_s"] for dense, row in pairs]
         found[f"{name}_ratio"] = [median(ratios), min(ratios), max(ratios)]
     return {"n": len(pairs), **found}

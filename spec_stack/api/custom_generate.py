@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,9 +107,11 @@ def with_draft(
     if config is not None and not isinstance(config, SpecStackConfig):
         raise TypeError(f"config must be a SpecStackConfig, got {config!r}")
     options = {"keep_rate": keep_rate, "sparse_prefill": sparse_prefill, "policy": policy, "gamma": gamma}
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    PrefillConfig(**{name: given[name] for name in ("keep_rate", "sparse_prefill") if name in given})
-    DecodeConfig(**{name: given[name] for name in ("policy", "gamma") if isinstance(given.get(name), str | int)})
+    # A policy of one's own is no setting.
+    named = {**options, "policy": policy if isinstance(policy, str) else None}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    for kind in (PrefillConfig, DecodeConfig):
+        kind(**{each.name: given[each.name] for each in fields(kind) if each.name in given})
     return CustomGenerate(draft, config or SpecStackConfig(), tokenizer, draft_tokenizer, options)
 
 

@@ -267,10 +267,11 @@ _ELSEWHERE = {
         name: f"{name} is not taken here; text in a system message is never pruned" for name in ("protect", "protected")
     },
     **{
-        entry.name: f"{entry.name} is set at launch, by --{entry.name.replace('_', '-')}"
+        entry.name: f"{entry.name} is set where the server is started; {_FIELDS}"
         for config in (PrefillConfig, DecodeConfig)
         for entry in fields(config)
-        if entry.name not in _OWN
+        # What is no option has no metadata.
+        if entry.metadata and entry.name not in _OWN
     },
 }
 # Least likeness of a name to an option of ours that it is a misspelling of: foreign fields pass.

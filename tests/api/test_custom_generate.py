@@ -478,7 +478,7 @@ def test_a_draft_or_configuration_that_is_none_is_refused_at_once(draft: Any) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"keep_rate": 7}, {"sparse_prefill": "perhaps"}, {"policy": "throughputt"}, {"gamma": -1}, {"gamma": 99}]
+    "wrong", [{"keep_rate": 7}, {"sparse_prefill": "perhaps"}, {"policy": "throughputt"}, {"gamma": -1}, {"gamma": 2.0}]
 )
 def test_an_option_that_no_call_takes_is_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -128,13 +128,18 @@ def test_the_heads_that_find_are_chosen_and_no_layer_behind_them_is_run() -> Non
     )
 
 
+def own_head(task: Task) -> int:
+    return list(FAMILIES).index(task.kind)
+
+
 @pytest.mark.parametrize(
     "heads",
     [
         (lambda task: [] if task.is_guard else [8, 9]),
         (lambda task: []),
-        # A family is found by its own heads alone, which no prompts of other kinds would choose.
-        (lambda task: [list(FAMILIES).index(task.kind), len(FAMILIES) + list(FAMILIES).index(task.kind)]),
+        # A family is found by its own heads alone, which no prompts of other kinds would choose; held-out prompts by
+        # all of the first layer.
+        (lambda task: [0, 1, 2, 3] if task.is_guard else [own_head(task), own_head(task) + len(FAMILIES)]),
     ],
 )
 def test_a_choice_that_keeps_less_than_the_default_on_other_prompts_gains_nothing(heads: Finds) -> None:
