@@ -125,7 +125,8 @@ class ProxyEndpoint:
             reason = f"off: only POST to paths that end with {', '.join(PRUNED)} is pruned"
             return body, report_headers(reason), None
         by_header = options_of_header(request)
-        options = PruneOptions.model_validate({"keep_rate": by_header.get("keep_rate", 1.0 if by_header else None)})
+        keep_rate = 1.0 if by_header.get("sparse_prefill") == "off" else by_header.get("keep_rate")
+        options = PruneOptions(keep_rate=keep_rate)
         try:
             parsed = _parsed(decoded(request, body, self._config.max_parsed_bytes))
         except BadRequestError as error:

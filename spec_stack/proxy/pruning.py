@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
 from threading import Event
@@ -26,7 +25,14 @@ from spec_stack.config import SessionConfig
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.fair_executor import CheckCancelled, ClientDisconnected, FairExecutor, QueueFullError
 from spec_stack.serve.http import AppMetrics
-from spec_stack.serve.protocol import MAX_NAME_CHARS, MAX_QUESTION_CHARS, BadRequestError, first_problem, unknown_field
+from spec_stack.serve.protocol import (
+    MAX_NAME_CHARS,
+    MAX_QUESTION_CHARS,
+    BadRequestError,
+    first_problem,
+    is_like,
+    unknown_field,
+)
 from spec_stack.settings.checks import require
 
 logger = logging.getLogger(__name__)
@@ -38,8 +44,6 @@ _TEMPLATE_TOKENS, _ALL_TOKENS = 64, 1 << 30
 _MAX_PROTECTED = 64
 OPTIONS_FIELD = "spec_stack"
 """The body's field with `PruneOptions`, which upstream does not get."""
-# Least likeness of a name to the field that it is a misspelling of.
-_LIKENESS = 0.8
 # Fields about pruning that other entry points have, and what says the same here.
 _MISPLACED = {
     **{name: f'spec_stack: {{"{name}": …}}' for name in ("keep_rate", "max_dropped_attention", "question", "protect")},
@@ -114,7 +118,7 @@ def refuse_misplaced(body: Mapping[str, Any]) -> None:
     for name in (each for each in body if body[each] is not None and each != OPTIONS_FIELD):
         if instead := _MISPLACED.get(name[:MAX_NAME_CHARS].lower().replace("-", "_")):
             raise BadRequestError(f"{name} is no field of the body itself; the proxy takes {instead}", name)
-        if get_close_matches(name[:MAX_NAME_CHARS].lower(), [OPTIONS_FIELD], 1, _LIKENESS):
+        if is_like(name, [OPTIONS_FIELD]):
             raise unknown_field(name, [OPTIONS_FIELD])
 
 

@@ -142,9 +142,9 @@ class Endpoint:
         client = client_of(request, self._config.api_keys)
         limit = self._max_body_bytes
         body = decoded(request, await read_body(request, limit), limit)
+        by_header = options_of_header(request)
         async with self._turns.setdefault(client, asyncio.Lock()):
             processed = await self._pool.process(path, body, self._config)
-        by_header = options_of_header(request)
         body_sets = any(processed.options.get(name) is not None for name in ("keep_rate", "sparse_prefill"))
         options = await run_in_threadpool(self._checked_options, processed, {} if body_sets else by_header)
         route = self._audits.route_of(request)

@@ -29,6 +29,8 @@ from spec_stack.settings.checks import require
 MAX_TOP_LOGPROBS = 20
 # Longest role of a message, and longest name of an unknown field.
 MAX_NAME_CHARS = 64
+# Least likeness of a name to the option that it is a misspelling of.
+_LIKENESS = 0.8
 MAX_STOPS, MAX_STOP_CHARS = 64, 1000
 MAX_QUESTION_CHARS = 4000
 CANCELLED = "the request was cancelled"
@@ -64,6 +66,11 @@ def first_problem(error: ValidationError, prefix: str = "") -> BadRequestError:
     where = ".".join(map(str, [*filter(None, [prefix]), *first["loc"]]))
     message = first["msg"].removeprefix("Value error, ")
     return BadRequestError(f"{where}: {message}" if where else message, where or None)
+
+
+def is_like(name: str, known: Sequence[str]) -> bool:
+    """Whether a name of a field is a misspelling of one of the known ones; foreign fields pass."""
+    return bool(get_close_matches(name[:MAX_NAME_CHARS].lower(), known, 1, _LIKENESS))
 
 
 def unknown_field(name: str, known: Sequence[str]) -> BadRequestError:
@@ -274,8 +281,6 @@ _ELSEWHERE = {
         if entry.metadata and entry.name not in _OWN
     },
 }
-# Least likeness of a name to an option of ours that it is a misspelling of: foreign fields pass.
-_LIKENESS = 0.8
 
 
 def refuse_misspelt(names: Iterable[str]) -> None:
@@ -284,7 +289,7 @@ def refuse_misspelt(names: Iterable[str]) -> None:
     for name in names:
         if name in _ELSEWHERE:
             raise BadRequestError(_ELSEWHERE[name], name)
-        if get_close_matches(name[:MAX_NAME_CHARS].lower(), (*_OWN, "spec_stack"), 1, _LIKENESS):
+        if is_like(name, (*_OWN, "spec_stack")):
             raise unknown_field(name, _OWN)
 
 
