@@ -126,7 +126,7 @@ class ProxyEndpoint:
             return body, report_headers(reason), None
         by_header = options_of_header(request)
         keep_rate = 1.0 if by_header.get("sparse_prefill") == "off" else by_header.get("keep_rate")
-        options = PruneOptions(keep_rate=keep_rate)
+        options = PruneOptions.model_validate({"keep_rate": keep_rate})
         try:
             parsed = _parsed(decoded(request, body, self._config.max_parsed_bytes))
         except BadRequestError as error:
