@@ -108,9 +108,9 @@ class Choice:
     notes: Sequence[str]
 
 
-def choose(cases: Sequence[Case], margin: float) -> Choice:
+def choose(cases: Sequence[Case], margin: float, chooses_rates: bool = True) -> Choice:
     """The heads and shares with the best recall, or the default. margin: recall that a length's share may lose against
-    share 0.2. The last note says what is gained over the default."""
+    share 0.2. chooses_rates: False leaves shares alone. The last note says what is gained over the default."""
     first = min((case.task.num_tokens for case in cases), default=0)
     choosing = [case for case in cases if not case.task.is_guard and case.task.num_tokens == first]
     if len(choosing) < _FEWEST or len({case.task.kind for case in choosing}) < 2:
@@ -121,7 +121,7 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
     found = _best_setting(choosing, ranks)
     chosen = [ranks.needs(found, case) for case in cases]
     default = [float(needed(case.judged, case.judged.default)) for case in cases]
-    curve = _keep_curve(cases, chosen, default, margin)
+    curve = _keep_curve(cases, chosen, default, margin) if chooses_rates else ()
     settings = fields_of([heads[row] for row in ranks.best(found)])
     if curve:
         settings["keep_rate"] = curve if len(curve) > 1 else curve[0][1]

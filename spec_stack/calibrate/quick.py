@@ -14,8 +14,6 @@ from spec_stack.prefill.calibration import Calibration
 
 QUICK = CalibrateConfig(lengths=(1024,), prompts=24)
 """What `experiments/LOG.md`, "Calibration at load", measured."""
-# Of what it finds, the heads alone: so few prompts choose no keep rate.
-_LEFT_OUT = ("keep_rate", "min_prompt_tokens")
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +26,9 @@ def calibrate_heads(
     progress: Progress = lambda *_: None,
 ) -> Calibration:
     """Choose a draft's scoring heads, for any target; keep rates stay. Arguments and errors: see `calibrate`."""
-    found = calibrate(pair, config, documents=documents, progress=progress)
-    settings = {name: value for name, value in found.settings.items() if name not in _LEFT_OUT}
+    # So few prompts choose no keep rate.
+    found = calibrate(pair, config, documents=documents, progress=progress, chooses_rates=False)
+    settings = {name: value for name, value in found.settings.items() if name != "min_prompt_tokens"}
     return replace(found, settings=settings, target={})
 
 

@@ -30,6 +30,7 @@ def calibrate(
     *,
     documents: Sequence[str] = (),
     progress: Progress = lambda *_: None,
+    chooses_rates: bool = True,
 ) -> Calibration:
     """Choose how this pair prefills sparsely.
 
@@ -44,6 +45,8 @@ def calibrate(
         Texts to hide needles in, ideally the user's own; by default the standard library's source code and manuals.
     progress
         Called with the number of judged prompts, their total, and the last one's length and kind.
+    chooses_rates
+        False chooses heads alone.
 
     Returns
     -------
@@ -71,7 +74,7 @@ def calibrate(
             continue
         cases.append(Case(task, judge(pair, draft_cache, maker.make(task))))
         progress(len(cases), len(tasks), f"{task.num_tokens} tokens, {task.kind}")
-    choice = choose(cases, config.margin)
+    choice = choose(cases, config.margin, chooses_rates)
     settings, notes = dict(choice.settings), list(choice.notes)
     target, draft = (text_config(model.config) for model in (pair.target, pair.draft))
     if settings:

@@ -128,6 +128,18 @@ def test_the_heads_that_find_are_chosen_and_no_layer_behind_them_is_run() -> Non
     )
 
 
+def test_heads_alone_are_chosen_and_no_share_is_promised() -> None:
+    choice = choose(cases_of(lambda task: [8, 9, 13]), 0.1, chooses_rates=False)
+    assert choice.settings["scoring_heads"]
+    assert "keep_rate" not in choice.settings
+    assert choice.notes[0].startswith("Of 88 prompts of 2048 tokens, 100% keep all evidence at 0.2;")
+    assert re.fullmatch(
+        r"Gained over the default: [34] of the draft's 6 layers run; 100% of \d+ held-out prompts keep their "
+        r"evidence at 20%, by default 0%.",
+        choice.notes[-1],
+    )
+
+
 def own_head(task: Task) -> int:
     return list(FAMILIES).index(task.kind)
 
