@@ -161,7 +161,7 @@ def _add_prune(commands: Any) -> None:
     _add_draft_arguments(parser)
     default = f"the draft's calibrated rate, for prompts of {PrefillConfig.min_prompt_tokens} tokens or more"
     parser.add_argument("--keep-rate", type=float, help=f"share of the tokens to keep (default: {default})")
-    parser.add_argument("--max-tokens", type=int, help="most tokens to keep, by the draft's tokenizer")
+    parser.add_argument("--max-tokens", type=int, help="budget in the draft's tokens; both ends are kept in any case")
     _add(parser, PrefillConfig, "scorer", "max_dropped_attention")
     _add_question(parser)
     _add_quiet(parser)

@@ -153,6 +153,8 @@ def _prune(arguments: argparse.Namespace) -> int:
         _tell("spec-stack: this JSON is no request's body; it was shortened as a text, and the result is no JSON")
     if not arguments.explain:
         _tell_dropped(arguments, result.num_kept_tokens, result.num_tokens)
+        if arguments.max_tokens and result.num_kept_tokens > arguments.max_tokens and not arguments.quiet:
+            _tell(f"spec-stack: {result.reason}")
     if arguments.explain:
         _tell(f"kept {result.num_kept_tokens} of {result.num_tokens} tokens; {result.reason}")
         for kept in result.kept:

@@ -269,6 +269,7 @@ _FIELDS = f"here {', '.join(_OWN)} are fields themselves"
 _ELSEWHERE = {
     "spec_stack": f"spec_stack is the proxy's field; {_FIELDS}",
     "custom_params": f"custom_params are SGLang's; {_FIELDS}",
+    "max_divergence": "max_divergence is max_dropped_attention now, a share of the draft's attention",
     "extra_body": f"extra_body is an argument of OpenAI's client, which makes fields of its entries; {_FIELDS}",
     **{
         name: f"{name} is not taken here; text in a system message is never pruned" for name in ("protect", "protected")

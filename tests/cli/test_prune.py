@@ -183,3 +183,4 @@ def test_a_json_string_stays_one_and_other_json_that_breaks_is_named(
     assert "this JSON is no request's body" in captured.err
     path.write_text("[" * 100_000)
     assert main(["prune", str(path), "--max-tokens", "1", "--device", "cpu"]) == 0
+    assert "over max_tokens=1" in capsys.readouterr().err

@@ -83,7 +83,8 @@ def evidence_at_other_lengths() -> list[str]:
     for name in ("qwen_4k", "qwen_8k"):
         rules = result(f"evidence_shapes_{name}")["whole"]
         whole = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in map(rules["calibrated"].get, RATES[:2])]
-        others = [f"{rule} {' / '.join(f'{rules[rule][rate][0]:.2f}' for rate in RATES[:2])}" for rule in RULES[1:3]]
+        shown = {"uncalibrated": rules["default"], "BM25": rules["BM25"]}
+        others = [f"{rule} {' / '.join(f'{own[rate][0]:.2f}' for rate in RATES[:2])}" for rule, own in shown.items()]
         found.append(", ".join([f"calibrated {' / '.join(whole)}", *others]))
     return found
 

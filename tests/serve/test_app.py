@@ -232,6 +232,7 @@ def test_foreign_fields_are_ignored_and_misspelt_options_refused(start: Start) -
         ("specStack", "keep_rate"),
         ("Keep_Rate", "keep_rate"),
         ("custom_params", "SGLang's; here keep_rate"),
+        ("max_divergence", "is max_dropped_attention now"),
         ("extra_body", "OpenAI's client"),
         ("protect", "system message"),
         ("protected", "system message"),
