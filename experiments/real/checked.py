@@ -1,8 +1,8 @@
 """Does the draft's check tell the prompts whose answer pruning loses? Signals of the draft beside the target's loss.
 
 Prompts of eleven kinds with known answers, three multi-hop sets, agents' turns and summaries, in turn (`prompts`); all
-from a seed of their own. Of each: the draft's greedy answer under the whole prompt, the share of its attention that
-falls on what keep rates drop, and its log-probabilities under what they leave, token by token; the target's greedy
+from a seed of their own. Of each: the share of the attention of the draft's greedy answer that falls on what keep rates
+drop, and with --divergence the draft's log-probabilities under what they leave, token by token; the target's greedy
 answer under the whole prompt, its loss there and under the same kept tokens, and the target's own answer to them. Kept
 tokens stand at their original positions. Of a draft with another tokenizer the share alone is measured.
 
@@ -158,8 +158,8 @@ def statistics(whole: torch.Tensor, part: torch.Tensor, token_ids: Sequence[int]
 class Bench:
     """Both models of a pair, over one prompt after the other."""
 
-    def __init__(self, pair: ModelPair, config: PrefillConfig) -> None:
-        self._pair, self._config = pair, config
+    def __init__(self, pair: ModelPair, config: PrefillConfig, divergence: bool = False) -> None:
+        self._pair, self._config, self._divergence = pair, config, divergence
 
     def row(self, asked: Asked) -> Row:
         """All that is measured of a prompt, with the processor seconds of its parts."""
@@ -179,7 +179,7 @@ class Bench:
         row["look_ahead_s"] = clock.lap()
         # Another tokenizer's tokens have no place in the target's numbering.
         answer = whole = None
-        if isinstance(draft, CachedModel):
+        if self._divergence and isinstance(draft, CachedModel):
             draft.rollback(draft.next_position - len(ids) + 1)
             logits = [draft.forward(ids[-1:], [len(ids) - 1], 1)[-1]]
             answer, _ = self._answer(draft, logits, DRAFTED)
@@ -264,6 +264,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--texts", type=Path, required=True, help="folder of fetch_texts.py")
     parser.add_argument("--num-tokens", type=int, default=2048, help="length of the prompts, about (%(default)s)")
+    parser.add_argument("--divergence", action="store_true", help="measure the draft's divergence too")
     parser.add_argument("--most-tokens", type=int, default=1 << 20, help="longer prompts are left out (none)")
     add_row_arguments(parser)
     add_out_argument(parser)
@@ -278,7 +279,7 @@ def main() -> None:
         precision = arguments.precision
         pair = ModelPair.load(arguments.target, arguments.draft, precision=precision, draft_precision=precision)
         config = PrefillConfig() if arguments.calibration is None else calibrated(arguments.calibration)
-        bench = Bench(pair, config)
+        bench = Bench(pair, config, arguments.divergence)
         for asked in left:
             if not rows.has_time:
                 break

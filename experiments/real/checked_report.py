@@ -140,12 +140,13 @@ def _aurocs(rows: Sequence[Row], rates: Sequence[float]) -> dict[str, Any]:
     cells = [(at, row, rate) for at, row in enumerate(rows) for rate in rates if _has_cell(row, rate)]
     labels, prompts = [is_lost(row, rate) for _, row, rate in cells], [at for at, _, _ in cells]
     found: dict[str, Any] = {"prompts": len(set(prompts)), "cells": len(cells), "lost": sum(labels)}
-    if any(labels):
-        # The others need the draft's log-probabilities.
-        measured = SIGNALS if all("signals" in row[str(rate)] for _, row, rate in cells) else [DROPPED]
-        for name in measured:
-            signal = SIGNALS[name]
-            found[name] = _auroc_interval([signal(row[str(rate)]) for _, row, rate in cells], labels, prompts)
+    for name, signal in SIGNALS.items():
+        # The draft's log-probabilities are not measured of every prompt; the last number is that of the cells.
+        own = [at for at, (_, row, rate) in enumerate(cells) if name == DROPPED or "signals" in row[str(rate)]]
+        lost = [labels[at] for at in own]
+        if any(lost) and not all(lost):
+            values = [signal(row[str(rate)]) for _, row, rate in (cells[at] for at in own)]
+            found[name] = [*_auroc_interval(values, lost, [prompts[at] for at in own]), len(own)]
     return found
 
 

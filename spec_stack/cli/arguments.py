@@ -253,6 +253,7 @@ def _add_explain(commands: Any) -> None:
     parser.add_argument("--demo", action="store_true", help="use the demo's document and question as the prompt")
     parser.add_argument("--compare", action="store_true", help="show the answer to the whole prompt too")
     parser.add_argument("--out", type=Path, help="the page (default: a file named after the prompt)")
+    _add_quiet(parser)
     _add_answer_arguments(parser)
 
 
@@ -356,7 +357,7 @@ def _add_question(parser: Any) -> None:
 
 
 def _add_quiet(parser: Any) -> None:
-    parser.add_argument("--quiet", action="store_true", help="no line on standard error where text was dropped")
+    parser.add_argument("--quiet", action="store_true", help="no lines on standard error about what was kept")
 
 
 def _add_config(parser: Any) -> None:

@@ -43,7 +43,7 @@ _USUAL = {
     "--gamma": "fixed tokens drafted a step; 0 is plain decoding",
     "--json": "text and metrics as one JSON object",
     "--stats": "the answer's cost on standard error",
-    "--quiet": "no line where text was dropped",
+    "--quiet": "no lines about what was kept",
     "--compare": "the answer to the whole prompt too",
     "--out": "file of the page",
     "--config": "TOML file of flags: keep-rate = 0.1",

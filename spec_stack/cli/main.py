@@ -346,8 +346,11 @@ def _explain(arguments: argparse.Namespace) -> int:
     )
     page, turns = render(explanation), explanation["turns"]
     out.write_text(page, encoding="utf-8")
+    _tell_embedded(arguments)
     for turn in turns:
         print(turn["text"].strip())
+        if arguments.quiet:
+            continue
         for query in turn["queries"][:3]:
             _tell(f"scoring query, weight {query['weight']:.2f}: {shorten(query['text'], 96, placeholder=' …')}")
         _tell(f"{turn['metrics']['num_kept_tokens']} of {turn['metrics']['num_prompt_tokens']} prompt tokens kept")

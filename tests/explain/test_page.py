@@ -146,6 +146,9 @@ def test_the_command_names_title_and_file_after_the_prompt(
     told = captured.err.splitlines()
     assert f"scoring query, weight 1.00: {QUESTION}" in told
     assert told[-1] == f"page: {tmp_path / 'explain-notes-what-does-f17-return.html'}"
+    assert any("the embedded test pair answers" in line for line in told)
+    assert main(["explain", "--file", "notes.py", QUESTION, "--quiet", "--out", "page.html", "--device", "cpu"]) == 0
+    assert capsys.readouterr().err.splitlines() == [f"page: {tmp_path / 'page.html'}"]
     assert file_name("prompt", "../ ?/") == "explain-prompt.html"
 
 
