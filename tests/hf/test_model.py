@@ -22,7 +22,7 @@ SHARED = {family: make_model(family) for family in FAMILIES}
 for _model in SHARED.values():
     install(_model)
 KEPT = sorted({*range(0, 30, 3), *range(40, 47), 59})
-TOLERANCE = {"atol": 3e-5, "rtol": 1e-4}  # 2.1e-5 without AVX-512, where sums are taken in another order
+TOLERANCE = {"atol": 5e-5, "rtol": 1e-4}  # 3.1e-5 where sums are taken in another order, as without AVX-512
 
 
 @pytest.mark.parametrize("family", FAMILIES)
