@@ -64,13 +64,14 @@ class Arm:
     shift: int = 0
 
 
-def arms_of(calibration: Path | None) -> dict[str, Arm]:
-    """The arms by name."""
+def arms_of(calibration: Path | None, with_contiguous: bool = True) -> dict[str, Arm]:
+    """The arms by name, the dense one first."""
     name, rule = ("default", PrefillConfig()) if calibration is None else ("calibrated", calibrated(calibration))
     found = {DENSE: Arm()}
     for rate in RATES:
         found[f"{name} {rate}"] = Arm(replace(rule, keep_rate=rate))
-        found[f"{name} {rate} contiguous"] = Arm(replace(rule, keep_rate=rate), is_contiguous=True)
+        if with_contiguous:
+            found[f"{name} {rate} contiguous"] = Arm(replace(rule, keep_rate=rate), is_contiguous=True)
     return found | {"BM25 0.2": Arm(PrefillConfig(scorer="bm25", keep_rate=0.2))}
 
 
@@ -129,7 +130,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], rows: Rows) -> None:
     """Answer what is left of the prompts."""
-    arms, bench = arms_of(arguments.calibration), Bench.load(arguments)
+    arms, bench = arms_of(arguments.calibration, arguments.contiguous), Bench.load(arguments)
     tokenizer = bench.scorer.pair.tokenizer
     for prompt in prompts:
         if not rows.left(prompt.name, arms):
@@ -219,12 +220,13 @@ def main() -> None:
     add_pair_arguments(parser)
     add_prompt_arguments(parser)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["bare", "briefly", "ahead"], help="shapes")
+    parser.add_argument("--no-contiguous", dest="contiguous", action="store_false", help="original positions alone")
     parser.add_argument("--max-tokens", type=int, default=40)
     add_row_arguments(parser, limited=False)
     add_out_argument(parser)
     arguments = parser.parse_args()
     note_pair(str(arguments.target), str(arguments.draft))
-    names, rows = list(arms_of(arguments.calibration)), Rows(arguments.rows, arguments.minutes)
+    names, rows = list(arms_of(arguments.calibration, arguments.contiguous)), Rows(arguments.rows, arguments.minutes)
     measure = measure_with(load_tokenizer(str(arguments.target)))
     every = shaped_prompts(arguments.data, arguments.num_tokens, arguments.documents, measure, arguments.seed)
     prompts = [prompt for prompt in every if prompt.shape in arguments.shapes][: arguments.limit]
