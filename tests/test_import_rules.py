@@ -59,8 +59,9 @@ ALLOWED = {
         "tokenizers.prompt_reader",
         "engine",
     },
+    # What serve and the proxy share, with audits for SGLang.
+    "http": {"binomial", "config", "settings"},
     "serve": {
-        "binomial",
         "config",
         "settings",
         "types",
@@ -68,6 +69,7 @@ ALLOWED = {
         "hf.prompt",
         "hf.structured",
         "hf.answer_parser",
+        "http",
         "api",
     },
     "proxy": {
@@ -75,12 +77,7 @@ ALLOWED = {
         "settings",
         "api.pruner",
         "api.request_body",
-        "serve.audits",
-        "serve.config",
-        "serve.fair_executor",
-        "serve.http",
-        "serve.logs",
-        "serve.protocol",
+        "http",
     },
     "sglang": {
         "config",
@@ -92,8 +89,8 @@ ALLOWED = {
         "tokenizers",
         "hf.loading",
         "hf.prompt",
-        "serve.audits",
-        "serve.config",
+        "http.audits",
+        "http.config",
     },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "bench": {"config", "types", "records", "controller", "prefill", "hf", "engine", "api", "calibrate"},
@@ -112,7 +109,7 @@ ALLOWED = {
         "engine",
         "api",
     }
-    | {"bench", "calibrate", "serve", "proxy", "explain", "sglang"},
+    | {"bench", "calibrate", "http", "serve", "proxy", "explain", "sglang"},
     # Loose files.
     "config": {"settings"},
     "binomial": set(),
@@ -136,7 +133,7 @@ LIBRARIES = {
     "bitsandbytes": {"hf"},
     "llguidance": {"hf"},
     "peft": {"hf"},
-    "fastapi": {"serve", "proxy"},
+    "fastapi": {"http", "serve", "proxy"},
     "httpcore2": {"proxy"},
     "httpx2": {"proxy"},
     "sglang": {"sglang"},

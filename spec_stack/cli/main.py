@@ -175,8 +175,8 @@ def _is_json(text: str) -> bool:
 def _serve(arguments: argparse.Namespace) -> int:
     arguments.api_keys += filter(None, [os.environ.get("SPEC_STACK_API_KEY")])
     config = config_of(ServeConfig, arguments)
+    from spec_stack.http.app import begin
     from spec_stack.serve.app import run
-    from spec_stack.serve.http import begin
 
     begin(config, config.port)
     generator = _load(arguments, SpecStackConfig(prefill_of(arguments), config_of(DecodeConfig, arguments)))
@@ -204,8 +204,8 @@ def describe_pruning(config: PrefillConfig) -> str:
 
 def _proxy(arguments: argparse.Namespace) -> int:
     config, prefill = config_of(ProxyConfig, arguments), prefill_of(arguments)
+    from spec_stack.http.app import begin
     from spec_stack.proxy.app import serve_proxy
-    from spec_stack.serve.http import begin
 
     begin(config, config.port)
     pruner = _load_pruner(arguments, prefill)

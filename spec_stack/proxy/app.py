@@ -16,6 +16,20 @@ from fastapi.responses import Response
 
 from spec_stack.api.pruner import Pruner
 from spec_stack.api.request_body import BodyPrompt, find_prompt
+from spec_stack.http.app import (
+    client_of,
+    decoded,
+    error_response,
+    new_app,
+    options_of_header,
+    read_body,
+    report_headers,
+    run_app,
+    unless_disconnected,
+)
+from spec_stack.http.audits import AUDITOR, Audit, Audits, Words
+from spec_stack.http.config import LOOPBACK
+from spec_stack.http.errors import BadRequestError
 from spec_stack.proxy.audits import answer_again
 from spec_stack.proxy.config import PRUNED, ProxyConfig
 from spec_stack.proxy.pruning import (
@@ -27,20 +41,6 @@ from spec_stack.proxy.pruning import (
     refuse_misplaced,
 )
 from spec_stack.proxy.upstream import Upstream, UpstreamError, UpstreamResponse
-from spec_stack.serve.audits import AUDITOR, Audit, Audits, Words
-from spec_stack.serve.config import LOOPBACK
-from spec_stack.serve.http import (
-    client_of,
-    decoded,
-    error_response,
-    new_app,
-    options_of_header,
-    read_body,
-    report_headers,
-    run_app,
-    unless_disconnected,
-)
-from spec_stack.serve.protocol import BadRequestError
 
 logger = logging.getLogger(__name__)
 

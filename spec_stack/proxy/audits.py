@@ -8,8 +8,8 @@ from typing import Any
 
 from fastapi import Request
 
+from spec_stack.http.audits import MAX_TOKENS, Words, words_in
 from spec_stack.proxy.upstream import Upstream
-from spec_stack.serve.audits import MAX_TOKENS, Words, words_in
 
 _MAX_BYTES = 1 << 20
 Body = Mapping[str, Any]

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from spec_stack.serve.config import LOOPBACK, MAX_PORT, HttpConfig
+from spec_stack.http.config import LOOPBACK, MAX_PORT, HttpConfig
 from spec_stack.settings.checks import require
 from spec_stack.settings.options import documented, option
 

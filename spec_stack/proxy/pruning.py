@@ -22,10 +22,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from spec_stack.api.pruner import Prunable, Pruner, PrunerConversation, PruneResult
 from spec_stack.config import SessionConfig
-from spec_stack.proxy.config import ProxyConfig
-from spec_stack.serve.fair_executor import CheckCancelled, ClientDisconnected, FairExecutor, QueueFullError
-from spec_stack.serve.http import AppMetrics
-from spec_stack.serve.protocol import (
+from spec_stack.http.app import AppMetrics
+from spec_stack.http.errors import (
     MAX_NAME_CHARS,
     MAX_QUESTION_CHARS,
     BadRequestError,
@@ -33,6 +31,8 @@ from spec_stack.serve.protocol import (
     is_like,
     unknown_field,
 )
+from spec_stack.http.fair_executor import CheckCancelled, ClientDisconnected, FairExecutor, QueueFullError
+from spec_stack.proxy.config import ProxyConfig
 from spec_stack.settings.checks import require
 
 logger = logging.getLogger(__name__)

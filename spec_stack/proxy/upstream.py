@@ -19,11 +19,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from spec_stack.config import KEEP_RATE_HEADER
+from spec_stack.http.app import REPORT_HEADERS
+from spec_stack.http.config import LOOPBACK
+from spec_stack.http.errors import BadRequestError
+from spec_stack.http.logs import ID_HEADER, request_id
 from spec_stack.proxy.config import ProxyConfig
-from spec_stack.serve.config import LOOPBACK
-from spec_stack.serve.http import REPORT_HEADERS
-from spec_stack.serve.logs import ID_HEADER, request_id
-from spec_stack.serve.protocol import BadRequestError
 
 logger = logging.getLogger(__name__)
 

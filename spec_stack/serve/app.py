@@ -20,9 +20,7 @@ from fastapi.sse import format_sse_event
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from spec_stack.serve.audits import Audit, Audits
-from spec_stack.serve.config import LOOPBACK, ServeConfig
-from spec_stack.serve.http import (
+from spec_stack.http.app import (
     IGNORED_HEADER,
     begin,
     client_of,
@@ -34,9 +32,13 @@ from spec_stack.serve.http import (
     run_app,
     unless_disconnected,
 )
+from spec_stack.http.audits import Audit, Audits
+from spec_stack.http.config import LOOPBACK
+from spec_stack.http.errors import CANCELLED, BadRequestError
+from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.processing import ProcessedRequest
-from spec_stack.serve.protocol import CANCELLED, REQUESTS, BadRequestError
+from spec_stack.serve.protocol import REQUESTS
 from spec_stack.serve.responses import BUILDERS, REPORT, Json
 from spec_stack.serve.worker import Answer, QueuedRequest, Worker
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from pebble import ProcessExpired, ProcessPool
 
+from spec_stack.http.errors import BadRequestError
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.processing import ProcessedRequest, RequestProcessor
-from spec_stack.serve.protocol import BadRequestError
 
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator

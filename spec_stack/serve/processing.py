@@ -16,16 +16,9 @@ from pydantic_core import from_json
 from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, special_tokens
 from spec_stack.hf.structured import Grammars, structured_problem
+from spec_stack.http.errors import MAX_NAME_CHARS, BadRequestError, first_problem
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.protocol import (
-    MAX_NAME_CHARS,
-    REQUESTS,
-    BadRequestError,
-    ChatCompletionRequest,
-    GenerationRequest,
-    first_problem,
-    refuse_misspelt,
-)
+from spec_stack.serve.protocol import REQUESTS, ChatCompletionRequest, GenerationRequest, refuse_misspelt
 
 # Escapes of JSON: of a backslash, of a character by two halves, or of half a character.
 _HEX = rb"[0-9a-fA-F]{2}"

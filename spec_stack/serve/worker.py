@@ -14,11 +14,11 @@ from prometheus_client import Counter, Histogram
 
 from spec_stack.api.answering import samples
 from spec_stack.hf.prompt import EncodedPrompt
-from spec_stack.serve.audits import AUDITOR, MAX_TOKENS, Words, words_in
+from spec_stack.http.app import AppMetrics
+from spec_stack.http.audits import AUDITOR, MAX_TOKENS, Words, words_in
+from spec_stack.http.errors import FAILED, BadRequestError
+from spec_stack.http.fair_executor import CheckCancelled, FairExecutor
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor
-from spec_stack.serve.http import AppMetrics
-from spec_stack.serve.protocol import FAILED, BadRequestError
 from spec_stack.serve.responses import Json, ResponseBuilder
 from spec_stack.types import Metrics
 

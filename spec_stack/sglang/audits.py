@@ -1,4 +1,4 @@
-"""Audits of a server's pruned requests (`serve.audits`), answered again inside the server. No SGLang import."""
+"""Audits of a server's pruned requests (`http.audits`), answered again inside the server. No SGLang import."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from uuid import uuid4
 
 from starlette.requests import Request
 
-from spec_stack.serve.audits import MAX_TOKENS, Audit, Audits, Words, words_in
-from spec_stack.serve.config import HttpConfig
+from spec_stack.http.audits import MAX_TOKENS, Audit, Audits, Words, words_in
+from spec_stack.http.config import HttpConfig
 from spec_stack.sglang.keep_rate_header import asking
 from spec_stack.sglang.request import KEY
 

@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args
 from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
+from spec_stack.http.config import HttpConfig
 from spec_stack.prefill.cost import with_threshold
 from spec_stack.prefill.shipped import AUTO, choose_calibration, sketch_of_files
-from spec_stack.serve.config import HttpConfig
 from spec_stack.settings.checks import check_fields, require, require_int
 from spec_stack.settings.options import documented, meaning, option
 

@@ -11,9 +11,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from spec_stack.http.audits import is_lost
 from spec_stack.proxy.audits import greedy, words_of
 from spec_stack.proxy.config import ProxyConfig
-from spec_stack.serve.audits import is_lost
 from tests.proxy.conftest import Start
 from tests.proxy.test_pruning import CHAT, CODE, LONG, QUESTION, post, reason
 from tests.support.running_app import until

@@ -22,8 +22,8 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.hf.structured import Grammars
+from spec_stack.http.fair_executor import ClientDisconnected
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.fair_executor import ClientDisconnected
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.worker import SessionStore
 from tests.serve.conftest import Server

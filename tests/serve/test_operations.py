@@ -15,10 +15,10 @@ import openai
 import pytest
 
 from spec_stack import Pruner
+from spec_stack.http.logs import JsonFormatter, TextFormatter, configure_logging
 from spec_stack.proxy.app import build_app
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.logs import JsonFormatter, TextFormatter, configure_logging
 from tests.serve.conftest import Server
 from tests.support.ports import free_port
 from tests.support.running_app import RunningApp
@@ -155,7 +155,7 @@ def test_an_answer_ends_when_its_time_is_over(start: Start) -> None:
 def test_lines_are_text_or_json_from_a_level_on(capsys: pytest.CaptureFixture[str]) -> None:
     for as_json in (False, True):
         configure_logging("warning", as_json)
-        logging.getLogger("spec_stack.serve").info("quiet")
+        logging.getLogger("spec_stack.http").info("quiet")
         logging.getLogger("uvicorn.error").warning("loud\n%s", "second line")
         said = capsys.readouterr().err
         assert "quiet" not in said

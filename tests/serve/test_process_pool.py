@@ -15,9 +15,9 @@ pytest.importorskip("fastapi")
 
 from pebble import ProcessPool
 
+from spec_stack.http.errors import BadRequestError
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.process_pool import RequestPool, result_of, schedule
-from spec_stack.serve.protocol import BadRequestError
 from tests.serve.hostile import CHAT, chat, schema
 
 LONG = [{"role": "user", "content": "many words " * 100_000}]

@@ -10,8 +10,8 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from spec_stack.serve.audits import MAX_TOKENS
-from spec_stack.serve.config import HttpConfig
+from spec_stack.http.audits import MAX_TOKENS
+from spec_stack.http.config import HttpConfig
 from spec_stack.sglang.audits import ServerAudits
 from spec_stack.sglang.keep_rate_header import asked_keep_rate
 from tests.support.sglang_requests import REPORT

@@ -1,4 +1,4 @@
-"""Parts shared by the server and the proxy: errors, probes, CORS, metrics, API keys, body limit."""
+"""The application that serve and the proxy extend: errors, probes, CORS, metrics, API keys, body limit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
 from spec_stack.config import KEEP_RATE_HEADER, header_options
-from spec_stack.serve.audits import ROUTE_HEADER
-from spec_stack.serve.config import HttpConfig
-from spec_stack.serve.logs import ID_HEADER, REASON_HEADER, RequestLog, configure_logging, request_id
-from spec_stack.serve.protocol import CANCELLED, FAILED, MAX_NAME_CHARS, BadRequestError
+from spec_stack.http.audits import ROUTE_HEADER
+from spec_stack.http.config import HttpConfig
+from spec_stack.http.errors import CANCELLED, FAILED, MAX_NAME_CHARS, BadRequestError
+from spec_stack.http.logs import ID_HEADER, REASON_HEADER, RequestLog, configure_logging, request_id
 
 Result = TypeVar("Result")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 
-from spec_stack.serve.fair_executor import CheckCancelled, FairExecutor, QueueFullError
+from spec_stack.http.fair_executor import CheckCancelled, FairExecutor, QueueFullError
 
 
 class Busy:

@@ -21,7 +21,7 @@ from fastapi import Request
 from prometheus_client import Counter, Gauge
 
 from spec_stack.binomial import lower_bound, upper_bound
-from spec_stack.serve.config import HttpConfig
+from spec_stack.http.config import HttpConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from spec_stack.serve.protocol import BadRequestError
+from spec_stack.http.errors import BadRequestError
 
 Result = TypeVar("Result")
 CheckCancelled = Callable[[], None]
