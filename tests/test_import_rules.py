@@ -65,7 +65,6 @@ ALLOWED = {
         "config",
         "settings",
         "types",
-        "decode.ngram_index",
         "hf.prompt",
         "hf.structured",
         "hf.answer_parser",

@@ -117,7 +117,7 @@ def new_app(
 def error_response(request: Request, error: BadRequestError, headers: Mapping[str, str] | None = None) -> Response:
     """An error as an HTTP response, in the format of the API that the request is of."""
     is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
-    return error.response(headers, is_anthropic)
+    return JSONResponse(error.body(is_anthropic), error.status, headers)
 
 
 def report_headers(reason: str, counts: Iterable[int] = ()) -> dict[str, str]:
@@ -167,8 +167,12 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if num_bytes > _MAX_DISCARDED_BYTES:
             break
     if num_bytes > max_bytes:
-        raise BadRequestError(f"the body is longer than this server takes, {max_bytes} bytes", status=413)
+        raise _too_long(max_bytes)
     return b"".join(parts)
+
+
+def _too_long(max_bytes: int) -> BadRequestError:
+    return BadRequestError(f"the body is longer than this server takes, {max_bytes} bytes", status=413)
 
 
 def decoded(request: Request, body: bytes, max_bytes: int) -> bytes:
@@ -186,7 +190,7 @@ def decoded(request: Request, body: bytes, max_bytes: int) -> bytes:
         if not decoder.eof and len(body) <= max_bytes:
             raise BadRequestError(f"the body ends within its {encoding} stream")
     if len(body) > max_bytes:
-        raise BadRequestError(f"the body is longer than this server takes, {max_bytes} bytes", status=413)
+        raise _too_long(max_bytes)
     return body
 
 

@@ -12,8 +12,8 @@ import random
 import re
 from collections import Counter as Counts
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,18 +120,8 @@ class Audits:
         else:
             self._may_run.clear()
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Audit what waits, in this block."""
-        auditing = asyncio.create_task(self._run())
-        try:
-            yield
-        finally:
-            auditing.cancel()
-            with suppress(asyncio.CancelledError):
-                await auditing
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Audit what waits, until cancelled."""
         while True:
             await self._may_run.wait()
             await asyncio.sleep(self._config.audit_idle_s)
@@ -167,12 +157,10 @@ class Audits:
         if found is None:
             return
         whole, part = found
-        lost = is_lost(whole, part)
-        if lost:
-            num_found = (whole & part).total()
+        if lost := is_lost(whole, part):
             logger.warning(
                 "an audited answer was lost on %s: %d of its %d words are in the answer to the pruned prompt",
-                *(audit.route, num_found, whole.total()),
+                *(audit.route, (whole & part).total(), whole.total()),
             )
         self._audits.labels(audit.route, "lost" if lost else "agreed").inc()
         self._note(audit.route, lost)
@@ -182,14 +170,10 @@ class Audits:
         route = self._routes.setdefault(name, _Route())
         route.latest.append(lost)
         route.num_lost, route.num_audits = route.num_lost + lost, route.num_audits + 1
-        ends = (
-            ("low", lower_bound(route.num_lost, route.num_audits, 0.975)),
-            ("share", route.num_lost / route.num_audits),
-            ("high", upper_bound(route.num_lost, route.num_audits, 0.975)),
-        )
-        for end, value in ends:
-            self._loss.labels(name, end).set(value)
-        most, (num_lost, n) = self._config.audit_max_loss, (sum(route.latest), len(route.latest))
+        self._loss.labels(name, "low").set(lower_bound(route.num_lost, route.num_audits, 0.975))
+        self._loss.labels(name, "share").set(route.num_lost / route.num_audits)
+        self._loss.labels(name, "high").set(upper_bound(route.num_lost, route.num_audits, 0.975))
+        most, num_lost, n = self._config.audit_max_loss, sum(route.latest), len(route.latest)
         if most is not None and n >= (_WINDOW if route.is_off else _LEAST):
             is_over = lower_bound(num_lost, n) > most
             if is_over != route.is_off:

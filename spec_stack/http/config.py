@@ -47,6 +47,12 @@ class HttpConfig:
         for name in ("audit_rate", "audit_max_loss"):
             value = getattr(self, name)
             require(value is None or 0 <= value <= 1, f"{name} must be a share, 0 to 1, got {value!r}")
-        require(0 < self.audit_idle_s < math.inf, f"audit_idle_s must be over 0, got {self.audit_idle_s!r}")
+        self.require_positive("audit_idle_s")
         has_audits = self.audit_max_loss is None or self.audit_rate > 0
         require(has_audits, "audit_max_loss needs audits; give an audit_rate over 0")
+
+    def require_positive(self, *names: str) -> None:
+        """Require durations over 0, or None."""
+        for name in names:
+            value = getattr(self, name)
+            require(value is None or 0 < value < math.inf, f"{name} must be over 0, got {value!r}")

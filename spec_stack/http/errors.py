@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 # Longest role of a message, and longest name of an unknown field.
@@ -35,10 +34,6 @@ class BadRequestError(Exception):
         if anthropic:
             return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
-
-    def response(self, headers: Mapping[str, str] | None = None, anthropic: bool = False) -> JSONResponse:
-        """The error as an HTTP response."""
-        return JSONResponse(self.body(anthropic), self.status, headers)
 
 
 def first_problem(error: ValidationError, prefix: str = "") -> BadRequestError:

@@ -58,8 +58,9 @@ def build_app(pruner: Pruner, config: ProxyConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with audits.running():
-            yield
+        auditing = asyncio.create_task(audits.run())
+        yield
+        auditing.cancel()
         await prompts.stop()
         await upstream.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -12,7 +11,6 @@ from spec_stack.settings.checks import require
 from spec_stack.settings.options import documented, option
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_SECONDS = ("deadline_s", "timeout_s")
 PRUNED = {"/chat/completions": "messages", "/completions": "prompt", "/messages": "messages", "/responses": "input"}
 """The field that holds the prompt, by the end of the path: base URLs differ."""
 
@@ -63,8 +61,7 @@ class ProxyConfig(HttpConfig):
                 isinstance(value, str) or (name, value) == ("marker", None), f"{name} must be a string, got {value!r}"
             )
         self.check_server()
-        for name in _SECONDS:
-            require(0 < getattr(self, name) < math.inf, f"{name} must be over 0, got {getattr(self, name)!r}")
+        self.require_positive("deadline_s", "timeout_s")
         parts = urlsplit(self.upstream)
         port = parts.port or _DEFAULT_PORTS[parts.scheme]
         is_itself = port == self.port and {parts.hostname, self.host} <= {*LOOPBACK, "0.0.0.0", "::"}

@@ -150,18 +150,12 @@ class _Conversation:
 
     def prune(self, prompt: Prunable, marker: str | None, check: Check, max_tokens: int | None = None) -> PruneResult:
         """Prune the next turn. max_tokens: instead of the keep rate."""
-        options = self.options
-        self.result = self.pruner.prune(
-            prompt,
-            keep_rate=options.keep_rate if max_tokens is None else None,
-            max_tokens=max_tokens,
-            question=options.question if prompt == self.latest else None,
-            protect=options.protect,
-            marker=marker,
-            max_dropped_attention=options.max_dropped_attention,
-            on_progress=check,
-        )
-        self.prompt = prompt
+        options = self.options.model_dump()
+        if max_tokens is not None:
+            options |= {"keep_rate": None, "max_tokens": max_tokens}
+        if prompt != self.latest:
+            options["question"] = None
+        self.prompt, self.result = prompt, self.pruner.prune(prompt, **options, marker=marker, on_progress=check)
         return self.result
 
     @property
@@ -216,14 +210,11 @@ class PromptPruner:
         """Prune a text or messages; a keep rate prunes prompts of any length. Never raises for a prompt."""
         if options.keep_rate == 1:
             return Pruning("dense", "off: keep_rate is 1")
-        shown = _as_bytes(prompt)
-        num_bytes = len(shown)
-        if num_bytes > _BYTES_PER_POSITION * self._pruner.max_positions:
-            return Pruning(
-                "long", f"off: the prompt is too long for the draft's {self._pruner.max_positions} positions"
-            )
+        shown, most = _as_bytes(prompt), self._pruner.max_positions
+        if len(shown) > _BYTES_PER_POSITION * most:
+            return Pruning("long", f"off: the prompt is too long for the draft's {most} positions")
         least = self._pruner.config.min_prompt_tokens
-        if options.keep_rate is None and await self._is_shorter(shown, num_bytes, least):
+        if options.keep_rate is None and await self._is_shorter(shown, least):
             return Pruning("short", f"off: the prompt is shorter than min_prompt_tokens={least}")
         is_late = Event()
         try:
@@ -257,10 +248,10 @@ class PromptPruner:
         job.add_done_callback(lambda job: job.cancelled() or job.exception())
         raise TimeoutError
 
-    async def _is_shorter(self, shown: bytes, num_bytes: int, least: int) -> bool:
+    async def _is_shorter(self, shown: bytes, least: int) -> bool:
         """Whether a prompt surely has fewer tokens, without a place in the queue."""
-        if num_bytes < least or num_bytes > _BYTES_PER_TOKEN * least:
-            return num_bytes < least
+        if len(shown) < least or len(shown) > _BYTES_PER_TOKEN * least:
+            return len(shown) < least
         try:
             loop, text = asyncio.get_running_loop(), shown.decode()
             return await loop.run_in_executor(self._counter, lambda: len(self._tokenizer(text).input_ids)) < least

@@ -25,6 +25,7 @@ from spec_stack.http.app import (
     begin,
     client_of,
     decoded,
+    error_response,
     new_app,
     options_of_header,
     read_body,
@@ -72,8 +73,9 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(requests.start)
-        async with audits.running():
-            yield
+        auditing = asyncio.create_task(audits.run())
+        yield
+        auditing.cancel()
         await worker.stop()
         if pool is None:
             await run_in_threadpool(requests.stop)
@@ -142,15 +144,16 @@ class Endpoint:
     async def answer(self, path: str, request: Request) -> Response:
         """POST one of `REQUESTS`."""
         client = client_of(request, self._config.api_keys)
-        limit = self._max_body_bytes
-        body = decoded(request, await read_body(request, limit), limit)
+        body = decoded(request, await read_body(request, self._max_body_bytes), self._max_body_bytes)
         by_header = options_of_header(request)
         async with self._turns.setdefault(client, asyncio.Lock()):
             processed = await self._pool.process(path, body, self._config)
-        body_sets = any(processed.options.get(name) is not None for name in ("keep_rate", "sparse_prefill"))
-        options = await run_in_threadpool(self._checked_options, processed, {} if body_sets else by_header)
+        # The body's options hold against the header's, and both against audits.
+        if body_asks := not processed.options.keys().isdisjoint(("keep_rate", "sparse_prefill")):
+            by_header = {}
+        options = await run_in_threadpool(self._checked_options, processed, by_header)
         route = self._audits.route_of(request)
-        why = "" if body_sets or by_header else self._audits.why_whole(route)
+        why = "" if body_asks or by_header else self._audits.why_whole(route)
         asked = {**options, "sparse_prefill": "draft_only"} if why else options
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Json | None]()
 
@@ -181,7 +184,7 @@ class Endpoint:
         except ClientDisconnect:
             answer = BadRequestError(CANCELLED, status=499)
         if isinstance(answer, BadRequestError):
-            return answer.response(headers)
+            return error_response(request, answer, headers)
         report = answer["usage"][REPORT] | ({"reason": why} if why else {})
         return JSONResponse(answer, headers=headers | report_headers(report["reason"], [*report.values()][1:]))
 

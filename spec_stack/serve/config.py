@@ -69,9 +69,7 @@ class ServeConfig(HttpConfig):
                 f"got {self.cors_origins!r}"
             )
         require(0 <= self.temperature < math.inf, f"temperature must be 0 or more, got {self.temperature!r}")
-        for name in ("prepare_s", "max_time"):
-            value = getattr(self, name)
-            require(value is None or 0 < value < math.inf, f"{name} must be over 0, got {value!r}")
+        self.require_positive("prepare_s", "max_time")
 
     def body_limit(self, num_positions: int) -> int:
         """max_body_bytes, by default derived from the models' number of positions."""

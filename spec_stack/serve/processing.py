@@ -118,9 +118,8 @@ class RequestProcessor:
         choice = request.tool_choice if isinstance(request, ChatCompletionRequest) else None
         if (wanted := self._format.wanted(request.response_format, choice, source.tools)) is None:
             return None
-        special, stops = special_tokens(self._tokenizer), request.stop or []
-        stops = [stops] if isinstance(stops, str) else stops
-        end_ids = {*(request.stop_token_ids or ()), *(special[text] for text in stops if text in special)}
+        special = special_tokens(self._tokenizer)
+        end_ids = {*(request.stop_token_ids or ()), *(special[text] for text in request.stop or () if text in special)}
         if not request.ignore_eos:
             end_ids |= self._end_ids
         self._grammars.compile(wanted, end_ids, 0, self._format.format_start(rendered))

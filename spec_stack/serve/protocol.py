@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Annotated, Any
 
@@ -41,6 +41,10 @@ def _one_of(forms: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def _listed(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
 def _unbatched(prompt: Any) -> Any:
     """The prompt of a batch of one."""
     is_batch = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list)
@@ -51,11 +55,6 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     """A message without null fields such as `"tool_calls": null`, because templates test for presence."""
     require(len(str(given.get("role"))) <= MAX_NAME_CHARS, f"the role is over {MAX_NAME_CHARS} characters")
     return {name: value for name, value in given.items() if value is not None or name == "content"}
-
-
-def _unless(value: int) -> Callable[[Any], Any]:
-    """Null for a value by which other servers' clients mean null."""
-    return lambda given: None if type(given) is int and given == value else given
 
 
 def _some_or_all(number: int) -> int:
@@ -71,11 +70,13 @@ class _Options(BaseModel):
     """The fields that are options of the generator under the same names."""
 
     top_p: float | None = None
-    seed: Annotated[int | None, BeforeValidator(_unless(-1))] = Field(None, ge=0, lt=1 << 63)
+    # -1 is off.
+    seed: int | None = Field(None, ge=-1, lt=1 << 63)
     # Few and short ones: each is searched for at every step.
     stop: Annotated[
-        _StopString | Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None,
+        Annotated[list[_StopString], Field(max_length=MAX_STOPS)] | None,
         _one_of(f"a string or a list of strings; at most {MAX_STOPS}, each of at most {MAX_STOP_CHARS} characters"),
+        BeforeValidator(_listed),
     ] = None
     # By token id, which JSON has as strings.
     logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None

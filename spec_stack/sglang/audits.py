@@ -47,13 +47,9 @@ class ServerAudits:
             return
         if self._running is None:
             # Without the context of the request that runs SGLang's loop now.
-            self._running = asyncio.get_running_loop().create_task(self._run(), context=Context())
+            self._running = asyncio.get_running_loop().create_task(self._audits.run(), context=Context())
         num_kept = report["num_kept_tokens"] if is_pruned else None
         self._audits.offer(Audit(report["route"], partial(self._answers, asked, num_kept, report.get("header"))))
-
-    async def _run(self) -> None:
-        async with self._audits.running():
-            await asyncio.Event().wait()
 
     async def _answers(self, asked: Any, num_kept: int | None, header: str | None) -> tuple[Words, Words] | None:
         """Of the whole and of the pruned prompt; None where it is not pruned as it was. num_kept: of its tokens; None
