@@ -15,7 +15,7 @@ from spec_stack.http.audits import is_lost
 from spec_stack.proxy.audits import greedy, words_of
 from spec_stack.proxy.config import ProxyConfig
 from tests.proxy.conftest import Start
-from tests.proxy.test_pruning import CHAT, CODE, LONG, QUESTION, post, reason
+from tests.proxy.test_pruning import CHAT, CODE, LONG, QUESTION, metrics, post, reason
 from tests.support.running_app import until
 from tests.support.upstream import FakeUpstream
 
@@ -31,9 +31,7 @@ def says(body: Any) -> str:
 
 
 def counted(url: str, outcome: str, route: str = CHAT) -> float:
-    lines = httpx2.get(f"{url}/metrics", timeout=60).text.splitlines()
-    name = f'spec_stack_audits_total{{outcome="{outcome}",route="{route}"}} '
-    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+    return metrics(url).get(f'spec_stack_audits_total{{outcome="{outcome}",route="{route}"}}', 0.0)
 
 
 def test_a_planted_loss_turns_the_route_off_and_it_recovers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def post(url: str, path: str, body: Any, **headers: str) -> httpx2.Response:
 
 def reason(response: httpx2.Response) -> str:
     return response.headers["x-spec-stack-reason"]
+
+
+def metrics(url: str) -> dict[str, float]:
+    lines = httpx2.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 
 
 def test_a_long_chat_is_pruned_and_nothing_else_is_changed(
@@ -108,28 +114,6 @@ def test_completions_are_pruned_if_they_are_one_text(pruner: Pruner, start: Star
         assert reason(response).startswith("off: ")
 
 
-def test_only_texts_are_shorter_and_anthropics_messages_are_pruned_too(
-    pruner: Pruner, start: Start, upstream: FakeUpstream
-) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
-    text = {"type": "text", "text": CODE, "cache_control": {"type": "ephemeral"}}
-    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": OTHER}]}
-    messages = [{"role": "user", "content": [image, text, result, {"type": "text", "text": QUESTION}]}]
-    url = start().url
-    for path in (CHAT, "/v1/messages"):
-        body = {"system": CODE, "messages": messages, "max_tokens": 3}
-        post(url, path, body)
-        (message,) = upstream.seen[-1].json["messages"]
-        shorter = message["content"][1].pop("text")
-        assert 0 < len(shorter) < len(CODE) / 2
-        assert message["content"][0] == image
-        assert message["content"][1] == {"type": "text", "cache_control": {"type": "ephemeral"}}
-        (part,) = message["content"][2].pop("content")
-        assert 0 < len(part["text"]) < len(OTHER)
-        assert message["content"][2] == {"type": "tool_result", "tool_use_id": "a"}
-        assert upstream.seen[-1].json["system"] == CODE
-
-
 @pytest.mark.parametrize("max_conversations", [8, 0], ids=["kept", "scored anew"])
 def test_a_later_turn_begins_with_what_the_turn_before_kept(
     pruner: Pruner, start: Start, upstream: FakeUpstream, max_conversations: int
@@ -172,49 +156,19 @@ def test_what_a_later_turn_asks_for_comes_back_unless_recall_is_off(
     assert (response.headers["x-spec-stack-recalled-tokens"] != "0") == recall
 
 
-def test_text_that_was_sent_whole_stays_whole_as_the_conversation_grows(start: Start, upstream: FakeUpstream) -> None:
-    url, messages = start().url, []
-    for at in range(6):
-        messages.append({"role": "user", "content": CODE[300 * at : 300 * at + 300]})
-        response = post(url, CHAT, {"messages": messages})
-        assert upstream.seen[-1].json["messages"] == messages
-        messages.append({"role": "assistant", "content": "I see."})
-    assert "shorter" in reason(response)
-    assert int(response.headers["x-spec-stack-prompt-tokens"]) > 400
-    messages.append({"role": "user", "content": f"{OTHER}\nWhy?"})
-    post(url, CHAT, {"messages": messages})
-    sent = upstream.seen[-1].json["messages"]
-    assert sent[:-1] == messages[:-1]
-    assert len(sent[-1]["content"]) < len(OTHER) / 2
-
-
-def test_a_request_sets_its_own_keep_rate(pruner: Pruner, start: Start, upstream: FakeUpstream) -> None:
-    url = start(marker="[gap]").url
-    for keep_rate in ("0.5", "0.1"):
-        post(url, CHAT, {"messages": LONG}, **{"x-spec-stack-keep-rate": keep_rate})
-        expected = pruner.prune(LONG, keep_rate=float(keep_rate), marker="[gap]")
-        assert upstream.seen[-1].json["messages"] == expected.messages
-        assert "[gap]" in expected.messages[0]["content"]
-        assert "x-spec-stack-keep-rate" not in upstream.seen[-1].headers
-    response = post(url, CHAT, {"messages": LONG}, **{"x-spec-stack-keep-rate": "1"})
-    assert upstream.seen[-1].json["messages"] == LONG
-    assert reason(response) == "off: keep_rate is 1"
-    for wrong in ("0", "2", "nan", "half"):
-        assert post(url, CHAT, {"messages": LONG}, **{"x-spec-stack-keep-rate": wrong}).status_code == 400
-
-
 def test_a_turn_goes_on_from_turns_at_its_own_keep_rate_alone(
     pruner: Pruner, start: Start, upstream: FakeUpstream
 ) -> None:
-    url, answered = start().url, {"role": "assistant", "content": "Four."}
+    url, answered = start(marker="[gap]").url, {"role": "assistant", "content": "Four."}
     turns = [LONG, [*LONG, answered, {"role": "user", "content": "Are you sure?"}]]
     for keep_rate in (0.1, 0.5, None, 0.2):
         headers = {} if keep_rate is None else {"x-spec-stack-keep-rate": str(keep_rate)}
         conversation = pruner.conversation()
         for messages in turns:
             post(url, CHAT, {"messages": messages}, **headers)
-            expected = conversation.prune(messages, keep_rate=keep_rate).messages
+            expected = conversation.prune(messages, keep_rate=keep_rate, marker="[gap]").messages
             assert upstream.seen[-1].json["messages"] == expected
+            assert "[gap]" in expected[0]["content"]
 
 
 def test_a_prompt_that_is_too_long_or_a_draft_that_is_busy_forwards_the_whole_prompt(
@@ -250,18 +204,19 @@ def test_metrics_and_health_say_what_was_done(start: Start) -> None:
     post(url, CHAT, {"messages": LONG})
     post(url, CHAT, {"messages": [{"role": "user", "content": "Hi"}]})
     post(url, "/v1/embeddings", {"input": "Hi"}, **{"x-behave": "die_first"})
-    lines = httpx2.get(f"{url}/metrics", timeout=60).text.splitlines()
-    for line in (
-        'spec_stack_prompts_total{outcome="pruned"} 1.0',
-        'spec_stack_prompts_total{outcome="short"} 1.0',
-        'spec_stack_requests_total{outcome="ok"} 2.0',
-        'spec_stack_requests_total{outcome="failed"} 1.0',
-        "spec_stack_scoring_seconds_count 1.0",
-        "spec_stack_prompts_waiting 0.0",
-        "spec_stack_sessions 1.0",
-    ):
-        assert line in lines
-    assert httpx2.get(f"{url}/health", timeout=60).json() == {"status": "ok"}
+    expected = {
+        'spec_stack_prompts_total{outcome="pruned"}': 1,
+        'spec_stack_prompts_total{outcome="short"}': 1,
+        'spec_stack_requests_total{outcome="ok"}': 2,
+        'spec_stack_requests_total{outcome="failed"}': 1,
+        "spec_stack_scoring_seconds_count": 1,
+        "spec_stack_prompts_waiting": 0,
+        "spec_stack_sessions": 1,
+    }
+    assert expected.items() <= metrics(url).items()
+    health = httpx2.get(f"{url}/health", timeout=60)
+    assert health.json() == {"status": "ok"}
+    assert "x-spec-stack-reason" not in health.headers
 
 
 @pytest.mark.parametrize(
@@ -280,53 +235,33 @@ def test_a_question_behind_an_earlier_prompt_is_pruned_as_if_nothing_came_before
     assert upstream.seen[-1].json == {field: pruner.prune(first + then).messages}
 
 
-def scorings(url: str) -> dict[str, float]:
-    lines = httpx2.get(f"{url}/metrics", timeout=60).text.splitlines()
-    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
-
-
 def test_clients_share_no_conversation(start: Start) -> None:
     url = start().url
     for key in ("one", "two", "one"):
         post(url, CHAT, {"messages": LONG}, authorization=f"Bearer {key}")
-    assert scorings(url)["spec_stack_sessions"] == 2
+    assert metrics(url)["spec_stack_sessions"] == 2
 
 
-def moved_cache_control(messages: list[dict[str, Any]]) -> None:
-    messages[-1]["content"][-1]["cache_control"] = {"type": "ephemeral"}
-
-
-def without_old_reasoning(messages: list[dict[str, Any]]) -> None:
+def changed(messages: list[dict[str, Any]]) -> None:
+    """What clients change between turns and the draft does not read."""
+    for at, message in enumerate(messages):
+        message |= {"id": f"{len(messages)}-{at}", "name": f"n{len(messages)}"}
     for message in messages[:-2]:
         message.pop("reasoning_content", None)
-
-
-def other_ids(messages: list[dict[str, Any]]) -> None:
-    for at, message in enumerate(messages):
-        message["id"], message["name"] = f"{len(messages)}-{at}", f"n{len(messages)}"
-
-
-def strings_for_old_parts(messages: list[dict[str, Any]]) -> None:
     for message in messages[:-1]:
         message["content"] = message["content"][0]["text"]
+    messages[-1]["content"][-1]["cache_control"] = {"type": "ephemeral"}
+    messages[-1]["content"].insert(0, {"type": "image_url", "image_url": {"url": "data:x"}})
 
 
-def without_old_images(messages: list[dict[str, Any]]) -> None:
-    for message in messages[-1:]:
-        message["content"] = [{"type": "image_url", "image_url": {"url": "data:x"}}, *message["content"]]
-
-
-@pytest.mark.parametrize(
-    "change", [moved_cache_control, without_old_reasoning, other_ids, strings_for_old_parts, without_old_images]
-)
 def test_a_conversation_goes_on_whatever_the_draft_does_not_read(
-    pruner: Pruner, start: Start, upstream: FakeUpstream, change: Any
+    pruner: Pruner, start: Start, upstream: FakeUpstream
 ) -> None:
     url, conversation, chat = start().url, pruner.conversation(), list[dict[str, Any]]()
     for at in range(4):
         chat.append({"role": "user", "content": [{"type": "text", "text": f"{CODE[900 * at :][:1800]}\n{QUESTION}"}]})
         messages = json.loads(json.dumps(chat))
-        change(messages)
+        changed(messages)
         post(url, "/v1/messages", {"messages": messages})
         expected = conversation.prune(chat).messages
         sent = upstream.seen[-1].json["messages"]
@@ -336,7 +271,7 @@ def test_a_conversation_goes_on_whatever_the_draft_does_not_read(
             assert {**message, "content": 0} == {**given, "content": 0}
         answer = {"type": "text", "text": f"It is {at}."}
         chat.append({"role": "assistant", "content": [answer], "reasoning_content": f"Thought {at}."})
-    assert scorings(url)["spec_stack_sessions"] == 1
+    assert metrics(url)["spec_stack_sessions"] == 1
 
 
 @pytest.mark.slow
@@ -344,28 +279,21 @@ def test_late_work_goes_on_for_the_next_turn_and_gives_way_to_other_clients(
     embedded: SpecStackGenerator, upstream: FakeUpstream
 ) -> None:
     config = PrefillConfig(keep_rate=0.3, min_prompt_tokens=400, prefill_chunk=512)
-    server = RunningApp(
-        build_app(Pruner(embedded.draft, embedded.tokenizer, config), ProxyConfig(upstream.url, deadline_s=2))
-    )
-    # Each part of a prompt takes a while: one for the short prompt, some twenty for the long one.
-    slow = embedded.draft.register_forward_pre_hook(lambda *_: time.sleep(0.25))
-    try:
-        _late_work_goes_on(server.url, upstream)
-    finally:
-        slow.remove()
-        server.stop()
-
-
-def _late_work_goes_on(url: str, upstream: FakeUpstream) -> None:
+    pruner = Pruner(embedded.draft, embedded.tokenizer, config)
     long = [{"role": "user", "content": f"{CODE * 12}\n{QUESTION}"}]
-    assert "deadline_s" in reason(post(url, CHAT, {"messages": long}, authorization="Bearer one"))
-    # One long prompt does not hold the draft beyond its deadline.
-    assert reason(post(url, CHAT, {"messages": LONG}, authorization="Bearer two")).startswith("on: ")
-    for _ in range(20):
-        answered = [*long, {"role": "assistant", "content": "Four."}, {"role": "user", "content": "Are you sure?"}]
-        if not reason(post(url, CHAT, {"messages": answered}, authorization="Bearer one")).startswith("off: scoring"):
-            break
-    assert len(upstream.seen[-1].body) < len(CODE) * 6
+    answered = [*long, {"role": "assistant", "content": "Four."}, {"role": "user", "content": "Are you sure?"}]
+    with ExitStack() as stack:
+        url = stack.enter_context(RunningApp(build_app(pruner, ProxyConfig(upstream.url, deadline_s=2)))).url
+        # Each part of a prompt takes a while: one for the short prompt, some twenty for the long one.
+        stack.enter_context(embedded.draft.register_forward_pre_hook(lambda *_: time.sleep(0.25)))
+        assert "deadline_s" in reason(post(url, CHAT, {"messages": long}, authorization="Bearer one"))
+        # One long prompt does not hold the draft beyond its deadline.
+        assert reason(post(url, CHAT, {"messages": LONG}, authorization="Bearer two")).startswith("on: ")
+        for _ in range(20):
+            response = post(url, CHAT, {"messages": answered}, authorization="Bearer one")
+            if not reason(response).startswith("off: scoring"):
+                break
+        assert len(upstream.seen[-1].body) < len(CODE) * 6
 
 
 class FailingPruner(Pruner):

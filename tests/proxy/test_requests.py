@@ -8,7 +8,6 @@ import logging
 import zlib
 from typing import Any
 
-import httpx2
 import pytest
 
 from spec_stack import Pruner
@@ -25,32 +24,22 @@ MESSAGES = "/v1/messages"
     "path",
     [
         "/v1/chat/completions",
-        "/chat/completions",
-        "/v1/chat/completions/",
+        "/chat/completions/",
         "/openai/deployments/my-gpt/chat/completions?api-version=2024-10-21",
-        "/api/v1/chat/completions",
         "/v1beta/openai/chat/completions",
-        "/api/paas/v4/chat/completions",
-        "/api/v3/chat/completions",
-        "/openai/v1/chat/completions",
-        "/compatible-mode/v1/chat/completions?key=a",
         "/v1/projects/p/locations/l/endpoints/openapi/chat/completions",
         "/v1/messages?beta=true",
         "/anthropic/v1/messages",
+        "/completions",
+        "/openai/deployments/m/completions?api-version=1",
+        "/api/v1/completions/",
     ],
 )
 def test_a_prompt_is_found_by_how_the_path_ends(start: Start, upstream: FakeUpstream, path: str) -> None:
-    response = post(start().url, path, {"messages": LONG})
-    assert reason(response).startswith("on: ")
+    is_text = "completions" in path and "chat" not in path
+    body = {"prompt": f"{CODE}\n{QUESTION}"} if is_text else {"messages": LONG}
+    assert reason(post(start().url, path, body)).startswith("on: ")
     assert upstream.seen[-1].path == path
-    assert len(upstream.seen[-1].body) < len(CODE) / 2
-
-
-@pytest.mark.parametrize(
-    "path", ["/completions", "/openai/deployments/m/completions?api-version=1", "/api/v1/completions/"]
-)
-def test_so_is_a_text(start: Start, upstream: FakeUpstream, path: str) -> None:
-    assert reason(post(start().url, path, {"prompt": f"{CODE}\n{QUESTION}"})).startswith("on: ")
     assert len(upstream.seen[-1].body) < len(CODE) / 2
 
 
@@ -105,9 +94,7 @@ def test_a_clients_v1_stands_for_the_version_that_upstream_names(
     [
         ("http://host/v1/chat/completions", "http://host/v1"),
         ("http://host/chat/completions/", "http://host"),
-        ("https://host/v1/completions", "https://host/v1"),
         ("https://api.anthropic.com/v1/messages", "https://api.anthropic.com/v1"),
-        ("https://host/v1/responses", "https://host/v1"),
         ("https://host/openai/deployments/m/chat/completions?api-version=1", "https://host/openai/deployments/m"),
         ("http://host/v1/models", "http://host/v1"),
     ],
@@ -136,11 +123,14 @@ def test_options_are_taken_from_the_body_and_upstream_does_not_see_them(
         assert upstream.seen[-1].json == {"messages": pruner.prune(document, **given).messages, "model": "m"}
     assert line in pruner.prune(document, protect=[line]).messages[0]["content"]
     # A short prompt and a whole one are sent without the field too, and the header is the default of the field.
-    post(url, CHAT, {"messages": document, "spec_stack": {"keep_rate": 1}}, **{"x-spec-stack-keep-rate": "0.1"})
+    header = {"x-spec-stack-keep-rate": "0.1"}
+    assert reason(post(url, CHAT, {"messages": document, "spec_stack": {"keep_rate": 1}}, **header)).startswith("off: ")
     assert upstream.seen[-1].json == {"messages": document}
+    response = post(url, CHAT, {"messages": document}, **{"x-spec-stack-keep-rate": "1"})
+    assert reason(response) == "off: keep_rate is 1"
     post(url, CHAT, {"messages": [{"role": "user", "content": "Hi"}], "spec_stack": {"protect": ["x"]}})
     assert upstream.seen[-1].json == {"messages": [{"role": "user", "content": "Hi"}]}
-    post(url, CHAT, {"messages": document, "spec_stack": {"question": QUESTION}}, **{"x-spec-stack-keep-rate": "0.1"})
+    post(url, CHAT, {"messages": document, "spec_stack": {"question": QUESTION}}, **header)
     assert upstream.seen[-1].json["messages"] == pruner.prune(document, question=QUESTION, keep_rate=0.1).messages
     assert "x-spec-stack-keep-rate" not in upstream.seen[-1].headers
 
@@ -167,14 +157,6 @@ def test_a_wrong_option_is_refused_by_name(start: Start, upstream: FakeUpstream,
     response = post(start().url, CHAT, {"messages": LONG, "spec_stack": given})
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
-    assert not upstream.seen
-
-
-@pytest.mark.parametrize("name", ["spec-stack", "specStack", "SPEC_STACK", "spec_stak"])
-def test_another_spelling_of_the_field_is_refused(start: Start, upstream: FakeUpstream, name: str) -> None:
-    response = post(start().url, CHAT, {"messages": LONG, name: {"keep_rate": 0.2}})
-    assert response.status_code == 400
-    assert response.json()["error"]["message"] == f"{name} is not known; did you mean spec_stack?"
     assert not upstream.seen
 
 
@@ -224,9 +206,11 @@ def test_what_json_has_not_is_refused_beside_an_option_and_else_upstreams_to_jud
         ({"protect": ["class "]}, 'spec_stack: {"protect": …}'),
         ({"Keep-Rate": 0.3}, 'spec_stack: {"keep_rate": …}'),
         ({"sparse_prefill": "off"}, 'spec_stack: {"keep_rate": 1}'),
+        ({"spec-stack": {"keep_rate": 0.2}}, "did you mean spec_stack?"),
+        ({"specStack": {"keep_rate": 0.2}}, "did you mean spec_stack?"),
     ],
 )
-def test_an_option_outside_of_the_field_is_refused_with_its_place(
+def test_an_option_outside_of_the_field_and_another_spelling_of_it_are_refused(
     start: Start, upstream: FakeUpstream, given: dict[str, Any], hint: str
 ) -> None:
     url = start().url
@@ -315,8 +299,6 @@ def test_errors_have_the_form_of_the_api(
     "call",
     [
         {"id": "c", "type": "custom", "custom": {"name": "shell", "input": "cat my-private-notes.txt"}},
-        {"id": "c", "type": "mystery", "name": "my-private-notes.txt"},
-        {"id": "c", "type": "function", "function": {"name": "shell", "arguments": {"path": "my-private-notes.txt"}}},
         "my-private-notes.txt",
     ],
 )
@@ -349,7 +331,3 @@ def test_the_log_quotes_no_message(start: Start, caplog: pytest.LogCaptureFixtur
         response = post(start().url, TEXT, {"prompt": "my private text. " * 30_000})
         assert reason(response).startswith("off: the prompt is too long")
     assert "my private text" not in caplog.text
-
-
-def test_the_health_of_a_proxy_has_no_report(start: Start) -> None:
-    assert "x-spec-stack-reason" not in httpx2.get(f"{start().url}/health").headers

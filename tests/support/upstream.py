@@ -19,7 +19,6 @@ EVENTS = [
 ]
 MALFORMED = [b"data: {\n\n", b"event: \xff\x00\r\ndata", b": [DO", b"\n\n\n"]
 TOO_MANY = b'{ "error": {"message": "slow down",  "code": "rate_limit_exceeded"}}'
-_CALL = {"id": "call_1", "type": "function", "function": {"name": "population", "arguments": '{"city": "Vienna"}'}}
 
 
 @dataclass(frozen=True)
@@ -201,14 +200,6 @@ def _answer(path: str, body: dict[str, Any], says: Callable[[Any], str]) -> dict
     usage = {"prompt_tokens": len(json.dumps(body)) // 4, "completion_tokens": 1, "total_tokens": 1}
     said = says(body)
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "text": said}
-    messages = body.get("messages")
-    if isinstance(messages, list) and messages and isinstance(messages[-1], dict):
-        message: dict[str, Any] = {"role": "assistant", "content": said}
-        if body.get("tools") and messages[-1].get("role") == "user":
-            message = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
-        elif messages[-1].get("role") == "tool":
-            message["content"] = f"It says {str(messages[-1].get('content'))[:60]}"
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-    if body.get("logprobs"):
-        choice["logprobs"] = {"content": [{"token": "V", "logprob": -0.5, "bytes": [86], "top_logprobs": []}]}
+    if "messages" in body:
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
     return {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
