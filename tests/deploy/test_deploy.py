@@ -48,18 +48,8 @@ def serving_pin(package: str) -> str:
 
 def test_dockerfiles_copy_what_there_is_and_know_their_instructions() -> None:
     known = {
-        "FROM",
-        "ARG",
-        "WORKDIR",
-        "COPY",
-        "RUN",
-        "USER",
-        "ENV",
-        "VOLUME",
-        "EXPOSE",
-        "HEALTHCHECK",
-        "ENTRYPOINT",
-        "CMD",
+        *("FROM", "ARG", "WORKDIR", "COPY", "RUN", "USER", "ENV"),
+        *("VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"),
     }
     for name in ("proxy.Dockerfile", "sglang.Dockerfile"):
         found = instructions(name)

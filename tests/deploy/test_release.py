@@ -48,10 +48,6 @@ def test_nothing_else_is_wrong_with_version_and_citation(release: ModuleType) ->
     assert [line for line in release.problems(TAG) if line.startswith(("spec_stack/", "CITATION.cff: there"))] == []
 
 
-def test_what_is_ready_is_not_refused(release: ModuleType, ready: Path) -> None:
-    assert list(release.problems(TAG, ready)) == []
-
-
 @pytest.mark.parametrize(
     ("name", "old", "new", "problem"),
     [
