@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from spec_stack.http.audits import MAX_TOKENS, Audit, Audits, Words, words_in
 from spec_stack.http.config import HttpConfig
-from spec_stack.sglang.keep_rate_header import asking
+from spec_stack.sglang.headers import AskedByHeaders, asking
 from spec_stack.sglang.request import KEY
 
 _NAME = f"{KEY} audit"
@@ -58,7 +58,7 @@ class ServerAudits:
         own, apart = asked.extra_key, f"{asked.extra_key or ''} {_NAME}"
         # A dense prefix in the cache would change how a prompt is pruned: the other answer has its own.
         of_pruned, of_whole = (f"{apart} pruned", own) if num_kept is None else (own, f"{apart} whole")
-        with asking(header):
+        with asking(AskedByHeaders(header)):
             pruned = await self._answer(asked, custom, of_pruned)
         report = pruned["meta_info"][KEY]
         if not report["sparse_prefill"] or num_kept not in (None, report["num_kept_tokens"]):

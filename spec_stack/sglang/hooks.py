@@ -21,8 +21,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from spec_stack.sglang.errors import log_and_continue
-from spec_stack.sglang.http import SpecStackMiddleware, audited_route
-from spec_stack.sglang.keep_rate_header import asked_keep_rate, asked_options
+from spec_stack.sglang.headers import asked_by_headers
+from spec_stack.sglang.http import SpecStackMiddleware
 from spec_stack.sglang.launch import require_drafting
 from spec_stack.sglang.manager import SparsePrefillManager
 from spec_stack.sglang.metrics import ReportStore
@@ -102,7 +102,7 @@ def _prepare_front_end(init: Callable[..., None], manager: Any, *args: Any, **kw
                 from spec_stack.sglang.audits import ServerAudits
 
                 books.audits = ServerAudits(manager, _config().audits)
-            server.app.add_middleware(SpecStackMiddleware, books=books, audits=books.audits)
+            server.app.add_middleware(SpecStackMiddleware, books=books)
 
 
 def _sampling_params(**asked: Any) -> SamplingParams:
@@ -113,13 +113,13 @@ def _sampling_params(**asked: Any) -> SamplingParams:
             if isinstance(custom, Mapping) and isinstance(entry := custom.get(KEY), Mapping | list):
                 # Whatever fails below: under msgpack a nested value ends SGLang's scheduler.
                 asked["custom_params"] = {**custom, KEY: json.dumps(entry)}
-            options, by_header = RequestOptions.parse(custom, _config()), asked_options()
-            route, whole = audited_route()
-            is_set, header = options.sparse_prefill or options.keep_rate, None
+            options, asked_by = RequestOptions.parse(custom, _config()), asked_by_headers()
+            by_header, is_set = asked_by.options(), options.sparse_prefill or options.keep_rate
+            header, whole = None, None if is_set or by_header else asked_by.whole
             if by_header and not is_set:
                 options = RequestOptions.parse({KEY: {**options.as_asked(), **by_header}}, _config())
-                header = None if route is None else asked_keep_rate()
-            options = replace(options, route=route, whole=None if is_set or by_header else whole, header=header)
+                header = None if asked_by.route is None else asked_by.keep_rate
+            options = replace(options, route=asked_by.route, whole=whole, header=header)
             if options.as_asked():
                 asked["custom_params"] = {**(custom if isinstance(custom, Mapping) else {}), KEY: options.on_wire()}
     return SamplingParams(**asked)

@@ -10,41 +10,33 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import nullcontext
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.sglang.errors import log_and_continue
-from spec_stack.sglang.keep_rate_header import asking
+from spec_stack.sglang.headers import AskedByHeaders, asking
 from spec_stack.sglang.metrics import ReportStore
 from spec_stack.sglang.request import KEY
-
-if TYPE_CHECKING:
-    from spec_stack.sglang.audits import ServerAudits
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-_audited: ContextVar[tuple[str, str] | None] = ContextVar("route", default=None)
-
-
-def audited_route() -> tuple[str | None, str | None]:
-    """The current request's route, and why its audits leave prompts whole; None for what is not so."""
-    route, whole = _audited.get() or (None, None)
-    return route, whole or None
 
 
 class SpecStackMiddleware:
     """ASGI middleware of SGLang's application."""
 
-    def __init__(self, app: Any, books: ReportStore, audits: ServerAudits | None = None) -> None:
-        self._app, self._books, self._audits = app, books, audits
+    def __init__(self, app: Any, books: ReportStore) -> None:
+        self._app, self._books = app, books
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(KEEP_RATE_HEADER.encode())
+        audits = self._books.audits if scope.get("method") == "POST" else None
+        route, whole = (None, None) if audits is None else audits.route_of(scope)
+        asked = AskedByHeaders(None if given is None else given.decode("latin-1"), route, whole or None)
 
         async def send_with_report(message: Message) -> None:
             body = message.get("body", b"")
@@ -53,16 +45,8 @@ class SpecStackMiddleware:
                 message["body"] = with_report(body, self._books)
             await send(message)
 
-        audits = self._audits if scope.get("method") == "POST" else None
-        route = _audited.set(None if audits is None else audits.route_of(scope))
-        try:
-            with (
-                asking(None if given is None else given.decode("latin-1")),
-                nullcontext() if audits is None else audits.client_waits(),
-            ):
-                await self._app(scope, receive, send_with_report)
-        finally:
-            _audited.reset(route)
+        with asking(asked), nullcontext() if audits is None else audits.client_waits():
+            await self._app(scope, receive, send_with_report)
 
 
 def with_report(event: bytes, books: ReportStore) -> bytes:

@@ -9,7 +9,7 @@ import logging
 from array import array
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -35,7 +35,7 @@ from spec_stack.sglang.launch import describe
 from spec_stack.sglang.metrics import SchedulerMetrics
 from spec_stack.sglang.ranks import all_say_yes, contained, num_ranks, own_rank, same_on_all
 from spec_stack.sglang.request import KEY, NOTHING_ASKED, RequestOptions, RunningRequest, dense_reason
-from spec_stack.sglang.scoring import ScoringModel
+from spec_stack.sglang.scoring import DraftScorer
 from spec_stack.sglang.server_args import NAME
 
 logger = logging.getLogger(__name__)
@@ -150,18 +150,23 @@ class SparsePrefillManager:
     failure of one rank makes all of them prefill densely.
     """
 
-    def __init__(self, scheduler: Any, model: ScoringModel) -> None:
+    def __init__(self, scheduler: Any, scorer: DraftScorer) -> None:
         self._scheduler: Any = scheduler
-        self._launch, self._scorer = model.launch, model.scorer
+        self._launch, self._scorer = scorer.launch, scorer
         # Another algorithm's has no clock of steps, and no state of this package's.
-        self._worker: Any = scheduler.draft_worker if model.launch.is_own else None
-        self.config, prunes = model.launch.config, model.launch.prunes
+        self._worker: Any = scheduler.draft_worker if self._launch.is_own else None
+        self.config, prunes = self._launch.config, self._launch.prunes
         self._failures_end_it = self.config.prefill.on_scoring_failure == "raise"
         self._schedule = ScoringSchedule(scheduler, self.config.prefill_decode_interval if prunes else 0)
-        most_tokens = _TURNS_PER_POOL * model.scorer.num_pool_tokens
+        num_pool_tokens = scorer.index.num_slots
         template = scheduler.server_args.chat_template
         self._known = KnownTexts(
-            self.config, scheduler.tokenizer, template, self._num_cached, most_tokens, model.scorer.max_positions
+            self.config,
+            scheduler.tokenizer,
+            template,
+            self._num_cached,
+            _TURNS_PER_POOL * num_pool_tokens,
+            scorer.max_positions,
         )
         # Queued since the last round.
         self._arrived: list[RunningRequest] = []
@@ -173,7 +178,7 @@ class SparsePrefillManager:
         if prunes:
             self._test_itself()
         sizes = None if self._worker is None else self._worker.batch_policy.graph_sizes
-        report = describe(self._launch, self._known.reader.turns.unrecognised, sizes, model.scorer.num_pool_tokens)
+        report = describe(self._launch, self._known.reader.turns.unrecognised, sizes, num_pool_tokens)
         args = self._launch.args
         has_metrics = args.enable_metrics and own_rank() == 0
         self._metrics = SchedulerMetrics(str(args.served_model_name)) if has_metrics else None
@@ -187,8 +192,8 @@ class SparsePrefillManager:
     @staticmethod
     def of(scheduler: Any) -> SparsePrefillManager | None:
         manager = getattr(scheduler, KEY, None)
-        if manager is None and (model := ScoringModel.of(scheduler)) is not None:
-            manager = SparsePrefillManager(scheduler, model)
+        if manager is None and (scorer := DraftScorer.of(scheduler)) is not None:
+            manager = SparsePrefillManager(scheduler, scorer)
             setattr(scheduler, KEY, manager)
         return manager
 
@@ -334,7 +339,7 @@ class SparsePrefillManager:
             num_tokens = self._scorer.num_to_prefill(pending.needs.prompt)
             pending.is_long = num_tokens > most
             # Where a longer prompt's scoring holds the draft's pool, it waits for its turn.
-            if num_tokens <= left and pending.is_quick and self._scorer.has_room(num_tokens):
+            if num_tokens <= left and pending.is_quick and num_tokens <= self._scorer.index.num_available:
                 left -= num_tokens
                 while pending in self._pending:
                     self._do_a_part(pending)
@@ -420,7 +425,7 @@ class SparsePrefillManager:
     def state(self) -> dict[str, Any]:
         """Settings and counters, as /server_info shows them."""
         return {
-            "settings": self.config.as_json(),
+            "settings": asdict(self.config),
             "why_not": self._launch.refusal or "",
             "num_requests": dict(self._known.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),
@@ -435,7 +440,7 @@ class SparsePrefillManager:
         for pending in self._pending:
             self._restart(pending)
         self._known.clear()
-        self._scorer.forget()
+        self._scorer.index.clear()
 
     def _forget_with(self, tree_cache: Any) -> None:
         """Forget whenever SGLang empties its radix cache. Changes this object alone."""
@@ -466,7 +471,7 @@ class SparsePrefillManager:
                 "The installed SGLang is not one that the plugin was tested with, or is changed by another plugin"
             ) from error
         finally:
-            self._scorer.forget()
+            self._scorer.index.clear()
         logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, perf_counter() - begun)
 
     def _any_text(self) -> tuple[int, ...]:

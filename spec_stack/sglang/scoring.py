@@ -36,7 +36,7 @@ from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig
 from spec_stack.types import Proposal
 
 logger = logging.getLogger(__name__)
-_PLACE = "spec_stack_scoring_model"
+_PLACE = "spec_stack_scorer"
 # Steps of a look-ahead in one part: without graphs they may take as long as a chunk of a prompt.
 _STEPS_PER_PART = 4
 
@@ -118,28 +118,37 @@ class Score:
 class DraftScorer:
     """Scores by SGLang's model of the draft, in the draft's own KV pool.
 
-    context_len: the target's. max_positions: the draft's; a longer prompt is not scored.
+    A launch that prunes has the KV reserved here, before SGLang divides the memory that the weights leave; ValueError
+    where it does not fit. index: which slots hold which text. max_positions: the draft's; a longer prompt is not
+    scored.
     """
 
-    def __init__(self, draft: DraftScoringRunner, context_len: int, max_positions: int | None = None) -> None:
-        self._draft, self._context_len = draft, context_len
-        self.max_positions = context_len if max_positions is None else max_positions
-        self.num_pool_tokens = draft.index.num_slots
+    def __init__(self, launch: Launch, draft: DraftScoringRunner, max_positions: int | None = None) -> None:
+        self.launch, self._draft, self.index = launch, draft, draft.index
+        self._context_len = launch.target.context_len
+        self.max_positions = self._context_len if max_positions is None else max_positions
+        if not launch.prunes:
+            return
+        try:
+            draft.allocate()
+        # On a GPU it is torch.OutOfMemoryError.
+        except RuntimeError as error:
+            raise ValueError(
+                f"the draft's own KV pool of {self.index.num_slots} tokens does not fit into the free memory; "
+                f"set --spec-stack-draft-pool-tokens to fewer: {error}"
+            ) from error
 
-    def allocate(self) -> None:
-        """Reserve the KV, once, before SGLang sizes its own pools."""
-        self._draft.allocate()
+    @staticmethod
+    def of(scheduler: Any) -> DraftScorer | None:
+        """The scheduler's; None where it has none, and nothing is pruned."""
+        return getattr(scheduler, _PLACE, None) or getattr(scheduler.draft_worker, "scorer", None)
 
     def pool_state(self) -> dict[str, int]:
-        return {**self._draft.index.state(), "num_bytes": self._draft.num_bytes}
+        return {**self.index.state(), "num_bytes": self._draft.num_bytes}
 
     def num_to_prefill(self, prompt: Prompt) -> int:
         """Tokens that the draft's pool lacks; the last one always runs."""
-        return len(prompt.token_ids) - self._draft.index.num_shared(prompt.tenant, prompt.token_ids[:-1])
-
-    def has_room(self, num_tokens: int) -> bool:
-        """Return whether the draft's pool can take so many tokens beside the prompts at work."""
-        return num_tokens <= self._draft.index.num_available
+        return len(prompt.token_ids) - self.index.num_shared(prompt.tenant, prompt.token_ids[:-1])
 
     def check_refusal(self, config: PrefillConfig) -> str | None:
         """Why a prompt cannot be checked, or None."""
@@ -149,9 +158,6 @@ class DraftScorer:
             "the server has only the draft's first layers, and max_dropped_attention needs all; launch it with "
             "--spec-stack-max-dropped-attention"
         )
-
-    def forget(self) -> None:
-        self._draft.index.clear()
 
     def working(self, scheduler: Any) -> AbstractContextManager[None]:
         return on_forward_stream(scheduler, self._draft.device)
@@ -176,7 +182,7 @@ class DraftScorer:
         """
         queries, config, num_tokens = ScoringQueries.of(text, prompt.config, first_query), prompt.config, len(text)
         # The scoring queries run again whatever the pool has.
-        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, queries.start)
+        lease = self.index.lease(prompt.tenant, prompt.token_ids, queries.start)
         num_new, draft = num_tokens - lease.num_shared, LeasedDraft(self._draft, lease, prompt.end_ids)
         config = replace(config, look_ahead=max(0, min(config.look_ahead, self._context_len - num_tokens)))
         num_behind = config.look_ahead if queries.found is None else sum(map(len, queries.repeated))
@@ -230,34 +236,6 @@ def on_forward_stream(scheduler: Any, device: torch.device) -> Iterator[None]:
         current.wait_stream(stream)
 
 
-@dataclass(frozen=True)
-class ScoringModel:
-    """A launch's scoring model, whose KV is reserved before SGLang divides the memory that the weights leave.
-
-    Raises ValueError where the KV of a server that prunes does not fit.
-    """
-
-    launch: Launch
-    scorer: DraftScorer
-
-    def __post_init__(self) -> None:
-        if not self.launch.prunes:
-            return
-        try:
-            self.scorer.allocate()
-        # On a GPU it is torch.OutOfMemoryError.
-        except RuntimeError as error:
-            raise ValueError(
-                f"the draft's own KV pool of {self.scorer.num_pool_tokens} tokens does not fit into the free memory; "
-                f"set --spec-stack-draft-pool-tokens to fewer: {error}"
-            ) from error
-
-    @staticmethod
-    def of(scheduler: Any) -> ScoringModel | None:
-        """The scheduler's scoring model; None where it has none, and nothing is pruned."""
-        return getattr(scheduler, _PLACE, None) or getattr(scheduler.draft_worker, "scoring_model", None)
-
-
 def draft_scorer(launch: Launch, runner: Any, max_positions: int | None = None) -> DraftScorer:
     """A scorer by a draft, its pool of the configured size or what the device has room for. Collective.
 
@@ -270,7 +248,7 @@ def draft_scorer(launch: Launch, runner: Any, max_positions: int | None = None) 
         "%s: the draft's own KV pool: %d tokens (--spec-stack-draft-pool-tokens), %.2f GB of the %.2f GB that are free",
         *(NAME, num_tokens, num_tokens * num_bytes / 1e9, num_free / 1e9),
     )
-    return DraftScorer(DraftScoringRunner(runner, num_tokens, num_layers), launch.target.context_len, max_positions)
+    return DraftScorer(launch, DraftScoringRunner(runner, num_tokens, num_layers), max_positions)
 
 
 def load_beside(scheduler: Any) -> None:
@@ -289,7 +267,7 @@ def load_beside(scheduler: Any) -> None:
     worker = scheduler.tp_worker
     runner = worker.model_runner
     launch = Launch.scoring(algorithm, args, runner.model_config, worker.tokenizer, config)
-    setattr(scheduler, _PLACE, ScoringModel(launch, _scorer(launch, runner)))
+    setattr(scheduler, _PLACE, _scorer(launch, runner))
 
 
 def _scorer(launch: Launch, target: Any) -> DraftScorer:

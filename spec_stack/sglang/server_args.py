@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -124,10 +124,6 @@ class ServerConfig:
     def prunes(self) -> bool:
         """Return whether prompts are pruned by default, as far as the models allow it."""
         return self.prefill.sparse_prefill in ("auto", "on") and self.prefill.keep_rate != 1
-
-    def as_json(self) -> dict[str, Any]:
-        """All settings."""
-        return asdict(self)
 
     @property
     def num_draft_layers(self) -> int | None:

@@ -23,7 +23,7 @@ from spec_stack.sglang.launch import Launch, require_no_state
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.ranks import contained, first_ranks_choice
 from spec_stack.sglang.request import KEY
-from spec_stack.sglang.scoring import ScoringModel, draft_scorer, fit_draft
+from spec_stack.sglang.scoring import draft_scorer, fit_draft
 from spec_stack.sglang.server_args import ServerConfig
 
 # Of SGLang's logs: the line and the entry of a change of gamma.
@@ -91,7 +91,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         # SGLang's worker makes its draft worker by name, and its backends only later.
         self.draft_worker.__class__ = SpecStackDraftWorker
         runner, draft, launch = self.target_worker.model_runner, self.draft_worker.draft_runner, self._launch
-        self.scoring_model = ScoringModel(launch, draft_scorer(launch, draft, positions))
+        self.scorer = draft_scorer(launch, draft, positions)
         if config.prefill.sparse_prefill == "draft_only":
             num_requests = launch.args.max_running_requests
             num_bytes = launch.bytes_per_token()

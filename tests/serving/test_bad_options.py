@@ -35,7 +35,7 @@ def test_bad_options_cost_their_request_a_dense_prompt_and_never_the_server(
     from spec_stack.sglang.errors import num_failures
     from spec_stack.sglang.launch import Launch
     from spec_stack.sglang.manager import SparsePrefillManager
-    from spec_stack.sglang.scoring import DraftScorer, ScoringModel
+    from spec_stack.sglang.scoring import DraftScorer
     from spec_stack.sglang.server_args import ServerConfig
 
     monkeypatch.setattr(ranks, "get_tp_group", lambda: SimpleNamespace(world_size=1))
@@ -49,15 +49,15 @@ def test_bad_options_cost_their_request_a_dense_prompt_and_never_the_server(
         tree_cache=SimpleNamespace(reset=lambda: None),
         prefill_decode_interval=1,
     )
-    scorer = DraftScorer(DraftScoringRunner(runner_of(2, 2, 8), 100), 4096)
     refusal = "nothing is pruned in this test"
     args = SimpleNamespace(
         **{"decode_attention_backend": "", "attention_backend": "", "disable_radix_cache": False},
         **{"enable_metrics": False, "enable_session_radix_cache": False},
     )
-    launch = Launch("", args, SimpleNamespace(vocab_size=8), None, ServerConfig.from_environment(), refusal)
-    model = ScoringModel(launch, scorer)
-    manager, request, before = SparsePrefillManager(scheduler, model), _request(custom_params), num_failures()
+    target = SimpleNamespace(vocab_size=8, context_len=4096)
+    launch = Launch("", args, target, None, ServerConfig.from_environment(), refusal)
+    scorer = DraftScorer(launch, DraftScoringRunner(runner_of(2, 2, 8), 100))
+    manager, request, before = SparsePrefillManager(scheduler, scorer), _request(custom_params), num_failures()
     scheduler.waiting_queue = [request]
     manager.on_request(request)
     manager.step()

@@ -12,7 +12,7 @@ import pytest
 from spec_stack.config import PrefillConfig
 
 from .conftest import Reference, Server, generate_body
-from .test_device_copies import runner_of_layers
+from .test_device_copies import launch_of, runner_of_layers
 
 RATES = [0.1, *PrefillConfig.check_rates]
 
@@ -108,7 +108,7 @@ def test_a_pool_of_the_first_layers_checks_nothing() -> None:
     from spec_stack.sglang.draft_pool import DraftScoringRunner
     from spec_stack.sglang.scoring import DraftScorer
 
-    scorer = DraftScorer(DraftScoringRunner(runner_of_layers("cpu"), 100, num_layers=2), 1000)
+    scorer = DraftScorer(launch_of(1000), DraftScoringRunner(runner_of_layers("cpu"), 100, num_layers=2))
     assert scorer.check_refusal(PrefillConfig()) is None
     refusal = scorer.check_refusal(PrefillConfig(max_dropped_attention=0.1)) or ""
     assert "--spec-stack-max-dropped-attention" in refusal

@@ -61,13 +61,19 @@ def runner_of_layers(device: str) -> Any:
     )
 
 
+def launch_of(context_len: int) -> Any:
+    """A launch that prunes nothing by itself."""
+    return SimpleNamespace(target=SimpleNamespace(context_len=context_len), prunes=False)
+
+
 def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: Callable[[int], int]) -> Any:
     from spec_stack.prefill.prompt_text import PromptText
     from spec_stack.sglang.decide import Prompt
     from spec_stack.sglang.draft_pool import DraftScoringRunner
     from spec_stack.sglang.scoring import DraftScorer
 
-    scorer = DraftScorer(DraftScoringRunner(runner, num_tokens + 100), runner.model_config.context_len)
+    launch = launch_of(runner.model_config.context_len)
+    scorer = DraftScorer(launch, DraftScoringRunner(runner, num_tokens + 100))
     prompt = Prompt((5,) * num_tokens, None, None, config, "recall")
     return scorer.score(prompt, PromptText(prompt.token_ids), most_of_a_part)
 

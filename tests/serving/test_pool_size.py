@@ -61,19 +61,17 @@ def test_the_drafts_pool_takes_a_tenth_of_the_free_memory_at_most(
     free(gigabytes)
     with caplog.at_level("INFO"):
         scorer = draft_scorer(_launch(28, 8, 128, set_to), runner_of(28, 8, 128))
-    assert scorer.num_pool_tokens == expected
-    scorer.allocate()
+    assert scorer.index.num_slots == expected
     assert scorer.pool_state()["num_bytes"] == 114_688 * expected
     assert f"{expected} tokens (--spec-stack-draft-pool-tokens)" in caplog.text
 
 
 def test_a_pool_that_does_not_fit_names_its_flag(free: Any) -> None:
-    from spec_stack.sglang.scoring import ScoringModel, draft_scorer
+    from spec_stack.sglang.scoring import draft_scorer
 
     free(7)
     # 256 TB.
     runner, launch = runner_of(2, 2, 2**20), _launch(2, 2, 2**20, 2**24)
     runner.device = "cpu"
-    scorer = draft_scorer(launch, runner)
     with pytest.raises(ValueError, match="set --spec-stack-draft-pool-tokens to fewer"):
-        ScoringModel(launch, scorer)
+        draft_scorer(launch, runner)

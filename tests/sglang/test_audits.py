@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from spec_stack.http.audits import MAX_TOKENS
 from spec_stack.http.config import HttpConfig
 from spec_stack.sglang.audits import ServerAudits
-from spec_stack.sglang.keep_rate_header import asked_keep_rate
+from spec_stack.sglang.headers import asked_by_headers
 from tests.support.sglang_requests import REPORT
 
 PRUNED = {**REPORT, "route": "/generate"}
@@ -50,7 +50,7 @@ class Manager:
 
     async def generate_request(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
         self.asked.append(asked)
-        self.headers.append(asked_keep_rate())
+        self.headers.append(asked_by_headers().keep_rate)
         await self.may.wait()
         is_whole = (asked.sampling_params or {})["custom_params"]["spec_stack"] == {"sparse_prefill": "off"}
         kept = REPORT["num_prompt_tokens" if is_whole else "num_kept_tokens"]
@@ -102,7 +102,7 @@ async def _audit(audits: ServerAudits, manager: Manager) -> None:
     # A keep rate that came by a header holds for the pruned answer again.
     audits.offer(client, {**PRUNED, "header": "0.3"})
     await _until(lambda: _counted("lost") == 1)
-    assert (manager.headers, asked_keep_rate()) == ([None, None, None, "0.3", None], None)
+    assert (manager.headers, asked_by_headers().keep_rate) == ([None, None, None, "0.3", None], None)
     # Pruned otherwise than the client's, it tells nothing of it.
     audits.offer(client, {**PRUNED, "num_kept_tokens": 3})
     await _until(lambda: len(manager.asked) == 6)

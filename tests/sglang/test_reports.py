@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from spec_stack.sglang.headers import asked_by_headers
 from spec_stack.sglang.http import SpecStackMiddleware, with_report
-from spec_stack.sglang.keep_rate_header import asked_options
 from spec_stack.sglang.metrics import ReportStore
 from spec_stack.sglang.request import KEY, ReportAssembler, correct_acceptance, note_step, was_wrong
 from tests.support import controller_data
@@ -79,7 +79,7 @@ def _answer(body: bytes, headers: dict[str, str], books: ReportStore) -> tuple[b
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         try:
-            seen.append(asked_options())
+            seen.append(asked_by_headers().options())
         except ValueError as error:
             seen.append(str(error))
         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -92,7 +92,7 @@ def _answer(body: bytes, headers: dict[str, str], books: ReportStore) -> tuple[b
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     asyncio.run(SpecStackMiddleware(application, books)({"type": "http", "headers": raw}, receive, send))
-    assert asked_options() == {}
+    assert asked_by_headers().options() == {}
     return sent[0], seen[0]
 
 

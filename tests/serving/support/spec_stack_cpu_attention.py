@@ -29,7 +29,7 @@ FAULTS = {
     "books": ("metrics", "ReportStore.close"),
     "acceptance": ("hooks", "correct_acceptance"),
     "counting": ("request", "ReportAssembler.num_prompt_tokens"),
-    "header": ("hooks", "asked_options"),
+    "header": ("headers", "AskedByHeaders.options"),
     "telling": ("metrics", "SchedulerMetrics.tell"),
     "stream": ("metrics", "ReportStore.report_of"),
     "choosing": ("batch_policy", "BatchPolicy._policy"),
