@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.base import Policy, StepContext
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
 from spec_stack.sglang import batch_policy
 from spec_stack.sglang.batch_policy import BatchPolicy
@@ -16,6 +17,7 @@ from spec_stack.sglang.request import (
     RequestOptions,
 )
 from spec_stack.sglang.server_args import ServerConfig
+from tests.support import controller_data
 from tests.support.sglang_requests import request_of
 
 
@@ -47,16 +49,26 @@ def test_a_batch_settles_on_the_gamma_with_most_tokens_per_second(accepted: int,
     assert chosen[100:].count(best) > 85
 
 
-def test_a_prefill_between_steps_is_not_their_cost() -> None:
+@pytest.mark.parametrize("during_a_step", [False, True])
+def test_a_stall_is_no_steps_cost(during_a_step: bool) -> None:
+    """A prefill between two steps, or under overlap a scoring that holds up a step that was begun before it."""
     clock = _Clock()
     gamma = BatchPolicy(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
-    requests = [request_of("a")]
-    chosen = []
+    requests, chosen = [request_of("a")], []
+
+    def stall() -> None:
+        gamma.invalidate_step_timing()
+        clock.now += 500
+
     for step in range(300):
-        if step % 3 == 0:
-            gamma.invalidate_step_timing()
-            clock.now += 500
-        chosen.append(_run(gamma, clock, requests, 8, lambda drafted: 1 + 0.01 * drafted))
+        if not during_a_step and step % 3 == 0:
+            stall()
+        gamma.begin_step(requests)
+        chosen.append(gamma.get_steps_for_batch(1))
+        clock.now += 1 + 0.01 * chosen[-1]
+        if during_a_step and step % 2 and chosen[-1] == 8:
+            stall()
+        gamma.on_verify_complete([chosen[-1]], 1)
     assert chosen[150:].count(8) > 140
 
 
@@ -71,46 +83,19 @@ def test_where_every_step_follows_a_prefill_the_batch_still_drafts() -> None:
     assert set(chosen[50:]) == {4}
 
 
-def test_a_stall_between_steps_is_not_their_cost() -> None:
-    """Under overlap, scoring may hold up a step that was begun before it."""
-    clock = _Clock()
-    gamma = BatchPolicy(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
-    requests = [request_of("a")]
-    chosen = []
-    for step in range(300):
-        gamma.begin_step(requests)
-        chosen.append(gamma.get_steps_for_batch(1))
-        clock.now += 1 + 0.01 * chosen[-1]
-        if step % 2 and chosen[-1] == 8:
-            gamma.invalidate_step_timing()
-            clock.now += 500
-        gamma.on_verify_complete([chosen[-1]], 1)
-    assert chosen[150:].count(8) > 140
-
-
 def test_a_late_result_is_charged_to_its_own_batch_size() -> None:
     """Eight requests, then one: a step's cost comes in while the next one runs."""
     policy = make_batch_policy("throughput", gammas=(1, 8))
-
-    def run(step: int, batch_size: int) -> int:
-        return policy.choose(StepContext(step, 8, None, "fp32", batch_size=batch_size))
-
-    def observe(step: int, gamma: int, seconds: float) -> None:
-        policy.observe(
-            StepRecord(
-                "a", step, "", "fp32", "", False, 1.0, gamma, gamma, gamma + 1, DraftSignals(), 0.0, seconds, 0.0
-            )
-        )
-
-    gammas = []
+    gammas: list[int] = []
     for step in range(40):
-        gammas.append(run(step, 8 if step % 2 else 1))
+        gammas.append(policy.choose(StepContext(step, 8, None, "fp32", batch_size=8 if step % 2 else 1)))
         if step:
-            observe(step - 1, gammas[step - 1], 0.5 if (step - 1) % 2 else 1.0)
+            seconds = 1.0 if step % 2 else 0.5
+            late = controller_data.step(*gammas[-2:-1] * 2, draft_s=0.0, verify_s=seconds, precision="fp32")
+            policy.observe(replace(late, step=step - 1))
     seconds = policy.step_seconds((1, 8))
     assert gammas[20:] == [8] * 20
-    assert seconds[8][8] == pytest.approx(4, rel=0.1)
-    assert seconds[1][8] == pytest.approx(1, rel=0.1)
+    assert (seconds[8][8], seconds[1][8]) == (pytest.approx(4, rel=0.1), pytest.approx(1, rel=0.1))
 
 
 @pytest.mark.parametrize(("policy", "asked"), [("throughput", None), ("throughput", 4), ("fixed", None)])
@@ -146,31 +131,6 @@ def test_where_one_rank_cannot_read_its_requests_none_accepts_any_proposal() -> 
     assert gamma.caps == [0, 0]
 
 
-def test_a_choice_that_fails_is_agreed_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the other ranks would wait for this one for ever."""
-    asks = []
-
-    class Broken(Policy):
-        def choose(self, context: StepContext) -> int:
-            raise RuntimeError("broken")
-
-    monkeypatch.setitem(BATCH_POLICIES, "broken", Broken)
-    config = ServerConfig(policy="broken")
-    gamma = BatchPolicy(config, "fp32", agree=lambda chosen, knows: (asks.append(chosen) or chosen, knows))
-    gamma.begin_step([request_of("a")])
-    assert gamma.get_steps_for_batch(1) == 0
-    assert asks == [0]
-
-
-def test_a_result_is_noted_and_asks_for_no_gamma() -> None:
-    gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
-    request = request_of("a")
-    gamma.begin_step([request])
-    assert gamma.get_steps_for_batch(1) == 4
-    assert gamma.on_verify_complete([3], 1) is None
-    assert request.customized_info[KEY][1] == [4, 3]
-
-
 def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
     gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
     stays, gone = request_of("a"), request_of("b")
@@ -182,24 +142,25 @@ def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
     assert len(gone.customized_info[KEY]) == 1
 
 
-def test_where_all_ask_for_a_gamma_the_batch_drafts_the_largest_and_each_has_its_own() -> None:
-    gamma = BatchPolicy(ServerConfig(), "fp32")
-    requests = [request_of("a", RequestOptions(gamma=4)), request_of("b", RequestOptions(gamma=0))]
-    gamma.begin_step(requests)
-    assert gamma.get_steps_for_batch(2) == 4
-    assert gamma.caps == [4, 0]
-    gamma.on_verify_complete([3, 0], 2)
-    assert [request.customized_info[KEY][1] for request in requests] == [[4, 3], [0, 0]]
-    assert (gamma.num_proposed, gamma.num_accepted) == (4, 3)
-
-
-def test_a_gamma_asked_for_by_some_caps_them_alone() -> None:
+@pytest.mark.parametrize(
+    ("asked", "drafted", "accepted", "noted"),
+    [
+        # Where all ask, the largest holds, and each has its own.
+        ((4, 0), 4, [3, 0], [[4, 3], [0, 0]]),
+        # Where some do, it caps them alone.
+        ((2, None), 8, [2, 7], [[2, 2], [8, 7]]),
+    ],
+)
+def test_a_gamma_asked_for_is_its_requests_cap(
+    asked: tuple[int | None, int | None], drafted: int, accepted: list[int], noted: list[list[int]]
+) -> None:
     gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 8}), "fp32")
-    requests = [request_of("a", RequestOptions(gamma=2)), request_of("b")]
+    requests = [request_of(str(number), RequestOptions(gamma=own)) for number, own in enumerate(asked)]
     gamma.begin_step(requests)
-    assert gamma.get_steps_for_batch(2) == 8
-    gamma.on_verify_complete([2, 7], 2)
-    assert [request.customized_info[KEY][1] for request in requests] == [[2, 2], [8, 7]]
+    assert gamma.get_steps_for_batch(2) == drafted
+    gamma.on_verify_complete(accepted, 2)
+    assert [request.customized_info[KEY][1] for request in requests] == noted
+    assert (gamma.num_proposed, gamma.num_accepted) == tuple(map(sum, zip(*noted, strict=True)))
 
 
 def test_the_seconds_of_a_step_are_not_those_of_a_request_that_it_was_cut_for() -> None:
@@ -218,48 +179,27 @@ def test_the_seconds_of_a_step_are_not_those_of_a_request_that_it_was_cut_for() 
 
 
 @pytest.mark.parametrize("num_pending", [1, 2])
-def test_a_step_says_which_record_is_its_newest(num_pending: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    newest: list[int | None] = []
+def test_a_step_says_its_newest_record_its_requests_and_their_mean_length(
+    num_pending: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[StepContext] = []
 
     class Watcher(Policy):
         def choose(self, context: StepContext) -> int:
-            newest.append(context.last and context.last.step)
-            assert [member.request_id for member in context.members] == ["a"]
+            seen.append(context)
             return 4
 
     monkeypatch.setitem(BATCH_POLICIES, "watcher", Watcher)
     gamma = BatchPolicy(ServerConfig(policy="watcher"), "fp32")
-    request = request_of("a")
-    gamma.begin_step([request])
-    for step_number in range(8):
-        gamma.get_steps_for_batch(1)
-        if step_number >= num_pending - 1:
-            gamma.on_verify_complete([1], 1)
-    assert newest == [None] * num_pending + list(range(8 - num_pending))
-
-
-def test_a_step_says_how_long_its_texts_are_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    class Watcher(Policy):
-        def choose(self, context: StepContext) -> int:
-            seen.append(context.num_target_slots)
-            return 4
-
-    monkeypatch.setitem(BATCH_POLICIES, "watcher", Watcher)
-    gamma = BatchPolicy(ServerConfig(policy="watcher"), "fp32")
-    gamma.get_steps_for_batch(2)
     gamma.begin_step([request_of("a", num_prompt_tokens=999), request_of("b", num_prompt_tokens=4_999)])
-    gamma.get_steps_for_batch(2)
-    assert seen == [0, 3_000]
-
-
-def test_policies_for_one_request_are_refused() -> None:
-    config = ServerConfig(policy="ema")
-    assert RequestOptions.parse({"spec_stack": {"policy": "throughput"}}, config).policy == "throughput"
-    for custom in ({"policy": "speckv"}, {"policy": "confidence"}):
-        with pytest.raises(ValueError, match=r"unknown batch policy .*known: throughput"):
-            RequestOptions.parse({"spec_stack": custom}, config)
+    for step_number in range(8):
+        gamma.get_steps_for_batch(2)
+        if step_number >= num_pending - 1:
+            gamma.on_verify_complete([1, 1], 2)
+    newest = [context.last and context.last.step for context in seen]
+    assert newest == [None] * num_pending + list(range(8 - num_pending))
+    assert [member.request_id for member in seen[0].members] == ["a", "b"]
+    assert seen[0].num_target_slots == 3_000
 
 
 def test_a_large_batch_drafts_no_further_than_its_graphs_were_captured_for() -> None:
@@ -290,15 +230,6 @@ def test_a_policy_decides_only_where_all_that_ask_agree() -> None:
     assert gamma.get_steps_for_batch(2) == 4
     gamma.begin_step([request_of("a", ema), request_of("b", RequestOptions(policy="heuristic"))])
     assert gamma.get_steps_for_batch(2) == 1
-
-
-def test_a_rank_takes_the_gamma_it_is_given() -> None:
-    own = []
-    gamma = BatchPolicy(
-        ServerConfig(), "fp32", agree=lambda chosen, _: (own.append(chosen) or (0 if chosen else 8), True)
-    )
-    gamma.begin_step([request_of("a")])
-    assert gamma.get_steps_for_batch(1) == (0 if own[0] else 8)
 
 
 def test_a_result_that_comes_a_step_late_teaches_about_its_own_step() -> None:
@@ -337,59 +268,32 @@ def test_what_the_first_step_of_a_shape_compiles_is_no_steps_cost() -> None:
     assert all(known[drafted] == pytest.approx(0.004 * (1 + 0.2 * drafted), rel=0.3) for drafted in (0, 1))
 
 
-def test_the_first_step_of_a_shape_and_one_stall_move_little() -> None:
-    clock = _Clock()
-    gamma = BatchPolicy(ServerConfig(gammas=(4,)), "fp32", clock=clock)
-    _run(gamma, clock, [request_of("a"), request_of("b")], 1, lambda drafted: 0.01)
-    for seconds in (9.0, *[0.01] * 20, 5.0):
-        _run(gamma, clock, [request_of("a")], 1, lambda drafted, seconds=seconds: seconds)
-    assert gamma.state()["step_seconds"][1][4] < 0.0125
-
-
-def _steps_of_three(gammas: list[int]) -> tuple[BatchPolicy, list[Any]]:
-    """A policy that has chosen these gammas for the same three requests, without a result yet."""
+@pytest.mark.parametrize(
+    ("gammas", "accepted", "told", "noted"),
+    [
+        # SGLang tells the result's gamma.
+        ([4, 2], [2, 1, 0], 2, [[2, 2], [2, 1], [2, 0]]),
+        ([4, 2], [2, 1, 0], 4, [[4, 2], [4, 1], [4, 0]]),
+        # A result of more tokens than a step drafted is a later one's.
+        ([2, 4], [3, 1, 0], None, [[4, 3], [4, 1], [4, 0]]),
+        # None is more than one step behind.
+        ([1, 4, 8], [1, 1, 0], None, [[4, 1], [4, 1], [4, 0]]),
+        # One that fits no step teaches nothing.
+        ([4, 2], [1, 1, 1], 8, []),
+    ],
+)
+def test_after_a_lost_result_a_step_gets_its_own_figures(
+    gammas: list[int], accepted: list[int], told: int | None, noted: list[list[int]]
+) -> None:
     left = iter(gammas)
     policy = BatchPolicy(ServerConfig(), "fp32", agree=lambda chosen, knows: (next(left), knows))
     requests = [request_of(str(number)) for number in range(3)]
     for _ in gammas:
         policy.begin_step(requests)
         policy.get_steps_for_batch(3)
-    return policy, requests
-
-
-def _noted(requests: list[Any]) -> list[list[int]]:
-    """[gamma, accepted] of the only step that each request has heard of."""
-    found = [[item for item in request.customized_info[KEY] if isinstance(item, list)] for request in requests]
-    assert all(len(items) == 1 for items in found)
-    return [items[0] for items in found]
-
-
-def test_after_a_lost_result_a_step_gets_its_own_figures_where_its_gamma_is_told() -> None:
-    policy, requests = _steps_of_three([4, 2])
-    policy.on_state_activated(2)
-    policy.on_verify_complete([2, 1, 0], 3, 2)
-    assert _noted(requests) == [[2, 2], [2, 1], [2, 0]]
-    policy, requests = _steps_of_three([4, 2])
-    policy.on_verify_complete([2, 1, 0], 3, 4)
-    assert _noted(requests) == [[4, 2], [4, 1], [4, 0]]
-
-
-def test_a_result_of_more_tokens_than_a_step_drafted_is_that_of_a_later_one() -> None:
-    policy, requests = _steps_of_three([2, 4])
-    policy.on_verify_complete([3, 1, 0], 3)
-    assert _noted(requests) == [[4, 3], [4, 1], [4, 0]]
-
-
-def test_a_result_is_no_more_than_one_step_behind() -> None:
-    policy, requests = _steps_of_three([1, 4, 8])
-    policy.on_verify_complete([1, 1, 0], 3)
-    assert _noted(requests) == [[4, 1], [4, 1], [4, 0]]
-
-
-def test_a_result_that_fits_no_step_teaches_nothing() -> None:
-    policy, requests = _steps_of_three([4, 2])
-    policy.on_verify_complete([1, 1, 1], 3, 8)
-    assert policy.num_steps == 0
-    assert [len(request.customized_info[KEY]) for request in requests] == [1, 1, 1]
-    policy.on_verify_complete([1, 1, 1], 3, 4)
-    assert policy.num_steps == 1
+    policy.on_verify_complete(accepted, 3, told)
+    heard = [item for request in requests for item in request.customized_info[KEY] if isinstance(item, list)]
+    assert (heard, policy.num_steps) == (noted, 1 if noted else 0)
+    if not noted:
+        policy.on_verify_complete(accepted, 3, gammas[0])
+        assert policy.num_steps == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -48,13 +47,3 @@ def test_a_chain_that_ends_at_a_cap_keeps_the_targets_law(cap: int) -> None:
         for token in range(3):
             mass = sum(prob for tokens, prob in law.items() if tokens[: length + 1] == (*prefix, token))
             assert mass == pytest.approx(reached * target[length][token])
-
-
-def test_greedy_tokens_are_those_of_the_shorter_proposal() -> None:
-    for predicted, cap in itertools.product(itertools.product(range(2), repeat=4), range(5)):
-        target = [[float(token == wanted) for token in range(2)] for wanted in predicted]
-        pointers = torch.tensor([[1, 2, 3, -1]])
-        end_chains(pointers, [cap])
-        ended = {tokens for tokens, prob in _law(pointers[0].tolist(), target, [0, 1, 0]).items() if prob}
-        short = [*range(1, min(cap, 3) + 1), -1]
-        assert ended == {tokens for tokens, prob in _law(short, target, [0, 1, 0]).items() if prob}

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from spec_stack.config import PrefillConfig
+from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.sglang.decide import (
     Decision,
@@ -27,6 +29,11 @@ from spec_stack.sglang.server_args import ServerConfig
 from tests.support.sglang_requests import request_of
 
 CONFIG = PrefillConfig(min_prompt_tokens=400, granularity="chunks")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(ASSETS / "target")
 
 
 def _known(num_cached: int = 0) -> KnownTexts:
@@ -48,6 +55,20 @@ def test_a_prompt_that_audits_leave_whole_is_dense_where_it_would_be_pruned() ->
 def _prompt(num_tokens: int, **options: Any) -> Prompt:
     config = replace(CONFIG, **options)
     return Prompt(tuple(range(num_tokens)), None, None, config, "recall")
+
+
+def test_a_long_system_message_is_kept_whole_and_a_text_without_turns_says_that_nothing_is(tokenizer: Any) -> None:
+    known, long = KnownTexts(ServerConfig(), tokenizer, None, lambda prompt: 0, 1_000_000), "many words " * 400
+    messages = [{"role": "system", "content": long}, {"role": "user", "content": "What is this about?"}]
+    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    whole, pruned = (
+        decide(replace(_prompt(0), token_ids=tuple(tokenizer(text, add_special_tokens=False).input_ids)), known)
+        for text in (chat, long)
+    )
+    assert isinstance(whole, Decision)
+    assert (whole.outcome, whole.is_whole, "could be pruned" in whole.reason) == ("disabled", True, True)
+    assert isinstance(pruned, UnscoredPrompt)
+    assert (pruned.text.num_kept, "no chat turn was found" in pruned.reason) == (0, True)
 
 
 def test_what_a_request_protects_is_kept_and_counted() -> None:
@@ -81,14 +102,19 @@ def test_a_dense_decision_says_why(
     assert part in decision.reason
 
 
-@pytest.mark.parametrize(("options", "num_cached"), [({}, 0), ({"sparse_prefill": "on"}, 850), ({}, 400)])
-def test_a_long_prompt_needs_a_score_first_and_then_has_a_plan(options: dict[str, Any], num_cached: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "num_cached", "start"),
+    # A beginning counts from a quarter of the prompt on.
+    [({}, 0, 0), ({"sparse_prefill": "on"}, 850, 0), ({}, 224, 0), ({}, 225, 225), ({}, 400, 400)],
+)
+def test_a_long_prompt_needs_a_score_first_and_then_has_a_plan(
+    options: dict[str, Any], num_cached: int, start: int
+) -> None:
     known, prompt = _known(num_cached), _prompt(900, **options)
     needs = decide(prompt, known)
     assert isinstance(needs, UnscoredPrompt)
     assert (needs.prunes, needs.recalls) == (True, False)
     plan = decide_scored(needs, torch.rand(900), 900, known)
-    start = num_cached if not options else 0
     assert plan.outcome == "pruned"
     assert plan.num_scored_tokens == 900 - start
     assert plan.positions[:start] == tuple(range(start))
@@ -104,31 +130,25 @@ def test_a_prompt_whose_queries_would_run_beyond_the_drafts_positions_is_dense()
     assert "and the draft 1000 positions" in decision.reason
 
 
-def test_an_equal_prompt_has_its_own_route() -> None:
-    """An audit's prompt, which has none, is not audited."""
-    known, prompt = _known(), _prompt(900)
-    known.remember(Decision(replace(prompt, options=RequestOptions(route="/generate")), range(90), "on", "pruned"))
-    found = decide(prompt, known)
-    assert isinstance(found, Decision)
-    assert (len(found.positions), found.prompt.options.route) == (90, None)
-
-
 def test_an_equal_prompt_gets_the_plan_that_is_remembered_and_scores_nothing() -> None:
+    """It has its own route: an audit's prompt, which has none, is not audited."""
     known, prompt = _known(), _prompt(900)
-    needs = decide(prompt, known)
+    needs = decide(replace(prompt, options=RequestOptions(route="/generate")), known)
     assert isinstance(needs, UnscoredPrompt)
     plan = decide_scored(needs, torch.rand(900), 900, known)
     known.remember(plan)
     again = decide(prompt, known)
     assert isinstance(again, Decision)
     assert (again.positions, again.num_scored_tokens, again.num_draft_tokens) == (plan.positions, 0, 0)
+    assert (plan.prompt.options.route, again.prompt.options.route) == ("/generate", None)
     assert isinstance(decide(replace(prompt, cache_salt="another"), known), UnscoredPrompt)
 
 
-def test_a_rule_without_a_draft_plans_at_once() -> None:
+def test_a_rule_without_a_draft_plans_at_once_unless_the_draft_checks() -> None:
     decision = decide(_prompt(900, scorer="bm25"), _known())
     assert isinstance(decision, Decision)
     assert (decision.outcome, decision.num_scored_tokens) == ("pruned", 0)
+    assert isinstance(decide(_prompt(900, scorer="bm25", max_dropped_attention=0.1), _known()), UnscoredPrompt)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +176,6 @@ def test_a_checked_prompt_keeps_the_first_rate_that_drops_little(most: float, ou
     again = decide(prompt, known)
     assert isinstance(again, Decision)
     assert (again.positions, again.tried) == (plan.positions, plan.tried)
-
-
-def test_a_rule_without_a_draft_waits_for_the_drafts_check() -> None:
-    assert isinstance(decide(_prompt(900, scorer="bm25", max_dropped_attention=0.1), _known()), UnscoredPrompt)
 
 
 @pytest.mark.parametrize(("follow_up", "recalls"), [("recall", True), ("freeze", False), ("afresh", False)])

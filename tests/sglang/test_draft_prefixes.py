@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -129,20 +128,6 @@ def test_the_text_that_was_not_used_for_longest_is_cut_first() -> None:
     assert [pool.num_shared("", range(start, start + 10)) for start in (0, 100, 200)] == [10, 6, 10]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.integers(0, 12)), max_size=30))
-def test_no_slot_is_lost_between_tenants(texts: list[tuple[int, int, int]]) -> None:
-    """Whether a text was given up, found no room, or was evicted."""
-    pool = DraftPrefixes(8)
-    for tenant, num_tokens, num_kept in texts:
-        lease = pool.lease(tenant, list(range(num_tokens)))
-        with suppress(PoolFullError):
-            lease.extend(num_tokens - lease.num_shared)
-        beside = pool.lease(tenant, list(range(num_tokens)))
-        lease.insert(min(num_kept, len(lease.slots)))
-        beside.insert(0)
-        assert pool.num_free + pool.num_held == 8
-
-
 def test_a_text_longer_than_the_pool_is_refused_and_evicts_nobody() -> None:
     pool = DraftPrefixes(30)
     lease = pool.lease("", range(20))
@@ -153,16 +138,3 @@ def test_a_text_longer_than_the_pool_is_refused_and_evicts_nobody() -> None:
         longer.extend(40)
     longer.insert(0)
     assert pool.num_shared("", range(20)) == 20
-
-
-def test_what_a_lease_shares_is_not_evicted_under_it() -> None:
-    pool = DraftPrefixes(30)
-    lease = pool.lease("", range(20))
-    lease.extend(20)
-    lease.insert(20)
-    reader = pool.lease("", range(20))
-    other = pool.lease("", range(100, 115))
-    with pytest.raises(PoolFullError):
-        other.extend(15)
-    reader.insert(0)
-    other.extend(15)

@@ -42,7 +42,9 @@ def test_a_model_scores_for_a_target_of_any_architecture(architecture: str) -> N
         ({"disaggregation_mode": "prefill"}, {}, "different servers"),
         ({"tokenizer_worker_num": 2}, {}, "the workers of --tokenizer-worker-num"),
         ({"grpc_mode": True}, {}, "--grpc-mode"),
-        ({"enable_lmcache": True}, {}, "--enable-lmcache"),
+        ({"smg_grpc_mode": True}, {}, "--smg-grpc-mode"),
+        ({"enable_lmcache": True}, {}, "--enable-lmcache looks up the KV of a whole prompt before it is pruned"),
+        ({"hicache_storage_backend": "file"}, {}, "--hicache-storage-backend looks up"),
         ({}, {"is_generation": False}, "does not generate"),
         ({}, {"context_len": 8192}, "add --context-length 4096"),
     ],
@@ -77,11 +79,6 @@ def test_a_draft_whose_attention_the_scoring_lacks_prunes_nothing(
     )
     refusal = pruning_refusal(_args(), draft)
     assert refusal is None if said is None else said in (refusal or "")
-
-
-@pytest.mark.parametrize("store", [{"enable_lmcache": True}, {"hicache_storage_backend": "file"}])
-def test_a_store_that_looks_up_a_prompt_before_it_is_pruned_prunes_nothing(store: dict[str, Any]) -> None:
-    assert "before it is pruned" in (pruning_refusal(_args(**store), None) or "")
 
 
 @pytest.mark.parametrize(

@@ -31,53 +31,37 @@ def _model(num_layers: int, architecture: str = "Qwen3ForCausalLM", sampling: di
 
 
 def _args(**changed: Any) -> Any:
-    return SimpleNamespace(
-        **{
-            "attention_backend": "fa3",
-            "decode_attention_backend": None,
-            "disable_radix_cache": False,
-            "max_running_requests": 48,
-            "tp_size": 1,
-            "device": "cuda",
-            **changed,
-        }
-    )
-
-
-def _launch(**changed: Any) -> Launch:
-    launch = Launch(
-        algorithm="SPEC_STACK",
-        args=_args(),
-        target=_model(36),
-        small=_model(28),
-        config=ServerConfig(),
-        refusal=None,
-    )
-    return replace(launch, **changed)
+    sizes = {"max_running_requests": 48, "tp_size": 1, "device": "cuda"}
+    backends = {"attention_backend": "fa3", "decode_attention_backend": None, "disable_radix_cache": False}
+    return SimpleNamespace(**{**sizes, **backends, **changed})
 
 
 def _described(sizes: list[int] | None = None, **changed: Any) -> dict[str, Any]:
-    return describe(_launch(**changed), "", sizes)
+    launch = Launch("SPEC_STACK", _args(), _model(36), _model(28), ServerConfig(), refusal=None)
+    return describe(replace(launch, **changed), "", sizes)
 
 
 def test_a_launch_takes_its_pool_and_graphs() -> None:
-    found = _described(sizes=[1, 2, 4, 8, 16])
+    """The largest gamma is captured for all batches, and the others for those that may meet them."""
+    # SGLang's own sizes for 48 running requests under speculation.
+    found = _described(sizes=[*range(1, 9), *range(10, 33, 2), 40, 44, 48])
     assert found["vocabularies"] == "151936 embedding rows in both"
     assert found["draft's pool"].startswith(f"65536 tokens of {2 * 2 * 8 * 128 * 28} bytes")
-    assert found["CUDA graphs"].startswith(f"{5 * (2 + 2 + 3 + 3 + 3)} in all: ")
-    assert found["CUDA graphs"].endswith("gamma 8 for 5 batch sizes up to 16")
+    assert found["CUDA graphs"].startswith(f"{23 * (2 + 2 + 3 + 3) + 20 * 3} in all: ")
+    assert "gamma 4 for 20 batch sizes up to 32" in found["CUDA graphs"]
+    assert found["CUDA graphs"].endswith("gamma 8 for 23 batch sizes up to 48")
     assert found["warnings"] == []
+    assert _described()["CUDA graphs"] == "none"
 
 
-@pytest.mark.parametrize(("num_tokens", "said"), [(None, "65536 tokens"), (20_000, "20000 tokens")])
-def test_each_rank_takes_its_part_of_the_drafts_pool(num_tokens: int | None, said: str) -> None:
-    config = ServerConfig(draft_pool_tokens=num_tokens)
-    note = _described(args=_args(tp_size=4), config=config)["draft's pool"]
-    num_bytes = 2 * 2 * 8 * 128 * 28 // 4
+@pytest.mark.parametrize("given", [None, 20_000])
+def test_each_rank_takes_its_part_of_the_drafts_pool(given: int | None) -> None:
+    note = _described(args=_args(tp_size=4), config=ServerConfig(draft_pool_tokens=given))["draft's pool"]
+    num_tokens, num_bytes = given or 65_536, 2 * 2 * 8 * 128 * 28 // 4
     assert note.startswith(
-        f"{said} of {num_bytes} bytes, {(num_tokens or 65_536) * num_bytes / 1e9:.2f} GB on each rank"
+        f"{num_tokens} tokens of {num_bytes} bytes, {num_tokens * num_bytes / 1e9:.2f} GB on each rank"
     )
-    assert ("a tenth of the memory" in note) == (num_tokens is None)
+    assert ("a tenth of the memory" in note) == (given is None)
 
 
 @pytest.mark.parametrize(("num_tokens", "is_too_small"), [(5_000, True), (40_960, False), (None, False)])
@@ -116,10 +100,7 @@ def test_the_threshold_is_named_with_its_flag(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (
-            {"refusal": "the draft is a GptOssForCausalLM"},
-            "no prompt is pruned here, since the draft is a GptOss",
-        ),
+        ({"refusal": "the draft is a GptOssForCausalLM"}, "no prompt is pruned here, since the draft is a GptOss"),
         ({"config": ServerConfig.from_mapping({"sparse_prefill": "off"})}, "since sparse_prefill is off"),
         ({"config": ServerConfig.from_mapping({"keep_rate": 1.0})}, "since keep_rate is 1.0"),
     ],
@@ -137,11 +118,13 @@ def test_a_scoring_model_drafts_nothing(algorithm: str) -> None:
     assert "CUDA graphs" not in found
 
 
-def test_what_works_worse_than_it_might_is_a_warning() -> None:
-    target = _model(36, sampling={"repetition_penalty": 1.05})
+@pytest.mark.parametrize("penalty", [1.05, 0.9])
+def test_what_works_worse_than_it_might_is_a_warning(penalty: float) -> None:
+    target = _model(36, sampling={"repetition_penalty": penalty, "top_p": 0.8})
     warnings = "\n".join(_described(target=target, args=_args(disable_radix_cache=True))["warnings"])
-    for said in ("radix cache", "repetition_penalty 1.05"):
+    for said in ("radix cache", f"repetition_penalty {penalty}", "--sampling-defaults openai"):
         assert said in warnings
+    assert _described(target=_model(36, sampling={"repetition_penalty": 1.0}))["warnings"] == []
 
 
 def test_text_and_json_say_the_same() -> None:

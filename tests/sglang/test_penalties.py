@@ -32,6 +32,14 @@ def _request(said: list[int], it: Any, num_prompt_tokens: int = 3) -> Any:
     )
 
 
+def _info(num_rows: int, additive: float = 0.0, scaling: float = 1.0, device: str = "cpu") -> Any:
+    """SGLang's SamplingBatchInfo."""
+    return SimpleNamespace(
+        acc_additive_penalties=torch.full((num_rows, VOCABULARY), additive, device=device),
+        acc_scaling_penalties=torch.full((num_rows, VOCABULARY), scaling, device=device),
+    )
+
+
 def _check(info: Any, row: int, said: list[int], it: Any) -> None:
     """A row's penalties, by counting what was said."""
     for token in range(VOCABULARY):
@@ -50,10 +58,7 @@ def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], A
     forbidden no longer than was asked for."""
     told = [said[:-1] if lags else said for said, _, lags in requests]
     rows = [_request(ids, it) for ids, (_, it, _) in zip(told, requests, strict=True)]
-    info = SimpleNamespace(
-        acc_additive_penalties=torch.full((len(rows), VOCABULARY), 9.0),
-        acc_scaling_penalties=torch.full((len(rows), VOCABULARY), 9.0),
-    )
+    info = _info(len(rows), 9.0, 9.0)
     # SGLang forbids an end of the reply here.
     info.acc_additive_penalties[:, 3] = -torch.inf
     num_held = torch.tensor([3 + len(said) - 1 for said, _, _ in requests])
@@ -69,10 +74,7 @@ def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], A
 def test_a_prefill_that_repeats_a_reply_is_penalised_for_all_of_it(requests: list[tuple[list[int], Any]]) -> None:
     """After a retraction SGLang counts from nothing. First prefills are left alone."""
     rows = [_request(said, it) for said, it in requests]
-    info = SimpleNamespace(
-        acc_additive_penalties=torch.zeros(len(rows), VOCABULARY),
-        acc_scaling_penalties=torch.ones(len(rows), VOCABULARY),
-    )
+    info = _info(len(rows))
     for row, (_, it) in enumerate(requests):
         if it.min_new_tokens:
             info.acc_additive_penalties[row, 3] = -torch.inf
@@ -102,10 +104,7 @@ def test_what_is_added_step_by_step_is_what_was_said(
             row.output_ids = ids[: len(ids) - lag]
         if number in others:
             penalties.correct_prefill([], None, torch.device("cpu"))
-        info = SimpleNamespace(
-            acc_additive_penalties=torch.zeros(len(rows), VOCABULARY),
-            acc_scaling_penalties=torch.ones(len(rows), VOCABULARY),
-        )
+        info = _info(len(rows))
         info.acc_additive_penalties[:, 3] = -torch.inf
         num_held = torch.tensor([3 + len(ids) - 1 for ids in said])
         penalties.correct_step(rows, info, torch.tensor([ids[-1] for ids in said], dtype=torch.int32), num_held)
@@ -137,11 +136,7 @@ class _CopiesToTheDevice(TorchDispatchMode):
 
 def test_a_step_of_the_same_requests_copies_nothing_to_the_device() -> None:
     rows = [_request([1] * 500, asked(frequency_penalty=0.5, repetition_penalty=1.1)), _request([1], asked())]
-    penalties, copies = Penalties(), []
-    info = SimpleNamespace(
-        acc_additive_penalties=torch.zeros(2, VOCABULARY, device="meta"),
-        acc_scaling_penalties=torch.ones(2, VOCABULARY, device="meta"),
-    )
+    penalties, copies, info = Penalties(), [], _info(2, device="meta")
     on_device = torch.zeros(2, dtype=torch.int64, device="meta")
     for _ in range(5):
         with _CopiesToTheDevice() as mode:

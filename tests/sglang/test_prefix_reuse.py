@@ -6,7 +6,6 @@ import random
 from array import array
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.turn import Held
-from spec_stack.sglang.decide import KnownTexts, Prompt, TurnStore, UnscoredPrompt, decide_scored, is_long_enough
+from spec_stack.sglang.decide import KnownTexts, Prompt, TurnStore, UnscoredPrompt, decide_scored
 from spec_stack.sglang.request import RequestOptions
 from spec_stack.sglang.server_args import ServerConfig
 from tests.support.reference_session import dropped_chunks_to_restore
@@ -140,13 +139,3 @@ def test_old_text_that_shares_rare_words_with_the_question_is_recalled_without_a
     # 141 and 142 stand at 41 and 42, in the chunk from 40 on.
     assert positions == (*range(8), 40, 41, 42, 43, *range(72, 85))
     assert num_recalled == 4
-
-
-def test_frozen_text_stays_away() -> None:
-    positions, _ = _kept(range(40), Held(30, (0, 5)), torch.ones(40), False, None)
-    assert positions == (0, 5, *range(30, 40))
-
-
-@pytest.mark.parametrize(("num_tokens", "is_worth_it"), [(24, False), (25, True), (99, True)])
-def test_a_beginning_counts_from_a_quarter_of_the_prompt_on(num_tokens: int, is_worth_it: bool) -> None:
-    assert is_long_enough(Held(num_tokens, (0,)), 100) is is_worth_it

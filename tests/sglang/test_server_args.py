@@ -39,16 +39,13 @@ def test_flags_reach_another_process_through_the_environment(monkeypatch: pytest
     assert (config.policy, config.gammas) == ("ema", (0, 4))
 
 
-def test_a_curve_of_keep_rates_comes_from_a_file() -> None:
-    config = ServerConfig.from_mapping({"keep_rate": [[1000, 0.5], [4000, 0.1]]})
-    assert config.prefill.rate_for(500) == 0.5
-    assert config.prefill.rate_for(9000) == 0.1
-
-
-@pytest.mark.parametrize("value", ["{", "[]", "3"])
-def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [("{", ENVIRONMENT), ("[]", ENVIRONMENT), ("3", ENVIRONMENT), ('{"config": "/nowhere.json"}', "/nowhere.json")],
+)
+def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch, value: str, named: str) -> None:
     monkeypatch.setenv(ENVIRONMENT, value)
-    with pytest.raises(ValueError, match=ENVIRONMENT):
+    with pytest.raises(ValueError, match=named):
         ServerConfig.from_environment()
 
 
@@ -59,15 +56,14 @@ def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algori
     monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
     monkeypatch.setattr(plugin, "version", lambda name: found)
-    monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm", "spec_stack"])
-    with pytest.raises(SystemExit, match=f"0.5.20 to 0.5.23, and this is {found}"):
-        plugin.register()
-    monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm=SPEC_STACK"])
-    with pytest.raises(SystemExit):
-        plugin.register()
-    monkeypatch.setattr(sys, "argv", ["launch_server", "--spec-stack-scoring-model=draft"])
-    with pytest.raises(SystemExit):
-        plugin.register()
+    for asked in (
+        ["--speculative-algorithm", "spec_stack"],
+        ["--speculative-algorithm=SPEC_STACK"],
+        ["--spec-stack-scoring-model=draft"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["launch_server", *asked])
+        with pytest.raises(SystemExit, match=f"0.5.20 to 0.5.23, and this is {found}"):
+            plugin.register()
     monkeypatch.setattr(sys, "argv", ["launch_server", "--model-path", "spec_stack/assets/target"])
     with pytest.raises(RuntimeError, match="install one of those"):
         plugin.register()
@@ -116,9 +112,11 @@ def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
         ({"speculative_num_steps": 8, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 9}, None),
         ({"speculative_draft_model_path": None}, "add --speculative-draft-model-path"),
         ({"speculative_num_steps": 3}, "leave --speculative-num-steps out"),
-        ({"attn_dp_size": 2}, "does not work here: --attn-dp-size is set; leave it out"),
-        ({"attn_cp_size": 2}, "does not work here: --attn-cp-size is set; leave it out"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode .*spec-stack proxy"),
+        ({"speculative_eagle_topk": 4}, "leave --speculative-eagle-topk out"),
+        ({"speculative_num_draft_tokens": 4}, "leave --speculative-num-draft-tokens out"),
+        ({"speculative_adaptive": True}, "--speculative-adaptive is set; leave it out"),
+        ({"speculative_use_rejection_sampling": True}, "--speculative-use-rejection-sampling is set"),
+        # As any launch.
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num .*spec-stack proxy"),
         ({"enable_memory_saver": True}, "add --enable-draft-weights-cpu-backup"),
         ({"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}, None),

@@ -33,8 +33,9 @@ def _threshold(target: Any, draft: Any, **settings: Any) -> int:
     return with_calibration(config, "draft", target, draft).prefill.min_prompt_tokens
 
 
-def test_a_small_draft_leaves_the_default() -> None:
-    assert _threshold(LARGE, SMALL) == ServerConfig().prefill.min_prompt_tokens
+@pytest.mark.parametrize("target", [LARGE, SimpleNamespace(n_embd=64)], ids=["large", "no cost model"])
+def test_a_small_draft_leaves_the_default(target: Any) -> None:
+    assert _threshold(target, SMALL) == ServerConfig().prefill.min_prompt_tokens
 
 
 def test_a_pair_that_gains_on_long_prompts_alone_prunes_those() -> None:
@@ -61,10 +62,6 @@ def test_a_draft_as_large_as_its_target_prunes_on_request_alone() -> None:
 @pytest.mark.parametrize("settings", [{"min_prompt_tokens": 900}, {"sparse_prefill": "off"}, {"keep_rate": 1.0}])
 def test_what_was_given_or_is_not_pruned_keeps_its_length(settings: dict[str, Any]) -> None:
     assert _threshold(SMALL, LARGE, **settings) == ServerConfig.from_mapping(settings).prefill.min_prompt_tokens
-
-
-def test_layers_without_a_cost_model_leave_the_default() -> None:
-    assert _threshold(SimpleNamespace(n_embd=64), SMALL) == ServerConfig().prefill.min_prompt_tokens
 
 
 def test_a_rule_without_a_draft_pays_however_large_the_draft_is() -> None:
