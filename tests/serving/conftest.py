@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -245,6 +245,23 @@ class Server:
                 data = line.decode().removeprefix("data:").strip()
                 if data and data != "[DONE]":
                     yield json.loads(data)
+
+
+def report_of(reply: dict[str, Any]) -> dict[str, Any]:
+    """The plugin's report on a /generate reply."""
+    return dict(reply["meta_info"]["spec_stack"])
+
+
+def kept_positions(reply: dict[str, Any]) -> list[int]:
+    """Of the prompt's tokens that the target was given; the request asked to `explain`."""
+    return [position for start, stop in report_of(reply)["kept_spans"] for position in range(start, stop)]
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = 600) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @lru_cache(None)

@@ -11,7 +11,7 @@ import pytest
 
 from spec_stack import PrefillConfig
 
-from .conftest import ASSETS, CONTEXT, MIN_PROMPT_TOKENS, Reference, Server, generate_body
+from .conftest import ASSETS, CONTEXT, MIN_PROMPT_TOKENS, Reference, Server, generate_body, kept_positions
 from .test_serving import kept_ids
 from .test_traffic import NUM_REQUESTS, Traffic
 
@@ -110,8 +110,9 @@ def _check_single_requests(server: Server, reference: Reference, num_uncached: i
     assert dense["output_ids"] == reference.tokens(short)
     assert pruned["output_ids"] == reference.tokens(long, sparse_prefill="on")
     report = pruned["meta_info"]["spec_stack"]
-    kept = [long[position] for start, stop in report["kept_spans"] for position in range(start, stop)]
-    assert kept == kept_ids(reference, long, PrefillConfig(min_prompt_tokens=MIN_PROMPT_TOKENS))
+    assert [long[position] for position in kept_positions(pruned)] == kept_ids(
+        reference, long, PrefillConfig(min_prompt_tokens=MIN_PROMPT_TOKENS)
+    )
     assert report["outcome"] == "pruned"
     assert pruned["meta_info"]["prompt_tokens"] == len(long)
     again = server.generate(long)

@@ -11,18 +11,10 @@ import pytest
 
 from spec_stack.config import PrefillConfig
 
-from .conftest import Reference, Server, generate_body
+from .conftest import Reference, Server, generate_body, kept_positions, report_of
 from .test_device_copies import launch_of, runner_of_layers
 
 RATES = [0.1, *PrefillConfig.check_rates]
-
-
-def _report(reply: Any) -> dict[str, Any]:
-    return dict(reply["meta_info"]["spec_stack"])
-
-
-def _kept(prompt: Sequence[int], reply: Any) -> list[int]:
-    return [at for start, stop in _report(reply)["kept_spans"] for at in range(start, stop)]
 
 
 def _checked(server: Server, prompt: Sequence[int], max_dropped_attention: float, num_tokens: int = 16) -> Any:
@@ -47,7 +39,7 @@ def test_the_share_and_the_kept_rate_are_pythons(
     for name in ("reports alone", "none passes", "the best one passes"):
         limit = {"reports alone": 1.0, "none passes": 0.0}.get(name, 1.001 * best)
         reply = _checked(server, prompt, limit)
-        report, kept = _report(reply), _kept(prompt, reply)
+        report, kept = report_of(reply), kept_positions(reply)
         expected = reference.generator.generate(input_ids=prompt, max_dropped_attention=limit, **options).metrics
         tried = [each["dropped_attention"] for each in report["tried_rates"]]
         assert [each["keep_rate"] for each in report["tried_rates"]] == RATES[: len(tried)]
@@ -70,7 +62,7 @@ def test_a_checked_turn_gets_back_what_was_dropped(server: Server, reference: Re
     first = server.generate(prompt, 8, sparse_prefill="on", keep_rate=0.1, follow_up="recall")
     history = [*prompt, *first["output_ids"], *reference.user_turn(40, seed=206)]
     reply = server.generate(history, 8, max_dropped_attention=0.0)
-    report = _report(reply)
+    report = report_of(reply)
     # Nothing of its own is pruned, so it has no keep rate, and all that recall leaves is tried.
     assert (report["outcome"], len(report["tried_rates"])) == ("too_much_dropped", 1)
     assert report["num_kept_tokens"] == len(history)
@@ -80,7 +72,7 @@ def test_a_checked_turn_gets_back_what_was_dropped(server: Server, reference: Re
 def test_a_repeated_prompt_is_not_checked_again_and_metrics_count_it(server: Server, reference: Reference) -> None:
     prompt, before = reference.prompt(700, seed=207), server.metrics()
     for _ in range(2):
-        report = _report(_checked(server, prompt, 0.0, 2))
+        report = report_of(_checked(server, prompt, 0.0, 2))
         assert (report["outcome"], len(report["tried_rates"])) == ("too_much_dropped", len(RATES))
     assert report["num_draft_tokens"] == 0
     after = server.metrics()
@@ -101,7 +93,7 @@ def test_a_server_survives_aborts_of_checked_requests(server: Server, reference:
     pool_state = server.state()["draft_pool"]
     assert (pool_state["num_pinned"], pool_state["num_held"] + pool_state["num_free"]) == (0, pool_state["num_tokens"])
     prompt = reference.prompt(500, seed=201)
-    assert _report(_checked(server, prompt, 1.0, 2))["outcome"] == "pruned"
+    assert report_of(_checked(server, prompt, 1.0, 2))["outcome"] == "pruned"
 
 
 def test_a_pool_of_the_first_layers_checks_nothing() -> None:

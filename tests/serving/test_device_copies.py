@@ -1,8 +1,10 @@
-"""Scoring and the draft's own slots on another device: no copy stops the host, and no part is long beside others."""
+"""Scoring and the draft's own slots on another device: no copy stops the host, no part is long beside others, and the
+order of streams is right, by streams that note who waits for whom."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -67,15 +69,18 @@ def launch_of(context_len: int) -> Any:
 
 
 def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: Callable[[int], int]) -> Any:
-    from spec_stack.prefill.prompt_text import PromptText
-    from spec_stack.sglang.decide import Prompt
+    from spec_stack.prefill.turn import Held
+    from spec_stack.sglang.decide import KnownTexts, Prompt, UnscoredPrompt
     from spec_stack.sglang.draft_pool import DraftScoringRunner
     from spec_stack.sglang.scoring import DraftScorer
+    from spec_stack.sglang.server_args import ServerConfig
 
     launch = launch_of(runner.model_config.context_len)
     scorer = DraftScorer(launch, DraftScoringRunner(runner, num_tokens + 100))
     prompt = Prompt((5,) * num_tokens, None, None, config, "recall")
-    return scorer.score(prompt, PromptText(prompt.token_ids), most_of_a_part)
+    known = KnownTexts(ServerConfig(), None, None, lambda prompt: 0, num_tokens)
+    needs = UnscoredPrompt(known.text_of(prompt), Held(), True, False, "", prompt)
+    return scorer.decide(needs, known, most_of_a_part)
 
 
 @pytest.mark.parametrize(
@@ -148,3 +153,42 @@ def test_parts_are_short_while_requests_run(runs: list[int], lengths: list[int])
         while sum(runner.model.lengths) < 20_000:
             next(work)
     assert runner.model.lengths == lengths
+
+
+class _Stream:
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self._events = name, events
+
+    def wait_stream(self, other: _Stream) -> None:
+        self._events.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_part_runs_on_the_forward_stream_between_what_came_before_and_what_comes_after(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """What fails half-way has written slots on that stream too."""
+    from spec_stack.sglang.scoring import on_forward_stream
+
+    events: list[str] = []
+    forward, current = _Stream("forward", events), _Stream("current", events)
+
+    @contextmanager
+    def on_forward() -> Iterator[None]:
+        events.append("forward begins")
+        try:
+            yield
+        finally:
+            events.append("forward ends")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: current))
+    scheduler = SimpleNamespace(forward_stream=forward, forward_stream_ctx=on_forward())
+    try:
+        with on_forward_stream(scheduler, torch.device("cuda")):
+            events.append("part")
+            if fails:
+                raise MemoryError
+    except MemoryError:
+        assert fails
+    order = ["forward waits for current", "forward begins", "part", "forward ends", "current waits for forward"]
+    assert events == order

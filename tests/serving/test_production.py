@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,17 @@ import pytest
 from spec_stack.prefill.queries import MOST_REPEATED
 from tests.sglang.test_dashboard import NAMES
 
-from .conftest import ASSETS, MIN_PROMPT_TOKENS, Launcher, Reference, Server, generate_body
+from .conftest import (
+    ASSETS,
+    MIN_PROMPT_TOKENS,
+    Launcher,
+    Reference,
+    Server,
+    generate_body,
+    kept_positions,
+    report_of,
+    wait_until,
+)
 
 _DRAFT_POSITIONS = 2600
 _LONG = {"sparse_prefill": "on"}
@@ -57,19 +66,8 @@ def beside(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server.stop()
 
 
-def _report(reply: Any) -> dict[str, Any]:
-    return dict(reply["meta_info"]["spec_stack"])
-
-
 def _num_pruned(server: Server) -> int:
     return int(server.state()["num_requests"]["pruned"])
-
-
-def _wait_until(reached: Callable[[], bool], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _ask_with_header(server: Server, path: str, body: dict[str, Any], keep_rate: str) -> tuple[int, Any]:
@@ -85,15 +83,14 @@ def _ask_with_header(server: Server, path: str, body: dict[str, Any], keep_rate:
 def test_every_option_passes_msgpack_and_too_many_spans_do_not(busy: Server, reference: Reference) -> None:
     prompt = reference.prompt(700, seed=700)
     plain = busy.generate(prompt, 6)
-    assert _report(plain)["outcome"] == "pruned"
+    assert report_of(plain)["outcome"] == "pruned"
     spans = [[100, 400], [0, 60], [300, 420]]
     options = {"protect": spans, "explain": True, "gamma": 2, "keep_rate": 0.3, "max_dropped_attention": 1}
     reply = busy.generate(prompt, 6, **options, **_LONG)
-    assert [each["keep_rate"] for each in _report(reply)["tried_rates"]] == [0.3]
-    kept = {at for start, stop in _report(reply)["kept_spans"] for at in range(start, stop)}
-    assert kept.issuperset({*range(60), *range(100, 420)})
+    assert [each["keep_rate"] for each in report_of(reply)["tried_rates"]] == [0.3]
+    assert {*kept_positions(reply)}.issuperset({*range(60), *range(100, 420)})
     # Spans that overlap count once.
-    assert _report(busy.generate(prompt, 2, protect=[[0, 400], [0, 400]], **_LONG))["outcome"] == "pruned"
+    assert report_of(busy.generate(prompt, 2, protect=[[0, 400], [0, 400]], **_LONG))["outcome"] == "pruned"
     status, reply = busy.post("/generate", generate_body(prompt, 2, protect=[[0, 1]] * 5000))
     assert (status, "at most 4096 token spans" in reply["error"]["message"]) == (400, True)
     assert busy.is_alive
@@ -102,8 +99,8 @@ def test_every_option_passes_msgpack_and_too_many_spans_do_not(busy: Server, ref
 def test_a_draft_of_fewer_positions_than_the_context_scores_what_it_can(busy: Server, reference: Reference) -> None:
     # Its scoring queries run again behind the prompt.
     most, over = (reference.text_ids(_DRAFT_POSITIONS - MOST_REPEATED + more, seed=701) for more in (0, 1))
-    assert _report(busy.generate(most, 2, **_LONG))["outcome"] == "pruned"
-    report = _report(busy.generate(over, 2, **_LONG))
+    assert report_of(busy.generate(most, 2, **_LONG))["outcome"] == "pruned"
+    report = report_of(busy.generate(over, 2, **_LONG))
     assert report["outcome"] == "unsupported"
     assert f"and the draft {_DRAFT_POSITIONS} positions" in report["sparse_prefill_reason"]
 
@@ -115,12 +112,6 @@ def test_prompts_of_scores_stay_whole(busy: Server, reference: Reference) -> Non
     status, reply = busy.post("/v1/score", body)
     assert status == 200, reply
     assert _num_pruned(busy) == before
-
-
-def test_a_routers_session_id_changes_nothing(busy: Server, reference: Reference) -> None:
-    body = {**generate_body(reference.prompt(700, seed=703), 2, **_LONG), "session_id": "a"}
-    status, reply = busy.post("/generate", body)
-    assert (status, _report(reply)["outcome"]) == (200, "pruned")
 
 
 def test_prompts_are_scored_when_they_can_start_and_the_urgent_one_first(busy: Server, reference: Reference) -> None:
@@ -136,7 +127,7 @@ def test_prompts_are_scored_when_they_can_start_and_the_urgent_one_first(busy: S
         # So little more that it preempts nobody.
         body |= {"rid": f"waits {number}", "priority": 5 if number == 5 else 0}
         status, reply = busy.post("/generate", body)
-        assert (status, _report(reply)["outcome"]) == (200, "pruned")
+        assert (status, report_of(reply)["outcome"]) == (200, "pruned")
 
     def to_score(metrics: dict[str, float]) -> float:
         return metrics["spec_stack:prompts_to_score"]
@@ -144,16 +135,16 @@ def test_prompts_are_scored_when_they_can_start_and_the_urgent_one_first(busy: S
     with ThreadPoolExecutor(8) as pool:
         running = [pool.submit(run, number) for number in range(2)]
         try:
-            _wait_until(lambda: busy.metrics()["sglang:num_running_reqs"] == 2)
+            wait_until(lambda: busy.metrics()["sglang:num_running_reqs"] == 2)
             before = _num_pruned(busy)
             waiting = [pool.submit(ask, number) for number in range(5)]
             # Of those that wait for the two one is scored ahead.
-            _wait_until(lambda: _num_pruned(busy) == before + 1 and to_score(busy.metrics()) == 4)
+            wait_until(lambda: _num_pruned(busy) == before + 1 and to_score(busy.metrics()) == 4)
             waiting.append(pool.submit(ask, 5))
             # None that is scored is before the urgent one.
-            _wait_until(lambda: _num_pruned(busy) == before + 2)
+            wait_until(lambda: _num_pruned(busy) == before + 2)
             oldest, num_steps = busy.metrics()["spec_stack:oldest_prompt_to_score_seconds"], busy.state()["num_steps"]
-            _wait_until(lambda: busy.state()["num_steps"] > num_steps + 40)
+            wait_until(lambda: busy.state()["num_steps"] > num_steps + 40)
             assert not any(each.done() for each in running), "they ended too soon for this test"
             assert (_num_pruned(busy), to_score(busy.metrics())) == (before + 2, 4)
             assert busy.metrics()["spec_stack:oldest_prompt_to_score_seconds"] > oldest
@@ -165,7 +156,7 @@ def test_prompts_are_scored_when_they_can_start_and_the_urgent_one_first(busy: S
     # In the log's order they were scored.
     scored = [line.split(": ")[1] for line in busy.log.read_text().splitlines() if ": waits " in line]
     assert scored.index("waits 5") == 1, scored
-    _wait_until(lambda: to_score(busy.metrics()) == 0)
+    wait_until(lambda: to_score(busy.metrics()) == 0)
 
 
 def test_an_update_of_the_targets_weights_leaves_the_draft_and_what_is_known_goes(
@@ -182,7 +173,7 @@ def test_an_update_of_the_targets_weights_leaves_the_draft_and_what_is_known_goe
     assert after["output_ids"] == before["output_ids"]
     # It is scored again, by the same draft.
     for name in ("num_kept_tokens", "num_scored_tokens"):
-        assert _report(after)[name] == _report(before)[name]
+        assert report_of(after)[name] == report_of(before)[name]
     assert not state["num_failures"]
 
 
@@ -209,25 +200,19 @@ def test_a_header_sets_the_keep_rate_on_every_endpoint(busy: Server, reference: 
 def test_a_bodys_options_hold_against_the_header(busy: Server, reference: Reference) -> None:
     body = generate_body(reference.prompt(900, seed=760), 2, sparse_prefill="off")
     status, reply = _ask_with_header(busy, "/generate", body, "0.4")
-    assert (status, _report(reply)["outcome"]) == (200, "disabled")
-
-
-def test_a_pruned_prompt_leaves_a_line_at_debug(busy: Server, reference: Reference) -> None:
-    reply = busy.generate(reference.prompt(700, seed=761), 2, **_LONG)
-    num_kept, num_tokens = (_report(reply)[f"num_{name}_tokens"] for name in ("kept", "prompt"))
-    assert f"{reply['meta_info']['id']}: {num_kept} of {num_tokens} tokens kept, on" in busy.log.read_text()
+    assert (status, report_of(reply)["outcome"]) == (200, "disabled")
 
 
 def test_a_prompt_up_to_the_context_limit_is_scored(beside: Server, reference: Reference) -> None:
     """Up to where its queries, which run again behind it, are at the draft's last positions."""
     reply = beside.generate(reference.text_ids(2048 - MOST_REPEATED, seed=770), 2, **_LONG)
-    assert _report(reply)["outcome"] == "pruned"
+    assert report_of(reply)["outcome"] == "pruned"
     assert not beside.state()["num_failures"]
 
 
 def test_a_scoring_model_checks_as_a_draft_does(beside: Server, reference: Reference) -> None:
     prompt, asked = reference.prompt(600, seed=772), {"keep_rate": 0.2, "max_dropped_attention": 0.0, **_LONG}
-    report = _report(beside.generate(prompt, 2, **asked))
+    report = report_of(beside.generate(prompt, 2, **asked))
     expected = reference.generator.generate(input_ids=prompt, max_tokens=1, ignore_eos=True, **asked).metrics
     tried = [each.dropped_attention for each in expected.tried_rates]
     assert [each["dropped_attention"] for each in report["tried_rates"]] == pytest.approx(tried, rel=2e-3)
@@ -237,7 +222,7 @@ def test_a_scoring_model_checks_as_a_draft_does(beside: Server, reference: Refer
 def test_sglang_counts_whole_prompts_where_nothing_drafts(beside: Server, reference: Reference) -> None:
     before = beside.metrics()["sglang:prompt_tokens_total"]
     prompt = reference.prompt(900, seed=771)
-    assert _report(beside.generate(prompt, 4))["outcome"] == "pruned"
+    assert report_of(beside.generate(prompt, 4))["outcome"] == "pruned"
     assert beside.metrics()["sglang:prompt_tokens_total"] - before == len(prompt)
 
 

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from inspect import signature
@@ -14,14 +14,7 @@ from urllib.parse import urlparse
 
 import pytest
 
-from .conftest import Reference, Server, generate_body
-
-
-def _wait_until(reached: Callable[[], bool], seconds: float = 600) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from .conftest import Reference, Server, generate_body, wait_until
 
 
 def test_running_requests_get_tokens_while_a_prompt_is_scored(server: Server, reference: Reference) -> None:
@@ -36,7 +29,7 @@ def test_running_requests_get_tokens_while_a_prompt_is_scored(server: Server, re
 
     running = threading.Thread(target=stream)
     running.start()
-    _wait_until(lambda: num_told > 5)
+    wait_until(lambda: num_told > 5)
     before = num_told
     reply = server.generate(prompt, 1, sparse_prefill="on", keep_rate=0.1)
     num_beside = num_told - before
@@ -79,7 +72,7 @@ def test_prompts_of_clients_that_hang_up_are_not_scored(server: Server, referenc
         client.close()
     short = reference.prompt(40, seed=49)
     assert server.generate(short, 4)["output_ids"] == reference.tokens(short)[:4]
-    _wait_until(lambda: _num_waiting(server) == 0)
+    wait_until(lambda: _num_waiting(server) == 0)
     # Those that ran, and what a slow machine scores before it hears of the closed streams.
     assert server.state()["num_requests"]["pruned"] <= before + len(clients) // 2
 
@@ -116,12 +109,3 @@ def test_equal_prompts_at_once_are_scored_once(server: Server, reference: Refere
     assert sorted(reply["meta_info"]["spec_stack"]["num_scored_tokens"] for reply in replies) == [0, 0, 0, len(prompt)]
     for reply in replies:
         assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on")[:8]
-
-
-def test_a_prompt_over_sglangs_own_limit_is_refused_unscored(server: Server, reference: Reference) -> None:
-    before = server.state()["num_requests"]
-    ids = reference.text_ids(1500, seed=66) * 3
-    status, reply = server.post("/generate", generate_body(ids, 4, sparse_prefill="on"))
-    assert status == 400
-    assert "length" in str(reply)
-    assert server.state()["num_requests"]["pruned"] == before["pruned"]

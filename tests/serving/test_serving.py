@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 
 from spec_stack import PrefillConfig
+from spec_stack.controller.tuning import TUNING
+from tests.support.nightly import others_nightly
 
 from .conftest import CONTEXT, Reference, Server, generate_body, special_spans
 
@@ -49,6 +52,37 @@ def test_a_prompt_over_the_threshold_is_pruned_and_finds_its_fact(server: Server
         assert fact.is_answered_by(reply["choices"][0]["message"]["content"])
 
 
+_QUESTION, _FACT = "What is the code word of the gate?", "The code word of the gate is heliotrope."
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [("system", _QUESTION), ("user", "{document}")],
+        [
+            ("user", f"{{document}}\n\n{_QUESTION}"),
+            ("assistant", "heliotrope"),
+            ("user", "{document}\nNow its lock."),
+        ],
+        [("user", f"<tool_response>\n{{document}}\n</tool_response>\n{_QUESTION}")],
+    ],
+    ids=["system", "earlier turn", "tool output"],
+)
+def test_a_chat_is_pruned_as_the_library_prunes_it(
+    server: Server, reference: Reference, messages: list[tuple[str, str]]
+) -> None:
+    """The server finds in the tokens what the library knows from the messages (others: `tests/entry_points`)."""
+    lines = reference.tokenizer.decode(reference.text_ids(500, seed=211)).splitlines()
+    document = "\n".join([*lines[: len(lines) // 3], _FACT, *lines[len(lines) // 3 :]])
+    chat = [{"role": role, "content": content.replace("{document}", document)} for role, content in messages]
+    asked = {"sparse_prefill": "on", "keep_rate": 0.2}
+    expected = reference.generator.generate(messages=chat, max_tokens=16, gamma=0, ignore_eos=True, **asked)
+    reply = server.chat(chat, max_tokens=16, custom_params={"spec_stack": {**asked, "follow_up": "afresh"}})
+    report = reply["spec_stack"]
+    assert report["num_kept_tokens"] == expected.metrics.num_kept_tokens < report["num_prompt_tokens"]
+    assert reply["text"] == expected.text
+
+
 def test_a_streamed_reply_is_the_whole_one_and_reports_all_along(server: Server, reference: Reference) -> None:
     prompt = reference.prompt(700, seed=7)
     whole = server.generate(prompt, sparse_prefill="on")
@@ -60,26 +94,6 @@ def test_a_streamed_reply_is_the_whole_one_and_reports_all_along(server: Server,
         assert (
             chunk["meta_info"]["spec_stack"]["num_kept_tokens"] == whole["meta_info"]["spec_stack"]["num_kept_tokens"]
         )
-
-
-def test_an_openai_stream_gives_the_same_text(server: Server, reference: Reference) -> None:
-    from spec_stack.bench.demo import hide_fact
-
-    body = {
-        "model": "default",
-        "messages": hide_fact(reference.tokenizer, 600, 3).messages,
-        "max_tokens": 24,
-        "temperature": 0,
-        "custom_params": {"spec_stack": {"sparse_prefill": "on", "keep_rate": 0.3}},
-    }
-    _, whole = server.post("/v1/chat/completions", body)
-    parts = [
-        choice["delta"].get("content") or ""
-        for chunk in server.stream("/v1/chat/completions", body)
-        for choice in chunk["choices"]
-    ]
-    assert len(parts) > 2
-    assert "".join(parts) == whole["choices"][0]["message"]["content"]
 
 
 def test_a_repeated_pruned_prompt_reuses_its_prefix_and_gives_the_same_tokens(
@@ -115,45 +129,55 @@ def kept_ids(reference: Reference, prompt: list[int], config: PrefillConfig | No
     return list(score_prompt(draft, prompt, config, protected, pieces)[0].token_ids)
 
 
-def test_eight_mixed_requests_at_once_give_the_references_tokens(server: Server, reference: Reference) -> None:
-    requests = [
-        (
-            reference.prompt(150 + 130 * index, seed=30 + index),
-            {"sparse_prefill": "on" if index % 2 == 0 else "off", "keep_rate": 0.25},
-        )
-        for index in range(8)
-    ]
-    replies = server.generate_all(requests)
-    for (prompt, options), reply in zip(requests, replies, strict=True):
-        assert reply["output_ids"] == reference.tokens(prompt, **options), (len(prompt), options)
-    assert sum(reply["meta_info"]["spec_stack"]["sparse_prefill"] for reply in replies) == 4
-
-
-def test_gamma_changes_under_load_and_the_tokens_do_not(server: Server, reference: Reference) -> None:
-    """Each has its own, and the batch drafts the largest that is asked for, which changes as requests end."""
-    prompts = [reference.prompt(100 + 40 * index, seed=50 + index) for index in range(5)]
-    asked = [{"max_new_tokens": 30 + 30 * index, "gamma": gamma} for index, gamma in enumerate((8, 4, 2, 1, 0))]
-    replies = server.generate_all(list(zip(prompts, asked, strict=True)))
-    gammas: set[int] = set()
-    for prompt, options, reply in zip(prompts, asked, replies, strict=True):
-        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=options["max_new_tokens"])
-        info = reply["meta_info"]["spec_stack"]
-        assert info["num_proposed"] == sum(info["gamma_trace"])
-        assert len(info["gamma_trace"]) == reply["meta_info"]["spec_verify_ct"]
-        gammas.update(info["gamma_trace"])
-    assert len(gammas) > 3
-
-
-def test_a_policy_that_follows_what_was_accepted_changes_gamma_and_no_token(
-    server: Server, reference: Reference
+@pytest.mark.parametrize(
+    ("policy", "num_requests"),
+    others_nightly(product(("throughput", "ema"), (1, 4, 8)), usual=[("throughput", 8), ("ema", 8)]),
+)
+def test_policies_change_gamma_and_no_token(
+    server: Server, reference: Reference, policy: str, num_requests: int
 ) -> None:
-    prompts = [reference.prompt(100 + 40 * index, seed=50 + index) for index in range(6)]
-    replies = server.generate_all([(prompt, {"max_new_tokens": 120, "policy": "ema"}) for prompt in prompts])
-    gammas: set[int] = set()
-    for prompt, reply in zip(prompts, replies, strict=True):
-        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=120)
-        gammas.update(reply["meta_info"]["spec_stack"]["gamma_trace"])
+    """`throughput` tries another gamma than the best once in so many steps, whatever they take on this machine."""
+    gammas, num_steps, seed = set[int](), 0, 50
+    while len(gammas) < 2 and num_steps <= 2 * TUNING.check_every:
+        prompts = [reference.prompt(100 + 30 * index, seed=seed + index) for index in range(num_requests)]
+        replies = server.generate_all([(prompt, {"max_new_tokens": 48, "policy": policy}) for prompt in prompts])
+        for prompt, reply in zip(prompts, replies, strict=True):
+            assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=48)
+        traces = [reply["meta_info"]["spec_stack"]["gamma_trace"] for reply in replies]
+        gammas.update(*traces)
+        num_steps += max(map(len, traces))
+        seed += num_requests
     assert len(gammas) > 1
+
+
+def test_a_request_that_caps_its_gamma_slows_nobody_and_keeps_its_cap(server: Server, reference: Reference) -> None:
+    prompts = [reference.prompt(120 + 40 * index, seed=90 + index) for index in range(4)]
+    gammas = (0, 1, 2, 8)
+    asked = [{"max_new_tokens": 60, "gamma": gamma} for gamma in gammas]
+    replies = server.generate_all(list(zip(prompts, asked, strict=True)))
+    for prompt, gamma, reply in zip(prompts, gammas, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=60)
+        info = reply["meta_info"]["spec_stack"]
+        assert set(info["gamma_trace"]) == {gamma}
+        assert max(info["accepted_trace"]) <= gamma
+    assert max(replies[-1]["meta_info"]["spec_stack"]["accepted_trace"]) > 2
+
+
+@pytest.mark.parametrize("others", others_nightly([{}, {"gamma": 4}], usual=[{"gamma": 4}]), ids=["free", "longer"])
+def test_a_capped_request_beside_others_changes_no_token(
+    server: Server, reference: Reference, others: dict[str, Any]
+) -> None:
+    prompts = [reference.prompt(100 + 40 * index, seed=50 + index) for index in range(4)]
+    asked: list[dict[str, Any]] = [
+        {"max_new_tokens": 80, **own} for own in ({"gamma": 0}, {"gamma": 1}, others, others)
+    ]
+    replies = server.generate_all(list(zip(prompts, asked, strict=True)))
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=80)
+    traces = [reply["meta_info"]["spec_stack"]["gamma_trace"] for reply in replies]
+    assert (set(traces[0]), set(traces[1]) <= {0, 1}) == ({0}, True)
+    # What free ones draft is for the policy to choose by what steps cost; those who ask for more are not held back.
+    assert others == {} or max(traces[2]) == 4
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 4, 8])
@@ -170,14 +194,8 @@ def test_a_request_alone_gets_the_gamma_it_asks_for(server: Server, reference: R
 @pytest.mark.parametrize(
     ("custom", "named"),
     [
-        ({"keep_rate": 0}, "keep_rate"),
         ({"keep_rate": 1.5}, "keep_rate"),
-        ({"keep_rate": "most"}, "keep_rate"),
-        ({"sparse_prefill": "yes"}, "sparse_prefill"),
-        ({"gamma": 3}, "gamma"),
-        ({"gamma": -1}, "gamma"),
         ({"gamma": 4, "policy": "ema"}, "gamma"),
-        ({"policy": "bandit"}, "policy"),
         ({"policy": 7}, "policy"),
     ],
 )
@@ -189,12 +207,6 @@ def test_a_bad_option_is_a_400_that_names_it(server: Server, custom: dict[str, A
     status, reply = server.post("/v1/chat/completions", {**chat, "custom_params": {"spec_stack": custom}})
     assert status == 400
     assert named in str(reply)
-
-
-def test_options_of_others_in_custom_params_are_left_alone(server: Server) -> None:
-    body = generate_body([5, 6, 7], 4)
-    body["sampling_params"]["custom_params"] |= {"policy": "somebody else's"}
-    assert server.post("/generate", body)[1]["meta_info"]["completion_tokens"] == 4
 
 
 def test_a_pruned_prompt_may_be_answered_in_a_grammar_several_times(server: Server, reference: Reference) -> None:

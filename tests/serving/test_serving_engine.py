@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from spec_stack.config import PrefillConfig
 from spec_stack.prefill.calibration import Calibration
-from spec_stack.sglang.server_args import ServerConfig
 
 from .conftest import ASSETS, MIN_PROMPT_TOKENS, Reference, Server
 from .test_serving import kept_ids
@@ -76,28 +71,6 @@ def small(launch: Any) -> Iterator[Server]:
     server.stop()
 
 
-def test_scoring_needs_no_room_of_the_targets(small: Server, reference: Reference) -> None:
-    """A long request holds most of the pool when a second one arrives; both are answered, and nothing leaks."""
-    first, second = reference.prompt(1100, seed=61), reference.prompt(800, seed=62)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(small.generate, first, 300, sparse_prefill="off")
-        deadline = time.monotonic() + 600
-        while not small.get("/v1/loads")["loads"][0]["num_running_reqs"]:
-            assert not running.done()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        reply = small.generate(second, sparse_prefill="on")
-        assert running.result()["output_ids"] == reference.tokens(first, max_new_tokens=300)
-    assert reply["meta_info"]["spec_stack"]["sparse_prefill"] is True
-    assert reply["output_ids"] == reference.tokens(second, sparse_prefill="on")
-
-
-def test_a_launch_that_was_told_no_threshold_has_the_default(small: Server) -> None:
-    threshold = small.state()["settings"]["prefill"]["min_prompt_tokens"]
-    assert threshold == PrefillConfig.min_prompt_tokens
-    assert f"of those with {threshold} or more tokens" in small.log.read_text(errors="replace")
-
-
 def test_scoring_leaves_others_all_of_their_cache(small: Server, reference: Reference) -> None:
     small.flush()
     cached = reference.prompt(1200, seed=64)
@@ -125,25 +98,6 @@ def test_a_prompt_longer_than_the_drafts_pool_is_prefilled_densely(small: Server
         assert fits or "the draft pool has room for" in report["sparse_prefill_reason"]
         assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on" if fits else "off")[:2]
         assert small.state()["draft_pool"]["num_held"] <= 1000
-
-
-def test_a_conversation_that_outgrows_the_drafts_pool_goes_on_from_what_was_kept(
-    small: Server, reference: Reference
-) -> None:
-    prompt = reference.prompt(850, seed=71)
-    first = small.generate(prompt, 8, sparse_prefill="on", explain=True, follow_up="recall")
-    longer = [*prompt, *first["output_ids"], *reference.text_ids(150, seed=72)]
-    assert len(longer) > 1000
-    reply = small.generate(longer, 8, explain=True, follow_up="recall", sparse_prefill="on")
-    report, kept = reply["meta_info"]["spec_stack"], first["meta_info"]["spec_stack"]["kept_spans"]
-    assert report["outcome"] == "draft_pool_full"
-    assert "the draft pool has room for" in report["sparse_prefill_reason"]
-    start = report["num_cached_tokens"]
-    assert (report["sparse_prefill"], start) == (True, len(prompt) + 7)
-    # The reply follows the prompt's last span.
-    assert report["kept_spans"] == [*kept[:-1], [kept[-1][0], len(longer)]]
-    assert reply["meta_info"]["cached_tokens"] >= sum(stop - start for start, stop in kept)
-    assert reply["output_ids"] == reference.tokens_over(longer, report["kept_spans"], 8)
 
 
 @pytest.mark.nightly
@@ -225,39 +179,4 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
     short = server.generate(prompt[-2000:], 4)["meta_info"]["spec_stack"]
     assert not short["sparse_prefill"]
     assert str(prefill.min_prompt_tokens) in short["sparse_prefill_reason"]
-    server.stop()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        {"scoring_heads": [[0, 0], [0, 1]]},
-        # As a calibration chooses: chosen heads.
-        {
-            "scoring_heads": [[0, 1], [1, 2]],
-            "head_reduction": "mean",
-            "keep_rate": 0.3,
-        },
-    ],
-)
-def test_a_server_scores_by_some_heads_as_the_reference_does(
-    launch: Any, reference: Reference, chosen: dict[str, Any]
-) -> None:
-    config = ServerConfig.from_mapping({"prefill": {**chosen, "min_prompt_tokens": 400}}).prefill
-    server = launch(
-        *("--max-total-tokens", "8000", "--chunked-prefill-size", "256", "--spec-stack-min-prompt-tokens", "400"),
-        environment={"SPEC_STACK_SGLANG": json.dumps({"prefill": chosen, "calibration": "none"})},
-    )
-    differ = []
-    for num_tokens in (500, 1300):
-        prompt = reference.prompt(num_tokens, seed=71)
-        reply = server.generate(prompt, 16, explain=True)
-        spans = reply["meta_info"]["spec_stack"]["kept_spans"]
-        kept = [prompt[position] for start, stop in spans for position in range(start, stop)]
-        assert kept == kept_ids(reference, prompt, config)
-        differ.append(kept != kept_ids(reference, prompt))
-        assert reply["output_ids"] == reference.tokens_over(prompt, spans, 16)
-    # Few lines fit into the shorter one's budget: both rules may choose the same.
-    assert any(differ)
     server.stop()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -21,7 +20,7 @@ FAULTS = {
     "deciding": ("manager", "decide"),
     "setting aside": ("manager", "SparsePrefillManager._unscored"),
     "round": ("manager", "SparsePrefillManager._step"),
-    "scoring": ("scoring", "DraftScorer.score"),
+    "scoring": ("scoring", "DraftScorer.decide"),
     "placing": ("scoring", "decide_scored"),
     "forgetting": ("manager", "SparsePrefillManager.forget"),
     "state": ("manager", "SparsePrefillManager.state"),
@@ -52,8 +51,6 @@ def register():
         _fail_on(int(rank))
     if os.environ.get("SPEC_STACK_TEST_FAULTS"):
         _prepare_faults(Path(os.environ["SPEC_STACK_TEST_FAULTS"]))
-    if os.environ.get("SPEC_STACK_TEST_FILES"):
-        _note_files(Path(os.environ["SPEC_STACK_TEST_FILES"]))
     if os.environ.get("SPEC_STACK_TEST_COUNT_KV"):
         _count_written_slots()
     if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
@@ -88,19 +85,6 @@ def _prepare_faults(chosen):
         is_bound = isinstance(found, classmethod)
         wrapped = faulty(name, found.__func__ if is_bound else found)
         setattr(owner, attribute, classmethod(wrapped) if is_bound else wrapped)
-
-
-def _note_files(noted):
-    """While the file `noted` is there, it takes a line with the plugin's file at every call into one."""
-    package = str(Path(import_module("spec_stack.sglang").__file__).parent)
-
-    def enter(frame, event, argument):
-        place = frame.f_code.co_filename
-        if event == "call" and place.startswith(package) and noted.is_file():
-            with noted.open("a") as lines:
-                lines.write(f"{Path(place).name}\n")
-
-    sys.setprofile(enter)
 
 
 def _count_written_slots():
