@@ -120,7 +120,8 @@ class BatchPolicy:
         except Exception:
             log_failure("choosing gamma", "the step drafts as little as it may, and nothing of it is accepted")
             policy, knows = self._cautious, False
-        gamma, all_know = self._agree(_largest_up_to(wanted, gammas), knows)
+        fitting = max((candidate for candidate in gammas if candidate <= wanted), default=gammas[0])
+        gamma, all_know = self._agree(fitting, knows)
         if not all_know:
             # Where one rank accepts nothing of a proposal, none may.
             caps, gamma = [0] * len(self._requests), gammas[0]
@@ -279,8 +280,3 @@ def _cap(request: RunningRequest, options: RequestOptions) -> int:
 def _mean_slots(requests: Sequence[RunningRequest]) -> int:
     """Mean tokens that a request attends to."""
     return sum(len(request.origin_input_ids) + len(request.output_ids) for request in requests) // max(len(requests), 1)
-
-
-def _largest_up_to(gamma: int, gammas: Sequence[int]) -> int:
-    """The largest candidate that is not over gamma; the smallest candidate where all are."""
-    return max((candidate for candidate in gammas if candidate <= gamma), default=gammas[0])

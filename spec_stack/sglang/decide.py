@@ -29,7 +29,8 @@ from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.prompt_reader import PromptReader
 from spec_stack.types import TriedRate
 
-# Least part of the prompt for an earlier turn to count: one in four tokens.
+# Least part of the prompt for an earlier turn to count, one in four tokens: else a selection of the whole prompt is
+# worth more.
 _LEAST_SHARE = 4
 _NO_TURN = "no chat turn was found in the prompt, so nothing but special tokens is protected"
 # The same prompt repeats at once with n replies, and after a client's retry.
@@ -231,7 +232,7 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
     if prompt in known.decisions:
         # Its route is another's.
         return replace(known.decisions[prompt], prompt=prompt)
-    if is_long_enough(held, num_tokens):
+    if _LEAST_SHARE * held.num_tokens >= num_tokens:
         recall = known.config.recall if prompt.follow_up == "recall" else None
         found = plan_turn(prompt.token_ids, lambda: text, held, config, recall)
         turn = found if isinstance(found, NeedsScore) else NeedsScore(text, held, False, False, found.reason)
@@ -241,11 +242,6 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
     if (turn.prunes or turn.recalls) and needs_draft(config):
         return unscored
     return decide_scored(unscored, None, 0, known)
-
-
-def is_long_enough(held: Held, num_prompt_tokens: int) -> bool:
-    """Return whether an earlier turn counts; else a selection of the whole prompt is worth more."""
-    return _LEAST_SHARE * held.num_tokens >= num_prompt_tokens
 
 
 def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[Held, bool]:

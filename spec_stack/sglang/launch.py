@@ -70,12 +70,11 @@ class Launch:
     @classmethod
     def scoring(cls, algorithm: str, args: Any, target: Any, tokenizer: Any, config: ServerConfig) -> Launch:
         """Of a scoring model beside algorithm. Raises ValueError where SGLang's runner cannot run it."""
-        small, must_fit = _scoring_model(str(config.scoring_model), args, target, tokenizer)
+        source = str(config.scoring_model)
+        small, must_fit = _scoring_model(source, args, target, tokenizer)
         require_scoring(args, target, small)
-        source, on_gpu = str(config.scoring_model), args.device != "cpu"
-        config = with_calibration(config, source, target.hf_text_config, small.hf_text_config, on_gpu)
-        refusal = untested_refusal(args, target, config)
-        return cls(algorithm, args, target, small, config, refusal, must_fit)
+        config = with_calibration(config, source, target.hf_text_config, small.hf_text_config, args.device != "cpu")
+        return cls(algorithm, args, target, small, config, untested_refusal(args, target, config), must_fit)
 
     @property
     def is_own(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,6 @@ from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.attention import Parts
-from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.scoring import PartSize, ScoringQueries, capture_in_parts
 from spec_stack.sglang.decide import Decision, KnownTexts, Prompt, UnscoredPrompt, decide_scored
 from spec_stack.sglang.draft_pool import DraftScoringRunner, PooledLayers, Queries
@@ -105,16 +104,6 @@ class LeasedDraft:
         return Proposal(drafted)
 
 
-@dataclass(frozen=True)
-class Score:
-    """Of a prompt. importance: (num_prompt_tokens,), on the host. num_prefilled: tokens that the draft had to prefill.
-    answer_attention: (num_prompt_tokens,), on the host, of the draft's own answer, where it is checked."""
-
-    importance: torch.Tensor
-    num_prefilled: int
-    answer_attention: torch.Tensor | None
-
-
 class DraftScorer:
     """Scores by SGLang's model of the draft, in the draft's own KV pool.
 
@@ -163,24 +152,17 @@ class DraftScorer:
         return on_forward_stream(scheduler, self._draft.device)
 
     def decide(self, needs: UnscoredPrompt, known: KnownTexts, most_of_a_part: PartSize) -> Parts[Decision]:
-        """Score a prompt part by part, and decide.
+        """Score a prompt part by part, and decide, alike on all ranks of a tensor-parallel group.
 
         Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
         PoolFullError where the prompt is longer than the draft's pool.
-        """
-        text = known.text_of(needs.prompt)
-        score = yield from self.score(needs.prompt, text, most_of_a_part, needs.first_query)
-        return decide_scored(needs, score.importance, score.num_prefilled, known, score.answer_attention)
-
-    def score(self, prompt: Prompt, text: PromptText, most_of_a_part: PartSize, first_query: int = 0) -> Parts[Score]:
-        """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
-
-        first_query: first token whose segment may hold the question.
 
         Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
         draft's forwards, and at the beginning of the last two parts. The pool keeps what all ranks have agreed on.
         """
-        queries, config, num_tokens = ScoringQueries.of(text, prompt.config, first_query), prompt.config, len(text)
+        prompt, text = needs.prompt, known.text_of(needs.prompt)
+        config, num_tokens = prompt.config, len(text)
+        queries = ScoringQueries.of(text, config, needs.first_query)
         # The scoring queries run again whatever the pool has.
         lease = self.index.lease(prompt.tenant, prompt.token_ids, queries.start)
         num_new, draft = num_tokens - lease.num_shared, LeasedDraft(self._draft, lease, prompt.end_ids)
@@ -194,7 +176,7 @@ class DraftScorer:
                 yield
                 answering = ScoringQueries(text)
                 answer = yield from self._importance(draft, lease, answering, config.answering, most_of_a_part)
-            return Score(importance, num_new, answer)
+            return decide_scored(needs, importance, num_new, known, answer)
         finally:
             lease.insert(lease.num_agreed)
 
