@@ -149,7 +149,7 @@ class AnswerFormat:
 
     def parser(self, tools: Sequence[Any] | None, rendered: str) -> AnswerParser:
         """A parser of the answer to a rendered chat with these tools."""
-        return AnswerParser(self, tool_names(tools), self.begins_in_thought(rendered))
+        return AnswerParser(self, _parameters(tools), self.begins_in_thought(rendered))
 
     def begins_in_thought(self, rendered: str) -> bool:
         """Whether a rendered chat ends with an open reasoning block."""
@@ -216,15 +216,15 @@ def forced_names(tool_choice: object, tools: Sequence[Any] | None) -> list[str] 
     """Tool names of which OpenAI's `tool_choice` forces one; None if it forces none."""
     if tool_choice is None or (isinstance(tool_choice, str) and tool_choice in ("auto", "none")):
         return None
-    names = tool_names(tools)
+    names = list(_parameters(tools))
     if isinstance(tool_choice, str) and tool_choice == "required":
         if not names:
             raise ValueError('tool_choice="required" needs tools, each {"type": "function", "function": {"name": …}}')
         return names
-    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
-    name = (
-        tool_choice if isinstance(tool_choice, str) else function.get("name") if isinstance(function, Mapping) else None
-    )
+    name = tool_choice
+    if isinstance(tool_choice, Mapping):
+        function = tool_choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         raise ValueError(
             'tool_choice must be "auto", "none", "required", a tool\'s name or {"type": "function", "function": '
@@ -235,12 +235,8 @@ def forced_names(tool_choice: object, tools: Sequence[Any] | None) -> list[str] 
     return [name]
 
 
-def tool_names(tools: Sequence[Any] | None) -> list[str]:
-    """Tool names in order, from OpenAI's format; other tools have none."""
-    return list(_parameters(tools))
-
-
 def _parameters(tools: Sequence[Any] | None) -> dict[str, Any]:
+    """The schemas of arguments by tool name, from OpenAI's format; other tools have none."""
     found = {}
     for tool in tools or ():
         function = tool.get("function") if isinstance(tool, Mapping) else None

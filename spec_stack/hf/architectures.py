@@ -38,8 +38,6 @@ SUPPORTED = {
 }
 # Their own cache class cannot roll back.
 _OWN_CACHE = ("rwkv", "xlstm", "reformer", "minimax", "xlnet")
-_NO_ROLLBACK = "its cache is no transformers cache, and cannot be rolled back"
-_UNTRIED = "it is not among those whose positions, masks and cache have been checked"
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ def _refusal(config: Any, scores_only: bool = False) -> str:
     """The reason why a model cannot be used at all; empty if it can."""
     kind = config.model_type
     if kind not in SUPPORTED:
-        return _UNTRIED
+        return "it is not among those whose positions, masks and cache have been checked"
     # Any transformers continues a state of linear attention block by block, and an older one Mamba's token by token.
     has_state = SUPPORTED[kind] == "Mamba-2" if scores_only else SUPPORTED[kind] != ""
     if has_state and (refusal := state_refusal()):
@@ -177,7 +175,7 @@ def rope_switch(config: Any) -> int | None:
 def _hinders_rollback(config: Any) -> str:
     """The reason why a model cannot be a target even at contiguous positions; empty if it can."""
     if config.model_type in _OWN_CACHE:
-        return _NO_ROLLBACK
+        return "its cache is no transformers cache, and cannot be rolled back"
     if config.model_type in SUPPORTED:
         return state_refusal() if SUPPORTED[config.model_type] else ""
     is_stateful = any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=config).layers)

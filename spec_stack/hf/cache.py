@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
-from functools import cache as remember
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from spec_stack.devices import to_device
-from spec_stack.hf.versions import cache_name, state_refusal
+from spec_stack.hf.versions import cache_parameter, state_refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,12 +81,6 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
                 buffer[..., :used, :] = cached
             self._buffers[name] = buffer
         return buffer
-
-
-@remember
-def cache_parameter(kind: type[PreTrainedModel]) -> str:
-    """What the forward of this class calls its cache."""
-    return cache_name(signature(kind.forward).parameters)
 
 
 def cache_argument(model: PreTrainedModel, cache: DynamicCache) -> dict[str, DynamicCache]:

@@ -88,10 +88,13 @@ class ChatTemplate:
     def _shows_calls(self, messages: Sequence[dict[str, Any]]) -> bool:
         """Whether the template writes every call: some write none beside a content that is not None."""
         marks: list[str] = []
-        marked = [_with_functions(message, lambda function: _with_name(function, marks)) for message in messages]
-        if not marks:
-            return True
-        text = self._try_render(marked)
+
+        def rename(function: Mapping[str, Any]) -> Mapping[str, Any]:
+            marks.append(f"marked_name_{len(marks)}_{secrets.token_hex(4)}")
+            return {**function, "name": marks[-1]}
+
+        marked = [_with_functions(message, rename) for message in messages]
+        text = self._try_render(marked) if marks else ""
         return all(mark in text for mark in marks)
 
     def _fit_arguments(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
@@ -303,12 +306,6 @@ def _with_functions(
         function = call.get("function") if isinstance(call, Mapping) else None
         calls.append({**call, "function": change(function)} if isinstance(function, Mapping) else call)
     return {**message, "tool_calls": calls}
-
-
-def _with_name(function: Mapping[str, Any], marks: list[str]) -> Mapping[str, Any]:
-    """The function under a marked name, which is added to the marks."""
-    marks.append(f"marked_name_{len(marks)}_{secrets.token_hex(4)}")
-    return {**function, "name": marks[-1]}
 
 
 def _parsed(text: str) -> Any:

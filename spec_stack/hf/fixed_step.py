@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicLayer
 from spec_stack.config import DraftStep
 from spec_stack.devices import CapturedCall, to_device
 from spec_stack.hf.architectures import has_windows, is_recurrent, is_supported, text_config
-from spec_stack.hf.cache import cache_argument, cache_parameter, new_cache, reserve
+from spec_stack.hf.cache import cache_argument, new_cache, reserve
+from spec_stack.hf.versions import cache_parameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,17 +132,13 @@ def why_eager(config: Any, device: torch.device, asked: DraftStep, is_draft: boo
         return 'on a CPU fixed shapes alone gain nothing; draft_step="compiled" compiles the draft'
     if device.type == "cpu" and asked == "compiled" and not is_draft:
         return "on a CPU a padded verification costs more"
-    return _unfit(text_config(config), is_quantized)
-
-
-def _unfit(config: Any, is_quantized: bool) -> str:
-    """What in a model keeps its forward from having fixed shapes; empty if nothing does."""
     if is_recurrent(config):
         return "a recurrent state cannot be rolled back by a counter"
     if has_windows(config):
         return "sliding windows are masked by position"
-    if config.model_type not in _FIXED or not is_supported(config):
-        return f"the forward of this {config.model_type!r} model has not been checked for fixed shapes"
+    kind = text_config(config).model_type
+    if kind not in _FIXED or not is_supported(config):
+        return f"the forward of this {kind!r} model has not been checked for fixed shapes"
     return "its weights are quantized" if is_quantized else ""
 
 
@@ -207,8 +204,5 @@ class FixedCache:
 
 
 def padded(num_tokens: int) -> int:
-    """The width of the fixed forward of this many tokens. Raises ValueError for more than 16."""
-    width = next((width for width in WIDTHS if width >= num_tokens), None)
-    if width is None:
-        raise ValueError(f"a fixed forward takes {WIDTHS[-1]} tokens at most, got {num_tokens}")
-    return width
+    """The width of the fixed forward of this many tokens, at most 16."""
+    return next(width for width in WIDTHS if width >= num_tokens)

@@ -312,17 +312,17 @@ def open_pair(
     configs = load_config(sources[0], hub.options("target")), load_config(sources[1], hub.options("draft"))
     check_pair(*configs, positions)
     precisions = resolve_precisions(*configs, load, on)
-    for role, source, precision in zip(_ROLES, sources, precisions, strict=True):
+    found = []
+    for role, source, config, precision in zip(_ROLES, sources, configs, precisions, strict=True):
         if _is_gguf(source) and precision.name in QUANTIZED:
             raise ValueError(f"the {role} is a GGUF file, which loads in bf16 or fp32, not in {precision.name}")
-    # A mapping uses the target's module names.
-    maps = device_map, device_map if isinstance(device_map, str) else None
-    # A layer that accelerate may move, or that is compiled, stays as it is.
-    can_pack = [prepack_linears and device_map is None and can_prepack(on, each.dtype) for each in precisions]
-    packs = can_pack[0], can_pack[1] and load.draft_step != "compiled"
-    found = zip(sources, configs, precisions, map(hub.options, _ROLES), maps, packs, strict=True)
-    models = (FoundModel(source, config, each, on, *others) for source, config, each, *others in found)
-    return next(models), next(models)
+        # A mapping uses the target's module names.
+        own_map = device_map if role == "target" or isinstance(device_map, str) else None
+        # A layer that accelerate may move, or that is compiled, stays as it is.
+        stays_plain = device_map is not None or (role == "draft" and load.draft_step == "compiled")
+        packs = prepack_linears and not stays_plain and can_prepack(on, precision.dtype)
+        found.append(FoundModel(source, config, precision, on, hub.options(role), own_map, packs))
+    return found[0], found[1]
 
 
 @contextmanager

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What a forward calls its cache: transformers from 5.24 on, and before it."""
 
 
-def cache_name(parameters: Mapping[str, Any]) -> str:
-    """What a forward with these parameters calls its cache."""
+@cache
+def cache_parameter(kind: type[PreTrainedModel]) -> str:
+    """What the forward of this class calls its cache."""
     # Loading a model imports it; importing this package does not.
     from transformers import GenerationMixin
 
     newer, older = CACHE_NAMES
     has_newer = newer in signature(GenerationMixin.prepare_inputs_for_generation).parameters
     # Checkpoint code may use the older name under a newer transformers.
-    return older if older in parameters or not has_newer else newer
+    return older if older in signature(kind.forward).parameters or not has_newer else newer
 
 
 def is_given(cache: Any, variables: Mapping[str, Any]) -> bool:

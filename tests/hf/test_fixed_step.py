@@ -18,9 +18,9 @@ from spec_stack import SpecStackGenerator
 from spec_stack.cli.doctor import diagnose
 from spec_stack.hf import fixed_step
 from spec_stack.hf.attention import install
-from spec_stack.hf.cache import cache_parameter
-from spec_stack.hf.fixed_step import WIDTHS, FixedCache, FixedStep, why_eager
+from spec_stack.hf.fixed_step import FixedCache, FixedStep, why_eager
 from spec_stack.hf.model import CachedModel
+from spec_stack.hf.versions import cache_parameter
 from tests.support.cuda import Operators, blocking_copies, read_backs
 from tests.support.models import FAMILIES, VOCAB, make_model, random_prompt
 from tests.support.nightly import others_nightly
@@ -120,21 +120,6 @@ def compile_once_for_200_steps(monkeypatch: pytest.MonkeyPatch) -> None:
                 view.rollback(1)
                 view.forward([3], [position], 1)
     assert counter.frame_count == 1
-
-
-@pytest.mark.nightly
-def test_a_verification_is_one_graph_a_width_too() -> None:
-    model, counter = SHARED["qwen2"], compile_counter()
-    torch._dynamo.reset()
-    compiled = torch.compile(fixed_step.fixed_forward, fullgraph=True, backend=counter, dynamic=False)
-    shape = 1, model.config.num_key_value_heads, 256, model.config.head_dim
-    for _ in range(2):
-        keys, values = ([torch.zeros(shape) for _ in model.model.layers] for _ in range(2))
-        for width in WIDTHS[::4]:
-            inputs = torch.arange(width).expand(3, width).contiguous()
-            with torch.inference_mode():
-                compiled(model, cache_parameter(type(model)), inputs, keys, values)
-    assert counter.frame_count == len(WIDTHS[::4])
 
 
 @pytest.mark.nightly
