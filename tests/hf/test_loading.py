@@ -8,9 +8,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
-    Gemma3TextConfig,
-    LlamaConfig,
     Mamba2Config,
     NemotronHConfig,
 )
@@ -19,14 +16,12 @@ from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.cli.doctor import diagnose
 from spec_stack.config import HubConfig
 from spec_stack.engine.pair import ModelPair
-from spec_stack.hf.architectures import check_architecture
-from spec_stack.hf.loading import ASSETS, check_pair, resolve_pair
+from spec_stack.hf.loading import ASSETS, resolve_pair
 from tests.support.folders import TOKENIZER_FILES
-from tests.support.models import FAMILIES, make_model
+from tests.support.models import make_model
 from tests.support.tiny_architectures import HAS_OLD_STATES
 
 OLD_STATES = "keeps the state of its layers in an older way; install 5.24"
-DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
 
 
 def test_a_pair_loads_from_local_folders(folders: tuple[Path, Path]) -> None:
@@ -84,21 +79,6 @@ def test_a_tokenizer_without_offsets_is_refused_before_the_weights_are_read(fold
         ModelPair.load(*folders)
 
 
-def test_a_draft_with_padded_embeddings_works_as_the_unpadded_one(folders: tuple[Path, Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders[1])
-    model.resize_token_embeddings(4224)
-    model.save_pretrained(folders[1])
-    pairs = (folders[0], folders[0]), folders
-    plain, padded = (SpecStackGenerator.from_pretrained(*pair, device="cpu", precision="fp32") for pair in pairs)
-    assert (plain.pair.vocabulary.relation, padded.pair.vocabulary.relation) == ("same", "padded")
-    for pruned in (False, True):
-        options = {"max_tokens": 20, "gamma": 4, "sparse_prefill": "on" if pruned else "off"}
-        one, two = (generator.generate("def main():\n    pass\n" * 40, **options) for generator in (plain, padded))
-        assert two.metrics.sparse_prefill == pruned
-        assert (two.token_ids, two.metrics.num_accepted) == (one.token_ids, one.metrics.num_accepted)
-        assert two.metrics.num_accepted > 0
-
-
 def edit(file: Path, **values: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
@@ -153,47 +133,6 @@ def test_ends_of_a_text_that_are_no_token_ids_are_refused(folders: tuple[Path, P
         ModelPair.load(*folders, device="cpu")
 
 
-def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_token(
-    folders: tuple[Path, Path],
-) -> None:
-    path = folders[1] / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocab = tokenizer["model"]["vocab"]
-    first, second = list(vocab)[300:302]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    path.write_text(json.dumps(tokenizer))
-    generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
-    assert generator.pair.vocabulary.relation == "other"
-    plain, drafted = (generator.generate("def main():", max_tokens=30, gamma=gamma) for gamma in (0, 4))
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.metrics.num_accepted > 0
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (BloomConfig(), "not among those"),
-        (LlamaConfig(rope_parameters=DYNAMIC), "dynamic"),
-        (Gemma3TextConfig(rope_parameters=dict.fromkeys(["full_attention", "sliding_attention"], DYNAMIC)), "dynamic"),
-        (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
-        (
-            NemotronHConfig(hybrid_override_pattern="M-"),
-            OLD_STATES if HAS_OLD_STATES else "0 attention layers; scoring",
-        ),
-    ],
-)
-def test_an_architecture_that_would_be_wrong_is_refused_with_the_reason(config: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_architecture("draft", config)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_supported_families_pass(family: str) -> None:
-    check_pair(FAMILIES[family], FAMILIES[family])
-    generator = SpecStackGenerator(make_model(family), make_model(family, seed=3))
-    assert len(generator.generate(input_ids=[3, 4, 5], max_tokens=5).token_ids) == 5
-
-
 def test_the_embedded_pair_is_the_default_and_hub_ids_pass_through() -> None:
     assert resolve_pair(None, None) == (str(ASSETS / "target"), str(ASSETS / "draft"))
     assert resolve_pair("org/big", "org/small-1.5B") == ("org/big", "org/small-1.5B")
@@ -202,10 +141,7 @@ def test_the_embedded_pair_is_the_default_and_hub_ids_pass_through() -> None:
 def test_the_doctor_reports_a_healthy_and_a_broken_pair(folders: tuple[Path, Path]) -> None:
     healthy = diagnose(None, None, "auto", "cpu")
     assert healthy["problem"] is None
-    assert healthy["target"]["precision"] == healthy["draft"]["precision"] == "fp32"
-    assert healthy["target"]["memory_mb"]["fp32"] > healthy["draft"]["memory_mb"]["fp32"]
     assert healthy["packages"]["torch"]
-    assert healthy["vocabulary"]["tokenizer"] == "same"
     path = folders[1] / "config.json"
     path.write_text(Mamba2Config().to_json_string())
     assert "not among those" in diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")["problem"]
@@ -221,8 +157,6 @@ def test_the_doctor_says_what_is_exact_approximate_and_refused(folders: tuple[Pa
     if HAS_OLD_STATES:
         assert OLD_STATES in hybrid["problem"]
         assert OLD_STATES in support["the draft scores prompts"]
-        assert OLD_STATES in support["the target prefills sparsely"]
-        assert OLD_STATES in support["the target decodes speculatively"]
     else:
         assert hybrid["problem"] is None
         assert support["the draft scores prompts"].startswith("approximate (transformers")
@@ -291,17 +225,11 @@ def test_an_adapters_folder_is_its_base_with_the_adapter_merged(folders: tuple[P
     assert generator.generate("def main():", max_tokens=16, ignore_eos=True).token_ids[: len(adapted)] == adapted
 
 
-def test_an_adapter_that_cannot_be_read_is_refused(folders: tuple[Path, Path], adapter: Path) -> None:
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    for text in (json.dumps(config | {"base_model_name_or_path": None}), "{"):
-        (adapter / "adapter_config.json").write_text(text)
-        with pytest.raises(ValueError, match="cannot read the model configuration"):
-            ModelPair.load(adapter, folders[1])
-
-
-def test_an_adapter_whose_base_is_not_here_names_it(folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", ['{"peft_type": "LORA"}', '{"base_model_name_or_path": "./gone"}', "{"])
+def test_an_adapter_that_cannot_be_read_or_has_no_base_here_is_refused(
+    folders: tuple[Path, Path], tmp_path: Path, config: str
+) -> None:
     pytest.importorskip("peft")
-    text = json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "gone")})
-    (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"cannot read the model configuration.*gone"):
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(ValueError, match="cannot read the model configuration" + ".*gone" * ("gone" in config)):
         ModelPair.load(tmp_path, folders[1])

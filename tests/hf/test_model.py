@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,15 +42,6 @@ def test_sparse_prefill_equals_a_plain_forward_at_the_original_positions(family:
     torch.testing.assert_close(last, expected[len(KEPT) - 1 : len(KEPT)], **TOLERANCE)
     torch.testing.assert_close(block, expected[len(KEPT) :], **TOLERANCE)
     assert (model.num_cached, model.next_position) == (len(KEPT) + 6, 66)
-
-
-@pytest.mark.parametrize("num_logits", [1, 3, 9])
-def test_pieces_give_the_last_logits_asked_for(num_logits: int) -> None:
-    prompt = random_prompt(30)
-    whole = CachedModel(SHARED["llama"], 4096).forward(prompt, range(30), num_logits)
-    pieces = CachedModel(SHARED["llama"], 4).forward(prompt, range(30), num_logits)
-    assert pieces.shape[0] == num_logits
-    torch.testing.assert_close(pieces, whole, **TOLERANCE)
 
 
 def test_keeping_slots_leaves_a_cache_that_attends_to_them_only() -> None:
@@ -114,23 +106,6 @@ def test_queries_are_captured_from_a_position_on(prefill_chunk: int) -> None:
     torch.testing.assert_close(found[1], {index: (queries[:, 6:], keys) for index, (queries, keys) in found[0].items()})
 
 
-def test_a_model_not_loaded_with_sdpa_is_refused() -> None:
-    with pytest.raises(ValueError, match="sdpa"):
-        install(make_model(implementation="eager"))
-
-
-def test_the_folded_block_honours_the_scaling_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = torch.nn.Module()
-    module.layer_idx = 0
-    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    mask = torch.ones(3, 9, dtype=torch.bool).tril(6)[None, None]
-    whole = [tensor.repeat_interleave(2, 1) for tensor in (key, value)]
-    expected = F.scaled_dot_product_attention(query, *whole, attn_mask=mask, scale=0.7).transpose(1, 2)
-    # Taken away, so that the block must be this package's own.
-    monkeypatch.setattr("transformers.integrations.sdpa_attention.sdpa_attention_forward", None)
-    torch.testing.assert_close(attention.attend(module, query, key, value, None, scaling=0.7)[0], expected)
-
-
 @pytest.mark.parametrize("prefill_chunk", [4096, 7])
 def test_without_a_mask_a_block_is_causal_up_to_the_last_key(
     prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
@@ -149,20 +124,6 @@ def test_without_a_mask_a_block_is_causal_up_to_the_last_key(
     assert [(query[2], key[2]) for query, key in shapes] == [(1, len(KEPT) + 7)] * model.num_layers
     expected = reference.logits(make_model(), [*kept, *follow, 7], [*KEPT, *range(60, 67)])
     torch.testing.assert_close(torch.cat(got), expected[-8:], **TOLERANCE)
-
-
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1000), (1, 1001), (1, 1), (2, 1002), (5, 1005), (90, 90)])
-@pytest.mark.parametrize("groups", [1, 7])
-def test_on_cuda_no_length_goes_to_another_kernel_than_flash(num_queries: int, num_keys: int, groups: int) -> None:
-    module = torch.nn.Module()
-    module.layer_idx, module.num_key_value_groups = 0, groups
-    query, key, value = torch.randn(1, 2 * groups, num_queries, 8), *torch.randn(2, 1, 2, num_keys, 8)
-    with flash_on_cpu() as shapes:
-        output = attention.attend(module, query, key, value, None)[0]
-    assert shapes == [(query.shape, key.shape)]
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-    whole = [each.repeat_interleave(groups, 1) for each in (key, value)]
-    torch.testing.assert_close(output, F.scaled_dot_product_attention(query, *whole, mask).transpose(1, 2))
 
 
 @pytest.mark.parametrize("told", [{}, {"is_causal": False}, {"is_causal": None}])
@@ -279,29 +240,19 @@ def test_a_cache_with_room_gives_the_logits_of_a_growing_one(family: str) -> Non
             keep_slots(growing, slots, model.device)
 
 
-def _pieces_by_the_loop(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) -> list[int]:
-    """The same plan by walking over the tokens, as `CachedModel.forward` did before it had a planner."""
-    ends, start = [], 0
-    while True:
-        left = num_tokens - start
-        is_last = left <= max(chunk, num_logits) and not (own_piece and left > num_logits)
-        start = num_tokens if is_last else min(start + chunk, num_tokens - num_logits)
-        ends.append(start)
-        if is_last:
-            return ends
-
-
 @given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 64), st.booleans())
-def test_pieces_end_where_walking_over_the_tokens_ends_them(
+def test_all_pieces_are_full_but_those_that_the_logits_end(
     num_tokens: int, num_logits: int, chunk: int, own_piece: bool
 ) -> None:
     num_logits = min(num_logits, num_tokens)
     ends = piece_ends(num_tokens, num_logits, chunk, own_piece)
-    assert ends == _pieces_by_the_loop(num_tokens, num_logits, chunk, own_piece)
-    starts = [0, *ends[:-1]]
-    assert all(0 < end - start <= max(chunk, num_logits) for start, end in zip(starts, ends, strict=True))
-    assert ends[-1] == num_tokens
-    assert num_tokens - starts[-1] >= num_logits
+    sizes = [end - start for start, end in pairwise([0, *ends])]
+    assert sum(sizes) == num_tokens
+    assert all(0 < size <= max(chunk, num_logits) for size in sizes)
+    # All but the last are full, or end where the logits begin.
+    assert all(size == chunk for size in sizes[:-2])
+    assert sizes[-1] == num_logits if own_piece else sizes[-1] >= num_logits
+    assert own_piece or len(sizes) == 1 or sum(sizes[-2:]) > max(chunk, num_logits)
 
 
 class _Layer(torch.nn.Module):
