@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, ThoughtMarks, ToolFormat, forced_names, parse_answer
+from spec_stack.types import AnswerPart
 
 HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' ~ m.content }}{% for c in m.tool_calls or [] %}
 {{ '\\n' if not loop.first or m.content }}<tool_call>
@@ -40,12 +41,8 @@ BODIES = {
     "nemotron": "<TOOLCALL>["
     + EACH.replace("CALL", '\'{"name": "\' ~ c.function.name ~ \'", "arguments": \' ~ ' + ARGUMENTS + " ~ '}'")
     + "]</TOOLCALL>",
-    "dumped": "<calls>{{ m.tool_calls | tojson }}</calls>",
     "dumped bare": "{{ m.tool_calls | tojson }}",
     "brackets": EACH.replace("{{ CALL }}", "[TOOL_REQUEST]\n{{ c.function | tojson }}\n[END_TOOL_REQUEST]"),
-    "braces": EACH.replace(
-        "{{ CALL }}", "{% raw %}{call}{% endraw %}{{ c.function | tojson }}{% raw %}{/call}{% endraw %}"
-    ),
     "text": EACH.replace(
         "CALL", "'<call>{\"name\": \"' + c.function.name + '\", \"arguments\": ' + c.function.arguments + '}</call>'"
     ),
@@ -55,17 +52,8 @@ BODIES = {
 PARTS = """{% for m in messages %}<|start|>{{ m.role }}<|stop|>{% for p in m.content %}{{ p.text }}{% endfor %}{%
 for c in m.tool_calls or [] %}<tool>{{ c.function | tojson }}</tool>{% endfor %}<|eot|>{% endfor %}{%
 if add_generation_prompt %}<|start|>assistant<|stop|>{% endif %}"""
-SPECIAL = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|start|>",
-    "<|stop|>",
-    "<|eot|>",
-    "[INST]",
-    "[/INST]",
-    "[TOOL_CALLS]",
-    "</s>",
-)
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|stop|>", "<|eot|>", "[INST]", "[/INST]"]
+SPECIAL += ["[TOOL_CALLS]", "</s>"]
 
 
 class Templated:
@@ -100,12 +88,15 @@ ANSWERS = {
 }
 
 
-def parsed(name: str, text: str, cuts: Sequence[int] = (), **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Content, reasoning and calls of a text that comes in pieces."""
-    parser = AnswerParser(FORMATS[name], **({"names": ["f", "g"]} | options))
+def parts_of(parser: AnswerParser, text: str, cuts: Sequence[int]) -> list[AnswerPart]:
+    """The parts of a text that comes in pieces."""
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    parts = [part for start, stop in pairwise(edges) for part in parser.push(text[start:stop])]
-    parts += parser.flush()
+    return [part for start, stop in pairwise(edges) for part in parser.push(text[start:stop])] + parser.flush()
+
+
+def parsed(name: str, text: str, cuts: Sequence[int] = (), **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Content, reasoning and calls."""
+    parts = parts_of(AnswerParser(FORMATS[name], **({"names": ["f", "g"]} | options)), text, cuts)
     content = "".join(part.text for part in parts if part.kind == "content")
     reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
     return content, reasoning, [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call]
@@ -193,9 +184,7 @@ def test_arguments_come_as_they_were_written_in_every_format(name: str, argument
     arguments = arguments.replace("MARK", tools.closer).replace("OPEN", tools.opener)
     text = f"{tools.begin}f{tools.middle}{arguments}{tools.end}"
     text = f"So:\n{text}\n{text} Or?" if tools.closer else text
-    parser = AnswerParser(FORMATS[name], ["f"])
-    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    parts = [part for start, stop in pairwise(edges) for part in parser.push(text[start:stop])] + parser.flush()
+    parts = parts_of(AnswerParser(FORMATS[name], ["f"]), text, cuts)
     assert [part.call.arguments for part in parts if part.call] == [arguments] * (2 if tools.closer else 1)
     assert "".join(part.text for part in parts) == ("So:Or?" if tools.closer else "")
 
