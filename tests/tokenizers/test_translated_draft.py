@@ -193,46 +193,29 @@ def test_after_any_reading_and_rollback_the_logits_are_those_of_a_fresh_draft(bo
         assert draft.num_cached == len(fed)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_last_prompt_token_yields_the_logits_of_the_whole_prompt(seed: int) -> None:
-    """Also one without a token of the draft, for which the draft's last one waits; and in the turn after, again."""
+@pytest.mark.parametrize("size", [1, 2, 3, 99])
+def test_the_last_prompt_token_yields_the_logits_of_the_whole_prompt(size: int) -> None:
+    """Read in parts, of which each waits for the draft token that ends in the next one. Also a last token without one
+    of the draft, for which the draft's last one waits; and in the turn after, again."""
     translation, model = make_translation(), make_model(seed=2, vocab=12)
     install(model)
-    prompt = make_tokenizer(TARGET_TOKENS, "<t>")(text_of(20, seed)).input_ids
+    prompt = make_tokenizer(TARGET_TOKENS, "<t>")(text_of(20)).input_ids
     known = translation.tokenize(prompt)
     num_draft = len(known.token_ids)
     expected = masked(reference.logits(model, known.token_ids, range(num_draft))[-1], translation)
     for ids, ranges in ((prompt, known.ranges), ([*prompt, 5], [*known.ranges, (num_draft, num_draft)])):
         index = CachedModel(model, 4096)
         draft = TranslatedDraft(index, translation, DraftTokenization(known.token_ids, ranges))
-        draft.prefill(ids[:-1], range(len(ids) - 1))
+        for start in range(0, len(ids) - 1, size):
+            part = range(start, min(start + size, len(ids) - 1))
+            draft.prefill([ids[position] for position in part], part)
+            assert index.num_cached <= ranges[part.stop][0]
         for _ in range(2):
             assert draft.next_position == len(ids) - 1
             logits = draft.forward(ids[-1:], [len(ids) - 1], 1)
             torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
             assert index.num_cached == num_draft
             draft = TranslatedDraft(index, translation, DraftTokenization(known.token_ids, ranges))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_draft_token_waits_for_the_part_in_which_it_ends(size: int) -> None:
-    translation, model = make_translation(), make_model(seed=2, vocab=12)
-    install(model)
-    prompt = make_tokenizer(TARGET_TOKENS, "<t>")(text_of(20)).input_ids
-    tokenization = translation.tokenize(prompt)
-    index = CachedModel(model, 4096)
-    draft = TranslatedDraft(index, translation, tokenization)
-    num_cached = [0]
-    for start in range(0, len(prompt) - 1, size):
-        part = range(start, min(start + size, len(prompt) - 1))
-        draft.prefill([prompt[position] for position in part], part)
-        assert draft.next_position == part.stop
-        num_cached.append(index.num_cached)
-    assert (len(set(num_cached)) < len(num_cached)) == (size == 1)
-    logits = draft.forward(prompt[-1:], [len(prompt) - 1], 1)
-    fed = tokenization.token_ids
-    expected = masked(reference.logits(model, fed, range(len(fed)))[-1], translation)
-    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_kept_slots_are_those_of_the_kept_tokens_and_of_the_drafts_own_beginning() -> None:

@@ -18,18 +18,21 @@ from spec_stack.hf.attention import install
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.model import CachedModel
 from spec_stack.tokenizers.translation import Translation
-from spec_stack.tokenizers.vocabulary import by_bytes, compare
+from spec_stack.tokenizers.vocabulary import Pieces, by_bytes, compare
 from tests.support import reference
-from tests.support.models import make_model, make_tokenizer, random_prompt
+from tests.support.models import byte_fallback_tokenizer, make_model, make_tokenizer, random_prompt
 from tests.support.retokenize import drop_merges
 
 LETTERS = "a b c d e f g h i j"
 
 
-def words(names: str) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer, of whose tokens nothing is known but their names."""
-    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names.split())}, unk_token="a"))
+def words(names: str, decoder: decoders.Decoder | None = None) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer; without a decoder nothing is known of its tokens but their names."""
+    vocab = {name: index for index, name in enumerate(names.split())}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=next(iter(vocab))))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if decoder is not None:
+        tokenizer.decoder = decoder
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
@@ -178,3 +181,30 @@ def test_the_doctor_says_how_the_vocabularies_relate(folders: tuple[Path, Path])
     assert (other["tokenizer"], other["common_tokens"]) == ("other", "3104 of 4096 (76%)")
     assert "mapped to the target's by characters" in other["sparse_prefill"]
     assert other["drafting"].startswith("on: other tokenizer; the draft proposes the 3104 tokens (76% of the target's)")
+
+
+STRIPPING = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        (words("▁be be ▁ .", STRIPPING), [b" be", b"be", b" ", b"."]),
+        (words("▁be be ▁ .", decoders.Metaspace()), [b" be", b"be", b" ", b"."]),
+        (words("be ##ing", decoders.WordPiece()), [b" be", b"ing"]),
+        (make_tokenizer("Ġ b e be Ġbe â Ĥ âĤ", "<|end|>"), [b"<|end|>", b" ", b"b", b"e", b"be", b" be"]),
+    ],
+    ids=["strip", "metaspace", "wordpiece", "bytelevel"],
+)
+def test_a_token_has_the_bytes_that_it_adds(tokenizer: PreTrainedTokenizerFast, expected: list[bytes]) -> None:
+    pieces = Pieces(tokenizer)
+    assert [pieces.bytes_of(token_id) for token_id in range(len(expected))] == expected
+
+
+def test_half_a_character_has_its_own_bytes_and_no_token_has_none() -> None:
+    tokenizer = byte_fallback_tokenizer("▁be be 日")
+    pieces = Pieces(tokenizer)
+    names = ["<0xE2>", "<0x0A>", "▁be", "be", "日", "</s>"]
+    spelled = [pieces.bytes_of(token_id) for token_id in tokenizer.convert_tokens_to_ids(names)]
+    assert spelled == [b"\xe2", b"\n", b" be", b"be", "日".encode(), b"</s>"]
+    assert pieces.bytes_of(len(tokenizer) + 5) == b""
