@@ -77,14 +77,6 @@ def test_early_keys_saw_the_whole_prompt_and_late_ones_the_kept_tokens(
         torch.testing.assert_close(found[f"cache.{layer}.values"][0], values, **TOLERANCE)
 
 
-def test_a_draft_of_whose_prompt_everything_stays_is_as_if_all_layers_had_read_it() -> None:
-    prompt = random_prompt(NUM_PROMPT)
-    draft = early(make_model("Qwen3"), prompt, 2)
-    whole = CachedModel(draft.model, 4096)
-    expected = whole.forward([*prompt, 7], range(NUM_PROMPT + 1), 1)
-    torch.testing.assert_close(draft.forward([7], [NUM_PROMPT], 1), expected, **TOLERANCE)
-
-
 def test_what_is_rolled_back_before_the_late_layers_run_leaves_no_trace() -> None:
     prompt, more = random_prompt(NUM_PROMPT), random_prompt(9, seed=1)
     one, two = (early(make_model("Llama"), prompt, 2) for _ in range(2))

@@ -3,7 +3,6 @@ from __future__ import annotations
 import logging
 import platform
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -188,6 +187,7 @@ def test_the_doctor_shows_what_each_precision_takes() -> None:
     memory = report["target"]["memory_mb"]
     assert list(memory) == list(PRECISIONS)
     assert memory["fp32"] > memory["bf16"] > memory["int8"] > memory["nf4"]
+    assert memory["fp32"] > report["draft"]["memory_mb"]["fp32"]
 
 
 @pytest.mark.slow
@@ -264,11 +264,14 @@ def test_fp16_on_a_cpu_warns_where_the_pair_is_asked_for() -> None:
     assert (pair.target.dtype, pair.draft.dtype) == (DTYPES["fp16"], DTYPES["fp16"])
 
 
-def test_int8_does_not_say_in_every_call_that_it_casts(
+def test_bitsandbytes_does_not_say_in_every_call_that_it_casts_or_lacks_a_kernel(
     generators: dict[str, SpecStackGenerator], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         generators["int8"].generate(PROMPT, max_tokens=4)
+        logging.getLogger("bitsandbytes.backends.cpu.ops").warning(
+            "Failed to load CPU gemm_4bit_forward from kernels-community: no network"
+        )
         logging.getLogger("bitsandbytes.autograd._functions").warning("something else")
     assert [record.getMessage() for record in caplog.records] == ["something else"]
 
@@ -303,16 +306,3 @@ def test_a_precision_without_a_name_is_other_also_in_records(tmp_path: Path) -> 
     assert [(each.name, each.is_stored) for each in resolved] == [("other", True), ("fp32", False)]
     with pytest.raises(ValueError, match="quantized already"):
         resolve_precisions(gptq, LlamaConfig(), LoadConfig("bf16"), CPU)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_quantized_pair_prints_nothing_of_kernels_that_it_does_not_need() -> None:
-    code = (
-        "from spec_stack import SpecStackGenerator\n"
-        "generator = SpecStackGenerator.from_pretrained(precision='nf4', device='cpu')\n"
-        "print(generator.generate('def main():', max_tokens=2).metrics.precision)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "nf4\n"
-    assert "kernels" not in done.stderr

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spec_stack import SpecStackGenerator
 from spec_stack.engine.pair import ModelPair
-from spec_stack.hf.prepack import PrepackedLinear, can_prepack, prepack
+from spec_stack.hf.prepack import PrepackedLinear, can_prepack, has_bf16_instructions, prepack
 from tests.support.models import random_prompt
 
 
@@ -52,6 +52,7 @@ def test_rows_that_are_added_leave_the_others_as_in_a_block_of_that_many(dtype: 
         pytest.skip(f"this processor has no instructions for {dtype} here")
     torch.manual_seed(0)
     packed = PrepackedLinear(nn.Linear(1024, 1200).to(dtype))
+    assert packed.least_rows == (4 if dtype == torch.bfloat16 and has_bf16_instructions() else 1)
     inputs = torch.randn(4, 1024).to(dtype)
     with torch.inference_mode():
         packed.least_rows = 4
@@ -61,19 +62,6 @@ def test_rows_that_are_added_leave_the_others_as_in_a_block_of_that_many(dtype: 
             assert part.shape == (num_rows, 1200)
             torch.testing.assert_close(part, whole[:num_rows], rtol=0, atol=0)
         assert packed(inputs[None, None, :2]).shape == (1, 1, 2, 1200)
-
-
-@needs_operators
-def test_rows_are_added_in_bf16_alone_and_alike_for_layers_of_one_shape() -> None:
-    if not can_prepack(torch.device("cpu"), torch.bfloat16):
-        pytest.skip("this processor has no instructions for bf16 here")
-    models = [nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3))).bfloat16() for _ in range(2)]
-    for model in models:
-        prepack(model)
-    assert len({layer.least_rows for model in models for layer in model}) == 1
-    exact = nn.Sequential(nn.Linear(1024, 1024))
-    prepack(exact)
-    assert exact[0].least_rows == 1
 
 
 @needs_operators

@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -97,24 +96,6 @@ def test_greedy_tokens_are_those_of_transformers_with_the_same_processors(
     if policy == "fixed":
         assert result.metrics.num_proposed > result.metrics.num_accepted > 0
     assert ("may keep state" in result.metrics.decode_reason) == (processors in ("counting", "closure"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processors", "policy"),
-    others_nightly(product(PROCESSORS, POLICIES), usual=[("library", "throughput"), ("closure", "throughput")]),
-)
-def test_the_embedded_pairs_tokens_are_those_of_transformers_on_prompts_of_any_length(
-    processors: str, policy: str, embedded: SpecStackGenerator
-) -> None:
-    text = "def read_lines(path):\n    with open(path) as file:\n        return [line for line in file]\n\nclass "
-    whole = embedded.tokenizer(text * 3).input_ids
-    for seed in (0, 13):
-        prompt = whole[seed : seed + 20 + seed]
-        made = LogitsProcessorList(PROCESSORS[processors]())
-        expected = reference.greedy(embedded.target, prompt, 30, logits_processor=made)
-        options: dict[str, Any] = {"logits_processor": PROCESSORS[processors](), "max_tokens": 30, **POLICIES[policy]}
-        assert embedded.generate(input_ids=prompt, ignore_eos=True, **options).token_ids == expected
 
 
 @pytest.mark.slow
@@ -289,17 +270,6 @@ def test_what_leaves_no_token_or_another_shape_is_an_error_that_names_it(target:
     for junk in wrong:
         with pytest.raises(ValueError, match="logits_processor"):
             generator.generate(input_ids=[3, 4], logits_processor=junk)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_token_ends_the_text_before_min_tokens(temperature: float, embedded: SpecStackGenerator) -> None:
-    messages = hide_fact(embedded.tokenizer, 300, 0).messages
-    options: dict[str, Any] = {"max_tokens": 60, "temperature": temperature, "seed": 1, "gamma": 4}
-    short = embedded.generate(messages=messages, **options)
-    assert short.finish_reason == "eos"
-    longer = embedded.generate(messages=messages, min_tokens=len(short.token_ids) + 5, **options)
-    assert len(longer.token_ids) >= len(short.token_ids) + 5
-    assert not set(longer.token_ids[: len(short.token_ids) + 4]) & embedded.pair.end_ids
 
 
 def test_a_text_of_at_least_one_token_does_not_begin_with_its_end(embedded: SpecStackGenerator) -> None:

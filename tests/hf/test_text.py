@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -31,18 +29,6 @@ def joined(stream: TextStream, token_ids: list[int], sizes: list[int]) -> tuple[
         at += size
     pieces.append(stream.push(token_ids[at:]))
     return "".join(pieces) + stream.flush(), pieces
-
-
-@pytest.mark.slow
-@given(text=st.text(max_size=40), sizes=st.lists(st.integers(1, 5), max_size=20))
-def test_streamed_text_concatenates_to_the_text_of_the_whole(
-    embedded: SpecStackGenerator, text: str, sizes: list[int]
-) -> None:
-    token_ids = embedded.tokenizer(text, add_special_tokens=False).input_ids
-    whole = embedded.tokenizer.decode(token_ids, skip_special_tokens=True)
-    result, pieces = joined(stream_of(embedded.tokenizer), token_ids, sizes)
-    assert result == whole
-    assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -97,24 +83,6 @@ def test_half_a_character_comes_out_at_the_end(embedded: SpecStackGenerator) -> 
         text = StopChecker(len(ids), (), stop, stream_of(embedded.tokenizer)).cut(ids)[1]
         assert text == embedded.tokenizer.decode(ids)
         assert text.endswith("\ufffd")
-
-
-def test_a_pieces_text_may_depend_on_its_left_neighbour() -> None:
-    words = [" the", " cat", " sat"]
-    stream = TextStream(lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
-    assert [stream.push([i]) for i in (0, 1, 2)] == ["the", " cat", " sat"]
-
-
-def test_a_continuation_keeps_the_space_that_such_a_decoder_drops_at_a_beginning() -> None:
-    vocab = {"<unk>": 0, "\u2581the": 1, "\u2581cat": 2, "\u2581sat": 3}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    assert fast.decode([2, 3]) == "cat sat"
-    for prompt, text in (([1], " cat sat"), ([], "cat sat")):
-        stream = stream_of(fast, prompt)
-        assert stream.push([2]) + stream.push([3]) + stream.flush() == text
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
