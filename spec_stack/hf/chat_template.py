@@ -173,15 +173,10 @@ def function_call(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": str(function.get("name")), "arguments": arguments}}
 
 
-def as_functions(calls: Any) -> Any:
+def as_functions(calls: Sequence[Any]) -> list[Any]:
     """Tool calls with OpenAI's custom ones as calls of functions, the form that chat templates write."""
-    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
-        return calls
-    return [function_call(call["custom"]) if _is_custom(call) else call for call in calls]
-
-
-def _is_custom(call: Any) -> bool:
-    return isinstance(call, Mapping) and isinstance(call.get("custom"), Mapping)
+    custom = [call.get("custom") if isinstance(call, Mapping) else None for call in calls]
+    return [function_call(one) if isinstance(one, Mapping) else call for one, call in zip(custom, calls, strict=True)]
 
 
 def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
@@ -214,17 +209,17 @@ def checked_message(message: Any, takes_media: bool = False) -> dict[str, Any]:
     is_text = isinstance(content, str | list) or (content is None and role == "assistant")
     if not isinstance(role, str) or not is_text:
         raise ValueError(f"a message needs a 'role' and a text 'content', got {dict(message)!r}")
-    calls = as_functions(message.get("tool_calls") or [])
-    _check_call_list(calls)
+    calls = _checked_calls(message.get("tool_calls") or [])
     return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
-def _check_call_list(calls: Any) -> None:
-    """Raise ValueError for tool calls in another form than OpenAI's; some templates take a function alone."""
+def _checked_calls(calls: Any) -> list[Any]:
+    """Tool calls as functions. Raises ValueError for another form than OpenAI's or that of a function alone."""
     if isinstance(calls, Sequence) and not isinstance(calls, str | bytes):
-        functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in calls]
+        listed = as_functions(calls)
+        functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in listed]
         if all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions):
-            return
+            return listed
     raise ValueError(
         "a message's tool_calls must be a list of {'type': 'function', 'function': {'name': ..., 'arguments': ...}}, "
         f"got {calls!r}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -104,12 +104,8 @@ def complete_sampling(generation_config: Any, params: SamplingParams) -> Samplin
     """A call's options, with the checkpoint's values for those at their defaults."""
     own = model_sampling(generation_config)
     defaults = SamplingParams()
-    changes = {
-        entry.name: own[entry.name]
-        for entry in fields(SamplingParams)
-        if entry.name in own and getattr(params, entry.name) == getattr(defaults, entry.name)
-    }
-    return replace(params, **changes)
+    unset = {name: value for name, value in own.items() if getattr(params, name) == getattr(defaults, name)}
+    return replace(params, **unset)
 
 
 def model_sampling(generation_config: Any) -> dict[str, Any]:
