@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
+from experiments.common import script
 from experiments.common.front_page import LENGTHS, ROWS, cells_of
 from experiments.common.headlines import CALIBRATION, RESULTS, ROOT
-from experiments.common.script import run_script
 from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill.calibration import FILE_NAME
 
@@ -70,18 +70,8 @@ def commands(pair: Pair, size: Size, out: Path) -> Iterator[tuple[str, list[str]
     def to(name: str) -> list[str]:
         return ["--rows", str(out / f"{name}.jsonl"), "--out", str(out / f"{name}.json")]
 
-    windows = ["--windows", *window] if window else []
-    speed = [
-        *timed,
-        *calibration,
-        *windows,
-        "--only",
-        "calibrated",
-        "--repeats",
-        str(size.repeats),
-        "--max-tokens",
-        "4",
-    ]
+    speed = [*timed, *calibration, *(["--windows", *window] if window else []), "--only", "calibrated"]
+    speed += ["--repeats", str(size.repeats), "--max-tokens", "4"]
     yield "real_speed", ["real.speed", *speed, "--tokens", *lengths, *to("real_speed")]
     end = [*timed, "--arms", "theirs", "pruned", "--answers", *size.answers, "--prompts", str(size.repeats)]
     yield "real_end_to_end", ["real.end_to_end", *end, "--lengths", *size.end_to_end, *to("real_end_to_end")]
@@ -171,4 +161,4 @@ def _run(command: Sequence[str], place: str = "") -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

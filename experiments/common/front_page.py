@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.common import script
 from experiments.common.headlines import CALIBRATION, RESULTS, ROOT, around, load, shipped, with_table
-from experiments.common.script import run_script
 
 Content = Mapping[str, Any]
 Found = tuple[str, int]
@@ -114,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

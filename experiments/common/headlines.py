@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.common.script import run_script
+from experiments.common import script
 from spec_stack.prefill.calibration import Calibration
 
 ROOT = Path(__file__).parents[2]
@@ -176,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.common import script
 from experiments.common.headlines import load, shipped
-from experiments.common.script import run_script
 
 ROOT = Path(__file__).parents[2]
 _OTHERS, _OURS, _SMALL = "#9aa5a3", "#00796b", "#555555"
@@ -100,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

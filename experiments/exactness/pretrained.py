@@ -9,18 +9,14 @@ a tie of the precision is no error, anything else is. Prints a row per prompt, e
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from experiments.common.environment import describe
-from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common import script
+from experiments.common.answers import first_divergence
 from experiments.common.prompt_files import choose_prompts
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
-from experiments.real.rows import first_divergence
 from spec_stack import SpecStackGenerator
 from spec_stack.hf.precision import TIE_TOLERANCE
 
@@ -50,14 +46,13 @@ def prompts_of(generator: SpecStackGenerator, per_task: int, longest: int) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_pair_arguments(parser)
+    parser = script.make_parser(__doc__)
+    script.add_pair_arguments(parser)
     parser.add_argument("--per-task", type=int, default=1, help="prompts per task (%(default)s)")
     parser.add_argument("--longest", type=int, default=1200, help="tokens of the long prompt (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=32, help="length of the answers (%(default)s)")
-    add_out_argument(parser)
     arguments = parser.parse_args()
-    generator = load_generator(arguments)
+    generator = script.load_generator(arguments)
     tolerance = TIE_TOLERANCE[arguments.precision]
     prompts = prompts_of(generator, arguments.per_task, arguments.longest)
     rows: list[dict[str, Any]] = []
@@ -82,8 +77,6 @@ def main() -> None:
         print(f"{len(prompt):6d} tokens  {told}  {row['accepted'][0]} of {row['accepted'][1]} accepted", flush=True)
     parted = [row[name] for row in rows for name in ("plain", "speculation") if row[name] is not None]
     report = {
-        "experiment": "pretrained",
-        **describe(),
         "model_type": generator.target.config.model_type,
         "precision": arguments.precision,
         "n": len(rows),
@@ -93,8 +86,8 @@ def main() -> None:
         "tolerance": tolerance,
         "rows": rows,
     }
-    print_report(report, arguments.out)
+    script.print_report("pretrained", report, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

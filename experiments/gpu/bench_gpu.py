@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from experiments.common import script
 from experiments.common.environment import describe
-from experiments.common.script import run_script
 from experiments.gpu.cases import bench_decode, bench_growing, bench_prefill, bench_scoring_attention
 from experiments.gpu.shapes import SHAPES, Models, Shape
 from spec_stack.config import DraftStep
@@ -122,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -17,15 +17,12 @@ figures.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.common.environment import describe
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
+from experiments.common import script
 from experiments.policies import published, reproduce
 from spec_stack.bench.leaderboard import ALL, Leaderboard
 from spec_stack.bench.recorded import BASELINE, read, replay_policies
@@ -107,17 +104,15 @@ def compact(board: Leaderboard, tasks: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.make_parser(__doc__)
     parser.add_argument("records", nargs="+", type=Path, help="files of records, or the authors' folder")
     parser.add_argument("--as-published", action="store_true", help="repeat the SpecKV paper's tables")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--stress", action="store_true", help="also other starts, costs and drafts")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
-    add_out_argument(parser)
     options = parser.parse_args()
-    header = {"experiment": "evaluate_policies", **describe()}
     if options.as_published:
-        print_report({**header, **as_published(options.records[0], 10_000)}, options.out)
+        script.print_report("evaluate_policies", as_published(options.records[0], 10_000), options.out)
         return
     import_plugins()
     records = read(options.records)
@@ -128,8 +123,8 @@ def main() -> None:
         print(f"\n{name}: {board.table()}")
     first = next(iter(boards))
     reports = {name: compact(board, [ALL, *(board.tasks if name == first else ())]) for name, board in boards.items()}
-    print_report({**header, "baseline": BASELINE, "boards": reports}, options.out)
+    script.print_report("evaluate_policies", {"baseline": BASELINE, "boards": reports}, options.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

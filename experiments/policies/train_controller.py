@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import sklearn
 
+from experiments.common import script
 from experiments.common.environment import describe
-from experiments.common.script import run_script
 from experiments.policies.estimators import make_estimator, save_predictor
 from spec_stack.bench.recorded import read
 from spec_stack.bench.training import as_network, step_examples
@@ -82,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -13,7 +13,6 @@ holds. Prints a table, ends in one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import random
 from contextlib import ExitStack
 from functools import partial
@@ -21,14 +20,10 @@ from statistics import fmean, median
 from time import process_time
 from typing import Any
 
+from experiments.common import script
+from experiments.common.answers import timed
 from experiments.common.bootstrap import mean_interval
 from experiments.common.conversations import FactsConversation, make_conversation
-from experiments.common.environment import describe
-from experiments.common.pair_arguments import add_pair_arguments, load_generator
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
-from experiments.common.streams import timed
-from experiments.real.rows import add_row_arguments
 from spec_stack import PrefillConfig, Session, SpecStackConfig, SpecStackGenerator
 from spec_stack.bench.rows import Row, Rows
 
@@ -115,19 +110,18 @@ def summarise(rows: Rows) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_pair_arguments(parser)
-    add_row_arguments(parser, limited=False)
+    parser = script.make_parser(__doc__)
+    script.add_pair_arguments(parser)
+    script.add_row_arguments(parser, limited=False)
     parser.add_argument("--tokens", type=int, default=4200, help="of the document (%(default)s)")
     parser.add_argument("--facts", type=int, default=12)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--conversations", type=int, default=40, help="(%(default)s)")
     parser.add_argument("--first-seed", type=int, default=1000)
     parser.add_argument("--keep-rate", type=float, default=0.05, help="(%(default)s)")
-    add_out_argument(parser)
     arguments = parser.parse_args()
     # Whatever a calibration says: attention selects, so that facts of other wordings are dropped.
-    generator = load_generator(arguments, SpecStackConfig(PrefillConfig(scorer="attention")), calibration=False)
+    generator = script.load_generator(arguments, SpecStackConfig(PrefillConfig(scorer="attention")), calibration=False)
     rows = Rows(arguments.rows, arguments.minutes)
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.conversations):
         key = f"mixed {seed}"
@@ -137,9 +131,9 @@ def main() -> None:
         for arm, turns in converse(generator, conversation, arguments.turns, arguments.keep_rate).items():
             rows.add(key, arm, {"turns": turns})
     settings = {name: getattr(arguments, name) for name in ("tokens", "facts", "turns", "conversations", "keep_rate")}
-    report = {"experiment": "session_suite", **describe(), **settings}
-    print_report({**report, "summary": summarise(rows)}, arguments.out)
+    report = {**settings}
+    script.print_report("session_suite", {**report, "summary": summarise(rows)}, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -12,7 +12,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.common.script import run_script
+from experiments.common import script
 from spec_stack.cli.arguments import window
 from spec_stack.prefill.calibration import Calibration
 
@@ -35,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -12,7 +12,6 @@ schema lost a token (there must be none). Resumable by conversation; seconds are
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,12 +20,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from experiments.common.environment import describe
-from experiments.common.pair_arguments import add_pair_arguments, load_generator
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
-from experiments.common.streams import timed
-from experiments.real.rows import add_row_arguments
+from experiments.common import script
+from experiments.common.answers import timed
 from spec_stack import Session, SpecStackGenerator
 from spec_stack.bench.rows import Rows
 
@@ -160,17 +155,16 @@ def report_of(rows: Rows) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.make_parser(__doc__)
     parser.add_argument("sessions", type=Path, help="conversations as JSON Lines")
-    add_pair_arguments(parser)
-    add_row_arguments(parser)
+    script.add_pair_arguments(parser)
+    script.add_row_arguments(parser)
     parser.add_argument("--most-tokens", type=int, default=1 << 30, help="pass over longer conversations")
     parser.add_argument("--max-tokens", type=int, default=4, help="of an answer; the log's own goes on (%(default)s)")
     parser.add_argument("--cold", action="store_true", help="the last turns alone, from nothing")
     parser.add_argument("--ids", nargs="+", help="of the conversations to replay; all where none are given")
-    add_out_argument(parser)
     arguments = parser.parse_args()
-    generator = load_generator(arguments, calibration=None)
+    generator = script.load_generator(arguments, calibration=None)
     rows = Rows(arguments.rows, arguments.minutes)
     read = [json.loads(line) for line in arguments.sessions.read_text(encoding="utf-8").splitlines() if line.strip()]
     conversations = {str(row.get("id", at)): row for at, row in enumerate(read)}
@@ -190,8 +184,8 @@ def main() -> None:
             break
         replay(generator, key, row, rows, arguments.max_tokens, arguments.cold)
         done += 1
-    print_report({"experiment": "agents", **describe(), **report_of(rows)}, arguments.out)
+    script.print_report("agents", {**report_of(rows)}, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

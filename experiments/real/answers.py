@@ -24,24 +24,23 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
+from experiments.common import script
 from experiments.common.bootstrap import mean_interval, rank_correlation
-from experiments.common.environment import describe, note_pair
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
+from experiments.common.environment import note_pair
 from experiments.real.evidence import everything, having
 from experiments.real.evidence_prompts import SHAPES, EvidencePrompt, shaped_prompts
-from experiments.real.rows import add_row_arguments
 from experiments.real.scoring import (
     Encoded,
+    Looks,
     Ranked,
     Scorer,
-    add_pair_arguments,
     add_prompt_arguments,
+    add_scorer_arguments,
+    calibrated,
     encode,
     kept_positions,
     measure_with,
 )
-from experiments.real.settings import calibrated
 from experiments.real.target import DensePrefix, Prefilled, Target
 from spec_stack import PrefillConfig
 from spec_stack.bench.rows import Row, Rows
@@ -62,6 +61,17 @@ class Arm:
     is_contiguous: bool = False
     is_random: bool = False
     shift: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An arm's answer over the kept positions, and the loss of the dense one's tokens there, in nats a token."""
+
+    arm: str
+    kept: Sequence[int]
+    token_ids: Sequence[int]
+    text: str
+    loss: float
 
 
 def arms_of(calibration: Path | None, with_contiguous: bool = True) -> dict[str, Arm]:
@@ -85,22 +95,27 @@ class Bench:
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Bench:
-        """The pair that `add_pair_arguments` asks for."""
+        """The pair that `add_scorer_arguments` asks for."""
         scorer, target = Scorer.load(arguments), Target(arguments.target, arguments.precision)
         return cls(scorer, target, DensePrefix(target))
 
-    def prefill(self, encoded: Encoded, arms: Mapping[str, Arm]) -> dict[str, tuple[Prefilled, Sequence[int]]]:
-        """The caches of the arms, with the positions that each keeps."""
+    def answer(self, encoded: Encoded, arms: Mapping[str, Arm], max_tokens: int) -> list[Answer]:
+        """The target's answers, those of the arms side by side. The first arm is the dense one."""
         looks = self.scorer.look(encoded)
-        found: dict[str, tuple[Prefilled, Sequence[int]]] = {}
-        for name, arm in arms.items():
-            kept: Sequence[int] = range(len(encoded.token_ids))
-            if arm.rule is not None and arm.is_random:
-                kept = sorted(Ranked.by_chance(encoded, len(encoded.token_ids)).kept(arm.rule.rate_for(len(kept))))
-            elif arm.rule is not None:
-                kept = kept_positions(encoded, looks, arm.rule)
-            found[name] = self._prefilled(encoded.token_ids, arm, kept), kept
-        return found
+        kept = [self._kept(encoded, looks, arm) for arm in arms.values()]
+        caches = [self._prefilled(encoded.token_ids, arm, own) for arm, own in zip(arms.values(), kept, strict=True)]
+        answers = self.target.decode(caches, max_tokens)
+        losses = self.target.losses(caches, answers[0])
+        texts = [self.scorer.pair.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        return [Answer(*each) for each in zip(arms, kept, answers, texts, losses, strict=True)]
+
+    def _kept(self, encoded: Encoded, looks: Looks, arm: Arm) -> Sequence[int]:
+        num_tokens = len(encoded.token_ids)
+        if arm.rule is None:
+            return range(num_tokens)
+        if arm.is_random:
+            return sorted(Ranked.by_chance(encoded, num_tokens).kept(arm.rule.rate_for(num_tokens)))
+        return kept_positions(encoded, looks, arm.rule)
 
     def _prefilled(self, token_ids: Sequence[int], arm: Arm, kept: Sequence[int]) -> Prefilled:
         if arm.is_contiguous:
@@ -136,23 +151,23 @@ def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], rows: 
         if not rows.left(prompt.name, arms):
             continue
         began, encoded = process_time(), encode(tokenizer, prompt)
-        prefilled = bench.prefill(encoded, arms)
-        caches = [cache for cache, _ in prefilled.values()]
-        answers = bench.target.decode(caches, arguments.max_tokens)
-        losses = bench.target.losses(caches, answers[0])
         wanted = {at for start, stop in encoded.spans for at in range(start, stop)}
-        for (name, (_, positions)), answer, loss in zip(prefilled.items(), answers, losses, strict=True):
-            text = tokenizer.decode(answer, skip_special_tokens=True)
-            told = {"kind": prompt.kind, "shape": prompt.shape, "source": prompt.source, "num_kept": len(positions)}
-            measured = {
-                "is_evidence_kept": wanted <= {*positions},
-                "is_right": is_right(text, prompt.answers),
-                "loss": round(loss, 4),
-                "first_difference": first_difference(answers[0], answer),
-                "num_dense_tokens": len(answers[0]),
-                "text": text,
+        answers = bench.answer(encoded, arms, arguments.max_tokens)
+        dense = answers[0].token_ids
+        for answer in answers:
+            row = {
+                "kind": prompt.kind,
+                "shape": prompt.shape,
+                "source": prompt.source,
+                "num_kept": len(answer.kept),
+                "is_evidence_kept": wanted <= {*answer.kept},
+                "is_right": is_right(answer.text, prompt.answers),
+                "loss": round(answer.loss, 4),
+                "first_difference": first_difference(dense, answer.token_ids),
+                "num_dense_tokens": len(dense),
+                "text": answer.text,
             }
-            rows.add(prompt.name, name, {**told, **measured})
+            rows.add(prompt.name, answer.arm, row)
         told_arms = "  ".join(f"{name} {'+' if rows.of_arm(name)[prompt.name]['is_right'] else '-'}" for name in arms)
         print(f"{prompt.name:30s}{told_arms}  {process_time() - began:.0f} CPU s", flush=True)
 
@@ -216,14 +231,13 @@ def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_pair_arguments(parser)
+    parser = script.make_parser(__doc__)
+    add_scorer_arguments(parser)
     add_prompt_arguments(parser)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["bare", "briefly", "ahead"], help="shapes")
     parser.add_argument("--no-contiguous", dest="contiguous", action="store_false", help="original positions alone")
     parser.add_argument("--max-tokens", type=int, default=40)
-    add_row_arguments(parser, limited=False)
-    add_out_argument(parser)
+    script.add_row_arguments(parser, limited=False)
     arguments = parser.parse_args()
     note_pair(str(arguments.target), str(arguments.draft))
     names, rows = list(arms_of(arguments.calibration, arguments.contiguous)), Rows(arguments.rows, arguments.minutes)
@@ -234,9 +248,9 @@ def main() -> None:
     if rows.num_left(keys, names):
         run(arguments, prompts, rows)
     left = rows.num_left(keys, names)
-    report = {"experiment": "answers", **describe(), "num_tokens": arguments.num_tokens, "num_left": left}
-    print_report({**report, "shapes": summary(rows, names)}, arguments.out)
+    report = {"num_tokens": arguments.num_tokens, "num_left": left}
+    script.print_report("answers", {**report, "shapes": summary(rows, names)}, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -2,9 +2,8 @@
 
 Prompts of eleven kinds with known answers, three multi-hop sets, agents' turns and summaries, in turn (`prompts`); all
 from a seed of their own. Of each: the share of the attention of the draft's greedy answer that falls on what keep rates
-drop, and with --divergence the draft's log-probabilities under what they leave, token by token; the target's greedy
-answer under the whole prompt, its loss there and under the same kept tokens, and the target's own answer to them. Kept
-tokens stand at their original positions. Of a draft with another tokenizer the share alone is measured.
+drop; the target's greedy answer under the whole prompt, its loss there and under the same kept tokens, and the target's
+own answer to them. Kept tokens stand at their original positions.
 
 Lost is an answer that is right when dense and wrong when pruned; where no answer is known, or the dense one is not
 right, a loss over `LOST_NATS` a token. The target reads the highest rate only where the one before drops `SURE` or more
@@ -16,7 +15,6 @@ The agents' texts are those of fetch_texts.py.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,17 +25,14 @@ from typing import Any
 
 import torch
 
-from experiments.common.environment import describe, note_pair
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
+from experiments.common import script
+from experiments.common.environment import note_pair
 from experiments.real.answers import is_right
-from experiments.real.checked_report import RATES, SIGNALS, summary
+from experiments.real.checked_report import RATES, summary
 from experiments.real.evidence_prompts import SHAPES, Measure, make_prompts, multi_hop
 from experiments.real.judging.agents import loops, newest
 from experiments.real.judging.documents import Texts
-from experiments.real.rows import add_row_arguments
-from experiments.real.scoring import add_pair_arguments, measure_with
-from experiments.real.settings import calibrated
+from experiments.real.scoring import add_scorer_arguments, calibrated, measure_with
 from spec_stack import PrefillConfig
 from spec_stack.bench.rows import Row, Rows
 from spec_stack.engine.pair import ModelPair
@@ -51,7 +46,7 @@ from spec_stack.prefill.selection import select
 from spec_stack.types import Proposal
 
 ARM = "checked"
-SEED, DRAFTED, ANSWERED = 65, 32, 32
+SEED, ANSWERED = 65, 32
 SURE = 0.1
 _SUMMARIES = (
     ("qmsum", "{document}\n\nSummarize the whole meeting above in a few sentences."),
@@ -134,32 +129,11 @@ def _summaries(data: Path, name: str, wording: str, num_tokens: int, measure: Me
             )
 
 
-def statistics(whole: torch.Tensor, part: torch.Tensor, token_ids: Sequence[int]) -> dict[str, list[float]]:
-    """What the draft's answer tells, token by token; log-probabilities (n, vocab) both times."""
-
-    def divergence(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.where(one.isneginf(), 0.0, one.exp() * (one - other)).sum(-1)
-
-    at, ids = torch.arange(len(token_ids)), torch.tensor(token_ids)
-    middle = torch.logaddexp(whole, part) - torch.log(torch.tensor(2.0))
-    found = {
-        "kl": divergence(whole, part),
-        "reverse": divergence(part, whole),
-        "js": (divergence(whole, middle) + divergence(part, middle)) / 2,
-        "kl_hot": divergence((whole / 2).log_softmax(-1), (part / 2).log_softmax(-1)),
-        "kl_cold": divergence((whole * 2).log_softmax(-1), (part * 2).log_softmax(-1)),
-        "drop": whole[at, ids] - part[at, ids],
-        "sure": whole[at, ids].exp(),
-        "differs": (part.argmax(-1) != ids).float(),
-    }
-    return {name: [round(value, 4) for value in values.tolist()] for name, values in found.items()}
-
-
 class Bench:
     """Both models of a pair, over one prompt after the other."""
 
-    def __init__(self, pair: ModelPair, config: PrefillConfig, divergence: bool = False) -> None:
-        self._pair, self._config, self._divergence = pair, config, divergence
+    def __init__(self, pair: ModelPair, config: PrefillConfig) -> None:
+        self._pair, self._config = pair, config
 
     def row(self, asked: Asked) -> Row:
         """All that is measured of a prompt, with the processor seconds of its parts."""
@@ -177,14 +151,6 @@ class Bench:
         attention, _ = run_draft(draft, inputs, pair.greedy_look_ahead(draft), answering, tokenization)
         inputs = replace(inputs, answer_attention=attention.importance(answering))
         row["look_ahead_s"] = clock.lap()
-        # Another tokenizer's tokens have no place in the target's numbering.
-        answer = whole = None
-        if self._divergence and isinstance(draft, CachedModel):
-            draft.rollback(draft.next_position - len(ids) + 1)
-            logits = [draft.forward(ids[-1:], [len(ids) - 1], 1)[-1]]
-            answer, _ = self._answer(draft, logits, DRAFTED)
-            whole = torch.stack(logits).float().log_softmax(-1)
-            row["answer_s"], row["drafted"] = clock.lap(), pair.tokenizer.decode(answer)
         target = pair.open_target(chunk)
         rows = [target.forward(ids, range(len(ids)), 1)[-1]]
         row["dense_s"] = clock.lap()
@@ -195,26 +161,17 @@ class Bench:
         for rate in RATES:
             kept = select(inputs, replace(self._config, keep_rate=rate)).positions
             token_ids = [ids[at] for at in kept]
-            told: Row = {"num_kept": len(kept)}
-            told["dropped"] = round(dropped_attention(inputs, kept, self._config), 4)
-            if answer is not None and whole is not None:
-                clock.lap()
-                reader, num_tokens, end = pair.new_draft_cache(chunk, pair.positions), len(answer), len(ids)
-                forced, at = [*token_ids, *answer[:-1]], [*kept, *range(end, end + num_tokens - 1)]
-                part = reader.forward(forced, at, num_tokens).float().log_softmax(-1)
-                told |= {"reading_s": clock.lap(), "signals": statistics(whole, part, answer)}
+            told: Row = {"num_kept": len(kept), "dropped": round(dropped_attention(inputs, kept, self._config), 4)}
             if rate < RATES[-1] or dropped >= SURE:
                 answers = asked.answers if row["is_right"] else ()
                 told |= self._pruned(answers, token_ids, kept, len(ids), dense)
             dropped, row[str(rate)] = told["dropped"], told
         return row
 
-    def _answer(
-        self, model: CachedModel, rows: list[torch.Tensor], most: int = ANSWERED
-    ) -> tuple[list[int], list[float]]:
+    def _answer(self, model: CachedModel, rows: list[torch.Tensor]) -> tuple[list[int], list[float]]:
         """A model's greedy answer, and the log-probability of its tokens. rows: the first logits; others are added."""
         answer = [int(rows[0].argmax())]
-        while len(answer) < most and answer[-1] not in self._pair.end_ids:
+        while len(answer) < ANSWERED and answer[-1] not in self._pair.end_ids:
             rows.append(model.forward(answer[-1:], [model.next_position], 1)[-1])
             answer.append(int(rows[-1].argmax()))
         return answer, _logprobs(rows, answer)
@@ -259,15 +216,13 @@ def _logprobs(rows: Sequence[torch.Tensor], answer: Sequence[int]) -> list[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_pair_arguments(parser)
+    parser = script.make_parser(__doc__)
+    add_scorer_arguments(parser)
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--texts", type=Path, required=True, help="folder of fetch_texts.py")
     parser.add_argument("--num-tokens", type=int, default=2048, help="length of the prompts, about (%(default)s)")
-    parser.add_argument("--divergence", action="store_true", help="measure the draft's divergence too")
     parser.add_argument("--most-tokens", type=int, default=1 << 20, help="longer prompts are left out (none)")
-    add_row_arguments(parser)
-    add_out_argument(parser)
+    script.add_row_arguments(parser)
     arguments = parser.parse_args()
     note_pair(str(arguments.target), str(arguments.draft))
     torch.set_num_threads(arguments.threads)
@@ -279,18 +234,18 @@ def main() -> None:
         precision = arguments.precision
         pair = ModelPair.load(arguments.target, arguments.draft, precision=precision, draft_precision=precision)
         config = PrefillConfig() if arguments.calibration is None else calibrated(arguments.calibration)
-        bench = Bench(pair, config, arguments.divergence)
+        bench = Bench(pair, config)
         for asked in left:
             if not rows.has_time:
                 break
             if len(encode_messages(pair.tokenizer, asked.messages).token_ids) > arguments.most_tokens:
                 continue
             row = rows.add(asked.name, ARM, bench.row(asked))
-            told = [f"{SIGNALS['dropped attention'](row[str(rate)]):.2f}" for rate in RATES]
+            told = [f"{row[str(rate)]['dropped']:.2f}" for rate in RATES]
             print(asked.name, row["num_tokens"], row["is_right"], told, row["dense_s"], flush=True)
-    report = {"experiment": "checked", **describe(), "num_left": rows.num_left([each.name for each in every], [ARM])}
-    print_report({**report, **summary([*rows.of_arm(ARM).values()])}, arguments.out)
+    report = {"num_left": rows.num_left([each.name for each in every], [ARM])}
+    script.print_report("checked", {**report, **summary([*rows.of_arm(ARM).values()])}, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -1,7 +1,7 @@
-"""What the rows of checked.py tell: AUROC of the draft's signals, and what a ladder of keep rates loses and gains.
+"""What the rows of checked.py tell: AUROC of the dropped attention, and what a ladder of keep rates loses and gains.
 
-Rows of the half "tune" have chosen the signal, those of "judge" had been looked at before; the others are new. A rate
-without "dropped" is of an earlier selection, and left out."""
+Rows with a "half" were there when the signal was chosen; the others are new. A rate without "dropped" is of an earlier
+selection, and left out."""
 
 from __future__ import annotations
 
@@ -48,28 +48,7 @@ def is_lost(row: Row, rate: float) -> bool:
     return loss(row, rate) > LOST_NATS
 
 
-def _mean(name: str, length: int | None = None) -> Callable[[Row], float]:
-    return lambda told: float(np.mean(told["signals"][name][:length]))
-
-
-def _by_confidence(told: Row) -> float:
-    weights = np.array(told["signals"]["sure"])
-    return float((weights * np.array(told["signals"]["kl"])).sum() / weights.sum())
-
-
 DROPPED = "dropped attention"
-SIGNALS: dict[str, Callable[[Row], float]] = {
-    DROPPED: lambda told: float(told["dropped"]),
-    **{f"KL, first {length}": _mean("kl", length) for length in (1, 2, 4, 8, 16, 32)},
-    "KL, largest": lambda told: max(told["signals"]["kl"]),
-    "KL by confidence": _by_confidence,
-    "KL at temperature 2": _mean("kl_hot"),
-    "KL at temperature 0.5": _mean("kl_cold"),
-    "reverse KL": _mean("reverse"),
-    "JS": _mean("js"),
-    "loss of the draft": _mean("drop"),
-    "share of other tokens": _mean("differs"),
-}
 
 
 def auroc(values: Sequence[float], labels: Sequence[bool]) -> float:
@@ -95,12 +74,10 @@ def _auroc_interval(values: Sequence[float], labels: Sequence[bool], groups: Seq
     return [round(each, 3) for each in (auroc(values, labels), *map(float, ends))]
 
 
-def ladder(
-    row: Row, threshold: float, signal: Callable[[Row], float], rates: Sequence[float] = LADDER
-) -> tuple[float | None, int]:
+def ladder(row: Row, threshold: float, rates: Sequence[float] = LADDER) -> tuple[float | None, int]:
     """The rate that the check keeps (None: the whole prompt), and how many it tries."""
     for at, rate in enumerate(rates):
-        if signal(row[str(rate)]) <= threshold:
+        if row[str(rate)]["dropped"] <= threshold:
             return rate, at + 1
     return None, len(rates)
 
@@ -136,28 +113,23 @@ def _has_cell(row: Row, rate: float) -> bool:
     return "logprobs" in row[str(rate)] and "dropped" in row[str(rate)]
 
 
-def _aurocs(rows: Sequence[Row], rates: Sequence[float]) -> dict[str, Any]:
+def _auroc_of(rows: Sequence[Row], rates: Sequence[float]) -> dict[str, Any]:
     cells = [(at, row, rate) for at, row in enumerate(rows) for rate in rates if _has_cell(row, rate)]
-    labels, prompts = [is_lost(row, rate) for _, row, rate in cells], [at for at, _, _ in cells]
-    found: dict[str, Any] = {"prompts": len(set(prompts)), "cells": len(cells), "lost": sum(labels)}
-    for name, signal in SIGNALS.items():
-        # The draft's log-probabilities are not measured of every prompt; the last number is that of the cells.
-        own = [at for at, (_, row, rate) in enumerate(cells) if name == DROPPED or "signals" in row[str(rate)]]
-        lost = [labels[at] for at in own]
-        if any(lost) and not all(lost):
-            values = [signal(row[str(rate)]) for _, row, rate in (cells[at] for at in own)]
-            found[name] = [*_auroc_interval(values, lost, [prompts[at] for at in own]), len(own)]
+    lost, prompts = [is_lost(row, rate) for _, row, rate in cells], [at for at, _, _ in cells]
+    found: dict[str, Any] = {"prompts": len(set(prompts)), "cells": len(cells), "lost": sum(lost)}
+    if any(lost) and not all(lost):
+        found[DROPPED] = _auroc_interval([row[str(rate)]["dropped"] for _, row, rate in cells], lost, prompts)
     return found
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """AUROC by signal, and the rules, mixed and by group of kinds."""
-    halves = {half: [row for row in rows if row.get("half", "new") == half] for half in ("tune", "judge", "new")}
+    new = [row for row in rows if "half" not in row]
     report: dict[str, Any] = {"n": len(rows)}
-    for half, own in {**halves, "all": list(rows)}.items():
-        report[f"auroc, {half}"] = {"all": _aurocs(own, RATES), **{str(rate): _aurocs(own, [rate]) for rate in LADDER}}
-        for name, told in report[f"auroc, {half}"]["all"].items():
-            print(f"{half:8s}{name:24s}{told}")
+    for part, own in {"new": new, "all": rows}.items():
+        found = {"all": _auroc_of(own, RATES), **{str(rate): _auroc_of(own, [rate]) for rate in LADDER}}
+        report[f"auroc, {part}"] = found
+        print(f"AUROC, {part:8s}{found['all']}")
     ruled = [row for row in rows if all(_has_cell(row, rate) for rate in LADDER)]
     parts = {"all": ruled, "new": [row for row in ruled if "half" not in row]}
     parts |= {name: [row for row in ruled if row["kind"] in kinds] for name, kinds in GROUPS.items()}
@@ -166,7 +138,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
             continue
         rules = {f"always {rate}": _rule(own, lambda row, rate=rate: (rate, 0)) for rate in LADDER}  # type: ignore[misc]
         rules |= {
-            f"{DROPPED} {threshold}": _rule(own, lambda row, t=threshold: ladder(row, t, SIGNALS[DROPPED]))  # type: ignore[misc]
+            f"{DROPPED} {threshold}": _rule(own, lambda row, t=threshold: ladder(row, t))  # type: ignore[misc]
             for threshold in THRESHOLDS
         }
         report[name] = rules

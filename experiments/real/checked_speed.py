@@ -11,7 +11,6 @@ row is printed after every measurement; a run goes on where it ended. Ends in on
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -19,16 +18,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from experiments.common.environment import describe
-from experiments.common.pair_arguments import add_pair_arguments, load_generator
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
-from experiments.common.streams import timed
+from experiments.common import script
+from experiments.common.answers import timed
 from experiments.real.checked import Asked, prompts
 from experiments.real.checked_report import GROUPS
-from experiments.real.rows import add_row_arguments
-from experiments.real.scoring import measure_with
-from experiments.real.settings import calibrated
+from experiments.real.scoring import calibrated, measure_with
 from experiments.real.speed import DENSE, compare
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.bench.rows import Row, Rows
@@ -65,9 +59,9 @@ def report_of(rows: Rows, arms: Sequence[str], num_tokens: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_pair_arguments(parser)
-    add_row_arguments(parser)
+    parser = script.make_parser(__doc__)
+    script.add_pair_arguments(parser)
+    script.add_row_arguments(parser)
     parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
     parser.add_argument("--texts", type=Path, required=True, help="folder of fetch_texts.py")
     parser.add_argument("--calibration", type=Path, help="a calibration's file or folder (default: none)")
@@ -77,11 +71,10 @@ def main() -> None:
     parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1, 0.2, 0.4], help="fixed (%(default)s)")
     parser.add_argument("--most-dropped", type=float, default=0.25, help="max_dropped_attention (%(default)s)")
     parser.add_argument("--kinds", nargs="+", default=[], help="prompts of these kinds alone")
-    add_out_argument(parser)
     arguments = parser.parse_args()
     rows = Rows(arguments.rows, arguments.minutes)
     prefill = calibrated(arguments.calibration) if arguments.calibration else PrefillConfig()
-    generator = load_generator(arguments, SpecStackConfig(prefill))
+    generator = script.load_generator(arguments, SpecStackConfig(prefill))
     tokenizer, least, most = generator.tokenizer, arguments.from_tokens, arguments.most_tokens
     measured = prompts(arguments.data, arguments.texts, arguments.num_tokens, measure_with(tokenizer))
     fitting = (
@@ -105,10 +98,8 @@ def main() -> None:
             row = rows.add(asked.name, arm, measure(generator, asked, options))
             print(f"{asked.name:40s}{arm:12s}{row['ttft_s']:7.2f} s  {row['tried']}", flush=True)
     report = report_of(rows, [arm for arm in arms if arm != DENSE], arguments.num_tokens)
-    print_report(
-        {"experiment": "checked_speed", **describe(), "most_dropped": arguments.most_dropped, **report}, arguments.out
-    )
+    script.print_report("checked_speed", {"most_dropped": arguments.most_dropped, **report}, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -4,50 +4,38 @@ Every prompt goes through all arms, the order turning by one from prompt to prom
 speed meets all of them; seconds are CPU seconds, since machines are shared: of whole calls, and of ours also of what
 follows the first token (decode_s). All arms run the same weights in the same layout. Ours keep over a run what they
 learn, as in a generator: *default* (draft and n-gram lookup), *draft* (the draft alone), *fixed* (--gamma tokens a
-step, by the draft alone), *whole* (the same, the draft over the whole of a long prompt), *own look-up* (no draft), and
-any registered policy by name, with the draft alone; *static* and *compiled* are *draft* with that `draft_step`.
+step, by the draft alone), *own look-up* (no draft), and any registered policy by name, with the draft alone.
 Transformers': *assisted* (its dynamic rule), *assisted 3, 5, 10* (so many tokens a step), *look-up 10* and *look-up 10
-by 3-grams*, its best setting over recorded texts; *assisted 5 static*, *assisted 5 compiled* and *look-up 10 static*,
-whose target has a static cache and is compiled (its assistant cannot have one in 5.24).
+by 3-grams*, its best setting over recorded texts.
 
-Prompts are files, or standard-library modules of --documents tokens, to be continued. --random-draft gives the draft
-random weights: the floor. Greedy answers must be those of *plain*; where one parts from it, the row says at which
-token, and how far apart the two logits of a dense forward were there. A run goes on where it ended, its policies as new
-ones. Ends in one JSON line with intervals of a bootstrap over prompts.
+Greedy answers must be those of *plain*; where one parts from it, the row says at which token, and how far apart the two
+logits of a dense forward were there. A run goes on where it ended, its policies as new ones. Ends in one JSON line with
+intervals of a bootstrap over prompts.
 
     decode.py code=HumanEval.jsonl.gz math=gsm8k.jsonl chat=mt_bench.jsonl --target T --draft D --rows rows.jsonl
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
-from functools import partial
 from itertools import zip_longest
 from time import process_time
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
-
+from experiments.common import script
+from experiments.common.answers import first_divergence
 from experiments.common.bootstrap import ratio_interval
-from experiments.common.environment import describe
-from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import FilePrompt, choose_prompts
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
-from experiments.real.rows import add_row_arguments, first_divergence
 from spec_stack import SpecStackGenerator
-from spec_stack.bench.arms import DRAFT_ONLY, PLAIN, Arm, Ours, Theirs, constant_schedule, our_arms, their_arms
+from spec_stack.bench.arms import PLAIN, Arm, our_arms, their_arms
 from spec_stack.bench.leaderboard import ALL, Leaderboard, Line
 from spec_stack.bench.live import left, lines_of, predictors, rows_of, run_prompt
 from spec_stack.bench.prompts import Encoded
 from spec_stack.bench.recorded import registered
 from spec_stack.bench.rows import Row, Rows
-from spec_stack.calibrate.documents import MODULES, module_source
-from spec_stack.config import DecodeConfig, DraftStep
-from spec_stack.controller.registry import POLICIES, make_policy
+from spec_stack.config import DecodeConfig
+from spec_stack.controller.registry import POLICIES
 from spec_stack.settings.plugins import import_plugins
 
 _PARTINGS = "partings"
@@ -57,7 +45,6 @@ _ASK_FOR = {
 }
 # Behind it the project's own texts to copy begin to copy themselves.
 _COPY = "\n\n\n# The same once more"
-_STATIC: dict[str, Any] = {"cache_implementation": "static"}
 # The names of earlier rows, and those of `spec_stack.bench`.
 NAMES = {
     PLAIN: PLAIN,
@@ -72,35 +59,15 @@ NAMES = {
     "fixed": "fixed",
     "own look-up": "n-gram lookup",
 }
-FIXED_SHAPES = ("static", "compiled", "assisted 5 static", "assisted 5 compiled", "look-up 10 static")
 
 
 def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dict[str, Callable[[], Arm]]:
     """Return what makes each arm, by name."""
-    target, draft = generator.target, generator.draft
     policies = registered(options=predictors(generator) | {"fixed": {"gamma": gamma}})
     made = our_arms(generator, policies, num_tokens, process_time) | their_arms(generator, num_tokens, process_time)
-
-    def by_step(draft_step: DraftStep) -> Arm:
-        twin, policy = with_step(generator, draft_step), make_policy(DecodeConfig().policy)
-        return Ours(twin, policy, DRAFT_ONLY, num_tokens, process_time)
-
-    def whole() -> Arm:
-        options = {**DRAFT_ONLY, "sparse_prefill": "off"}
-        return Ours(generator, make_policy("fixed", gamma=gamma), options, num_tokens, process_time)
-
-    static_lookup = {"prompt_lookup_num_tokens": 10, **_STATIC}
     return {
         **{name: made[known] for name, known in NAMES.items()},
         **{name: made[name] for name in POLICIES if name not in (*NAMES, DecodeConfig().policy)},
-        "whole": whole,
-        "static": partial(by_step, "static"),
-        "compiled": partial(by_step, "compiled"),
-        "assisted 5 static": partial(
-            Theirs, target, num_tokens, draft, constant_schedule(5), _STATIC, clock=process_time
-        ),
-        "assisted 5 compiled": partial(compiled_assisted, target, draft, num_tokens),
-        "look-up 10 static": partial(Theirs, target, num_tokens, options=static_lookup, clock=process_time),
     }
 
 
@@ -110,17 +77,6 @@ def as_chat(prompt: FilePrompt) -> FilePrompt:
         return prompt
     text = prompt.text.partition(_COPY)[0].strip()
     return replace(prompt, text=_ASK_FOR.get(prompt.task, "{}").format(text), is_chat=True)
-
-
-def documents(tokenizer: Any, lengths: Sequence[int], per_length: int) -> list[tuple[str, FilePrompt]]:
-    """Standard-library modules with a key each, cut to each length in tokens."""
-    found = []
-    for length in lengths:
-        for number in range(per_length):
-            source = module_source(MODULES[number % len(MODULES)])[: 6 * length]
-            ids = tokenizer(source, add_special_tokens=False, verbose=False).input_ids[:length]
-            found.append((f"{length}-{number}", FilePrompt(f"{length} tokens", tokenizer.decode(ids), False)))
-    return found
 
 
 def choose(sources: list[str], per_task: int) -> list[tuple[str, FilePrompt]]:
@@ -179,57 +135,22 @@ def summary(lines: Sequence[Line], by_arm: Mapping[str, Mapping[str, Row]], prom
     return report
 
 
-def compiled_assisted(target: PreTrainedModel, draft: PreTrainedModel, num_tokens: int) -> Theirs:
-    """Five tokens a step, the target compiled; transformers compiles on a CPU only under its tests' switch."""
-    config = CompileConfig(mode="default", fullgraph=False)
-    config._compile_all_devices = True
-    options = {**_STATIC, "compile_config": config}
-    return Theirs(with_plain_weights(target), num_tokens, draft, constant_schedule(5), options, process_time)
-
-
-def with_step(generator: SpecStackGenerator, draft_step: DraftStep) -> SpecStackGenerator:
-    """The same pair with forwards of another kind."""
-    draft = generator.draft if draft_step != "compiled" else with_plain_weights(generator.draft)
-    return SpecStackGenerator(generator.target, draft, generator.tokenizer, draft_step=draft_step)
-
-
-def with_plain_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """The model loaded anew: torch.compile takes no prepacked weights."""
-    return AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=model.dtype).eval()
-
-
-def with_random_draft(generator: SpecStackGenerator) -> SpecStackGenerator:
-    """The same target beside a draft of the same shape that knows nothing."""
-    draft = generator.draft
-    torch.manual_seed(0)
-    twin = AutoModelForCausalLM.from_config(draft.config).to(device=draft.device, dtype=draft.dtype).eval()
-    return SpecStackGenerator(generator.target, twin, generator.tokenizer)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.make_parser(__doc__)
     parser.add_argument("prompts", nargs="*", help="TASK=FILE or TASK=FILE:CATEGORY (default: the project's own)")
-    parser.add_argument("--documents", type=int, nargs="+", help="tokens of documents to continue, in place of prompts")
-    parser.add_argument("--random-draft", action="store_true", help="a draft of random weights")
-    add_pair_arguments(parser)
-    add_row_arguments(parser)
+    script.add_pair_arguments(parser)
+    script.add_row_arguments(parser)
     parser.add_argument("--arms", nargs="+", default=list(NAMES), help="plain is always one of them (%(default)s)")
     parser.add_argument("--per-task", type=int, default=5, help="prompts per task (%(default)s)")
     parser.add_argument("--leave-out", nargs="+", default=[], help="keys of prompts that tuned something")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=400, help="longer ones lose their middle")
     parser.add_argument("--gamma", type=int, default=3, help="of the arm fixed: the best one in the simulator")
-    add_out_argument(parser)
     arguments = parser.parse_args()
     rows = Rows(arguments.rows, arguments.minutes)
     import_plugins()
-    generator = load_generator(arguments)
-    if arguments.random_draft:
-        generator = with_random_draft(generator)
-    if arguments.documents:
-        prompts = documents(generator.tokenizer, arguments.documents, arguments.per_task)[: arguments.limit]
-    else:
-        prompts = choose(arguments.prompts, arguments.per_task)[: arguments.limit]
+    generator = script.load_generator(arguments)
+    prompts = choose(arguments.prompts, arguments.per_task)[: arguments.limit]
     prompts = [(key, prompt) for key, prompt in prompts if key not in arguments.leave_out]
     make = make_arms(generator, arguments.tokens, arguments.gamma)
     if unknown := [name for name in arguments.arms if name not in make]:
@@ -238,8 +159,8 @@ def main() -> None:
     arms = {name: make[name]() for name in names}
     done = []
     for turn, (key, prompt) in enumerate(prompts):
-        most = None if arguments.documents else arguments.max_prompt_tokens
-        encoded = Encoded(key, prompt.task, prompt.encode(generator.tokenizer, most))
+        token_ids = prompt.encode(generator.tokenizer, arguments.max_prompt_tokens)
+        encoded = Encoded(key, prompt.task, token_ids)
         if left(arms, encoded, rows) and not rows.has_time:
             break
         run_prompt(arms, turn, encoded, rows)
@@ -250,14 +171,12 @@ def main() -> None:
     print(Leaderboard("decoding", PLAIN, lines).table())
     partings = {key: row["partings"] for key, row in rows.of_arm(_PARTINGS).items() if row["partings"]}
     report = {
-        "experiment": "decode",
-        **describe(),
         "num_left": len(prompts) - len(done),
         "partings": partings,
         **summary(lines, rows_of(arms, rows), done),
     }
-    print_report(report, arguments.out)
+    script.print_report("decode", report, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -15,7 +15,6 @@ the three.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter, process_time
 from typing import Any
@@ -23,12 +22,8 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from experiments.common import script
 from experiments.common.bootstrap import ratio_interval
-from experiments.common.environment import describe
-from experiments.common.pair_arguments import add_pair_arguments, load_generator
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
-from experiments.real.rows import add_row_arguments
 from spec_stack import SpecStackGenerator
 from spec_stack.bench.rows import Row, Rows
 from spec_stack.calibrate.documents import MODULES, module_source
@@ -174,9 +169,9 @@ def summary(rows: Rows, arms: Sequence[str], lengths: Sequence[int], answers: Se
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_pair_arguments(parser)
-    add_row_arguments(parser, limited=False)
+    parser = script.make_parser(__doc__)
+    script.add_pair_arguments(parser)
+    script.add_row_arguments(parser, limited=False)
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="prompt tokens (%(default)s)"
     )
@@ -185,11 +180,10 @@ def main() -> None:
     parser.add_argument("--keep-rate", type=float, default=0.1, help="(%(default)s)")
     parser.add_argument("--arms", nargs="+", default=[*DENSE, *PRUNED], help="theirs is always one of them")
     parser.add_argument("--unit", choices=("wall_s", "cpu_s"), default="wall_s", help="of the table (%(default)s)")
-    add_out_argument(parser)
     arguments = parser.parse_args()
     rows = Rows(arguments.rows, arguments.minutes)
     arms = [arm for arm in (*DENSE, *PRUNED) if arm in (THEIRS, *arguments.arms)]
-    generator = load_generator(arguments, calibration=None)
+    generator = script.load_generator(arguments, calibration=None)
     # A process's first forward over a long text allocates what later ones find.
     generator.generate("The quick brown fox. " * 200, max_tokens=2, sparse_prefill="off")
     for length in arguments.lengths:
@@ -203,8 +197,8 @@ def main() -> None:
                     rows.add(keys[num_tokens], arm, row)
                     print(f"{keys[num_tokens]:14s}{arm:18s}{row['wall_s']:8.2f} s", flush=True)
     table = summary(rows, arms, arguments.lengths, arguments.answers, arguments.unit)
-    print_report({"experiment": "end_to_end", **describe(), "unit": arguments.unit, "cells": table}, arguments.out)
+    script.print_report("end_to_end", {"unit": arguments.unit, "cells": table}, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

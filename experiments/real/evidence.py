@@ -1,12 +1,11 @@
 """Measure what of the evidence each selection rule keeps of a prompt, over one pass of the draft a prompt.
 
-Prompts: one question behind each document, by kind; with --shapes documents with several questions, each asked in many
-shapes of prompts; with --multi-hop question sets whose evidence stands in several paragraphs (all:
-evidence_prompts.py). Rules: the default, a calibration where one is named, BM25, the paper's, and lines in random
-order; with --draft-free BM25, random lines and the newest ones, without a pass of the draft. A row is written for every
-prompt and rule: the share of the prompt at which all of its evidence is kept, and how much of it is kept at 0.1, 0.2
-and 0.3. A run goes on where it ended. Intervals: 95 %, by drawing documents again. Prints tables, ends in one JSON
-line. The target's weights are not used.
+Prompts (evidence_prompts.py): with --shapes documents with several questions, each asked in many shapes of prompts;
+with --multi-hop a question set whose evidence stands in several paragraphs. Rules: the default, a calibration where one
+is named, BM25, the paper's, and lines in random order; with --draft-free BM25, random lines and the newest ones,
+without a pass of the draft. A row is written for every prompt and rule: the share of the prompt at which all of its
+evidence is kept, and how much of it is kept at 0.1, 0.2 and 0.3. A run goes on where it ended. Intervals: 95 %, by
+drawing documents again. Prints tables, ends in one JSON line. The target's weights are not used.
 
     python -m experiments.real.evidence --data DATA --target TARGET --draft DRAFT --rows ROWS.jsonl --shapes
         [--calibration FILE] [--minutes 10]
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,29 +23,21 @@ from time import process_time
 from typing import Any
 from zlib import crc32
 
+from experiments.common import script
 from experiments.common.bootstrap import mean_interval
-from experiments.common.environment import describe, note_pair
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
-from experiments.real.evidence_prompts import (
-    OTHER_WORDS,
-    EvidencePrompt,
-    make_prompts,
-    multi_hop,
-    shaped_prompts,
-)
-from experiments.real.rows import add_row_arguments
+from experiments.common.environment import note_pair
+from experiments.real.evidence_prompts import EvidencePrompt, multi_hop, shaped_prompts
 from experiments.real.scoring import (
     Encoded,
     Looks,
     Ranked,
     Scorer,
-    add_pair_arguments,
     add_prompt_arguments,
+    add_scorer_arguments,
+    calibrated,
     encode,
     measure_with,
 )
-from experiments.real.settings import calibrated
 from spec_stack import PrefillConfig
 from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.loading import load_tokenizer
@@ -57,63 +48,78 @@ _GRID = [at / 200 for at in range(4, 201)]
 Tell = Callable[[Row], float]
 
 
-Rule = Callable[[EvidencePrompt, Encoded, Looks], Ranked]
+Rule = Callable[[str, Encoded, Looks], Ranked]
+"""What ranks a prompt's segments: by its name, its tokens and what the draft attended to."""
 
 
 def by_config(config: PrefillConfig) -> Rule:
-    return lambda prompt, encoded, looks: Ranked.by_rule(encoded, looks, config)
+    return lambda name, encoded, looks: Ranked.by_rule(encoded, looks, config)
 
 
-def rules(calibration: Path | None, draft_free: bool = False) -> dict[str, Rule]:
-    """The rules by name."""
+def by_chance(name: str, encoded: Encoded, looks: Looks) -> Ranked:
+    return Ranked.by_chance(encoded, crc32(name.encode()))
+
+
+def by_age(name: str, encoded: Encoded, looks: Looks) -> Ranked:
+    return Ranked.by_age(encoded)
+
+
+def rules(calibration: Path | None) -> dict[str, Rule]:
+    """The rules that may need a pass of the draft, by name."""
     default = PrefillConfig()
-    found = {"BM25": by_config(replace(default, scorer="bm25"))}
-    if not draft_free:
-        chosen = {} if calibration is None else {"calibrated": by_config(calibrated(calibration))}
-        found = {"default": by_config(default), **chosen, **found, "paper": by_config(PrefillConfig.full_look_ahead())}
-    found[RANDOM] = lambda prompt, encoded, looks: Ranked.by_chance(encoded, crc32(prompt.name.encode()))
-    if draft_free:
-        found[NEWEST] = lambda prompt, encoded, looks: Ranked.by_age(encoded)
-    return found
+    chosen = {} if calibration is None else {"calibrated": by_config(calibrated(calibration))}
+    bm25, paper = by_config(replace(default, scorer="bm25")), by_config(PrefillConfig.full_look_ahead())
+    return {"default": by_config(default), **chosen, "BM25": bm25, "paper": paper}
 
 
-def judge_rule(prompt: EvidencePrompt, encoded: Encoded, looks: Looks, rule: Rule) -> Row:
+def rules_of(arguments: argparse.Namespace) -> dict[str, Rule]:
+    """The rules that the arguments ask for."""
+    found = rules(arguments.calibration)
+    if arguments.draft_free:
+        return {"BM25": found["BM25"], RANDOM: by_chance, NEWEST: by_age}
+    return {**found, RANDOM: by_chance}
+
+
+def judged(prompt: EvidencePrompt, encoded: Encoded, ranked: Ranked) -> Row:
     """What a rule keeps of a prompt's evidence."""
-    ranked = rule(prompt, encoded, looks)
     gold, answers = encoded.spans[: len(prompt.spans)], iter(encoded.spans[len(prompt.spans) :])
     hops = [[next(answers) for _ in hop] for hop in prompt.hops]
     kept = {rate: ranked.kept(rate) for rate in RATES}
     return {
+        "kind": prompt.kind,
+        "shape": prompt.shape,
+        "source": prompt.source,
         "needed": _GRID[bisect_left(_GRID, True, hi=len(_GRID) - 1, key=lambda rate: _all(gold, ranked.kept(rate)))],
-        "share": {str(rate): _share(gold, own) for rate, own in kept.items()},
+        "share": shares(gold, kept),
         "any": {str(rate): any(_all([span], own) for span in gold) for rate, own in kept.items()},
         "hops": {str(rate): all(any(_all([span], own) for span in hop) for hop in hops) for rate, own in kept.items()},
         "num_hops": len(hops),
     }
 
 
+def shares(spans: Iterable[tuple[int, int]], kept: dict[float, set[int]]) -> dict[str, float]:
+    """How much of the evidence is kept, by keep rate."""
+    wanted = {at for start, stop in spans for at in range(start, stop)}
+    return {str(rate): round(len(wanted & own) / len(wanted), 4) for rate, own in kept.items()}
+
+
 def _all(spans: Sequence[tuple[int, int]], kept: set[int]) -> bool:
     return all(kept.issuperset(range(start, stop)) for start, stop in spans)
 
 
-def _share(spans: Sequence[tuple[int, int]], kept: set[int]) -> float:
-    wanted = {at for start, stop in spans for at in range(start, stop)}
-    return round(len(wanted & kept) / len(wanted), 4)
-
-
-def prompts_for(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[EvidencePrompt]:
-    """The prompts that the arguments ask for, always the same and in the same order."""
-    data, num_tokens, seed, measure = arguments.data, arguments.num_tokens, arguments.seed, measure_with(tokenizer)
-    if arguments.shapes:
-        return shaped_prompts(data, num_tokens, arguments.documents, measure, seed, arguments.per_shape)
-    if arguments.multi_hop:
-        return multi_hop(arguments.multi_hop, arguments.limit)
-    return make_prompts(data, num_tokens, arguments.per_kind, measure, seed)
-
-
-def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], rows: Rows) -> None:
-    """Judge what is left of the prompts."""
-    wanted = rules(arguments.calibration, arguments.draft_free)
+def run(
+    arguments: argparse.Namespace,
+    prompts: Sequence[Any],
+    rows: Rows,
+    wanted: dict[str, Rule],
+    encode: Callable[[Any, Any], Encoded] = encode,
+    judge: Callable[[Any, Encoded, Ranked], Row] = judged,
+) -> int:
+    """Judge what is left of the prompts; how many stay. encode: a tokenizer's tokens of a prompt. judge: a row of it by
+    a rule."""
+    keys = [prompt.name for prompt in prompts]
+    if not (rows.has_time and rows.num_left(keys, wanted)):
+        return rows.num_left(keys, wanted)
     tokenizer = load_tokenizer(str(arguments.target))
     scorer = None if arguments.draft_free else Scorer.load(arguments)
     for prompt in prompts:
@@ -122,12 +128,12 @@ def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], rows: 
             continue
         began, encoded = process_time(), encode(tokenizer, prompt)
         looks = {} if scorer is None else scorer.look(encoded)
-        told = {"kind": prompt.kind, "shape": prompt.shape, "source": prompt.source}
         for name, rule in left.items():
-            found = judge_rule(prompt, encoded, looks, rule)
-            rows.add(prompt.name, name, {**told, "num_tokens": len(encoded.token_ids), **found})
-        needs = "  ".join(f"{name} {rows.of_arm(name)[prompt.name]['needed']:.2f}" for name in left)
-        print(f"{prompt.name:40s}{needs}  {process_time() - began:.0f} CPU s", flush=True)
+            found = judge(prompt, encoded, rule(prompt.name, encoded, looks))
+            rows.add(prompt.name, name, {"num_tokens": len(encoded.token_ids), **found})
+        kept = "  ".join(f"{name} {[*rows.of_arm(name)[prompt.name]['share'].values()]}" for name in left)
+        print(f"{prompt.name:40s} {kept}  {process_time() - began:.0f} CPU s", flush=True)
+    return rows.num_left(keys, wanted)
 
 
 def whole(rate: float) -> Tell:
@@ -163,48 +169,47 @@ def table(
     return report
 
 
-def summary(rows: Rows, names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
+def summary(rows: Rows, names: Sequence[str], is_multi_hop: bool) -> dict[str, Any]:
     """All tables of a run."""
     every = list(rows.of_arm(names[0]).values())
     print(f"kept at {RATES}, of {len(every)} prompts from {len({row['source'] for row in every})} documents")
     report: dict[str, Any] = {"num_prompts": len(every), "whole": table("all", rows, names, everything, whole)}
-    for part in ("shape", "kind"):
-        values = list(dict.fromkeys(row[part] for row in every))
-        if len(values) > 1:
-            report[part] = {value: table(value, rows, names, having(part, value), whole) for value in values}
-    if arguments.multi_hop:
+    if is_multi_hop:
         report["any"] = table("any gold", rows, names, everything, told("any"))
         report["hops"] = {
             kind: table(f"{kind}, all hops' answers", rows, names, having("kind", kind), told("hops"))
             for kind in dict.fromkeys(row["kind"] for row in every if row["num_hops"])
         }
     else:
-        report["other_words"] = table("other words", rows, names, lambda row: row["kind"] in OTHER_WORDS, whole)
+        shapes = dict.fromkeys(row["shape"] for row in every)
+        report["shape"] = {shape: table(shape, rows, names, having("shape", shape), whole) for shape in shapes}
     return report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_pair_arguments(parser, precision="fp32")
+    parser = script.make_parser(__doc__)
+    add_scorer_arguments(parser, precision="fp32")
     add_prompt_arguments(parser)
-    parser.add_argument("--per-kind", type=int, default=9, help="prompts of each kind (%(default)s)")
-    parser.add_argument("--shapes", action="store_true", help="several questions a document, in many shapes of prompts")
+    sets = parser.add_mutually_exclusive_group(required=True)
+    sets.add_argument("--shapes", action="store_true", help="several questions a document, in many shapes of prompts")
+    sets.add_argument("--multi-hop", type=Path, metavar="FILE", help="a set of multi-hop questions, JSON lines")
     parser.add_argument("--per-shape", type=int, default=2, help="with --shapes, questions a shape of a document")
-    parser.add_argument("--multi-hop", type=Path, metavar="FILE", help="a set of multi-hop questions, JSON lines")
     parser.add_argument("--draft-free", action="store_true", help="only rules that need no draft")
-    add_row_arguments(parser, limited=False)
-    add_out_argument(parser)
+    script.add_row_arguments(parser, limited=False)
     arguments = parser.parse_args()
     note_pair(str(arguments.target), str(arguments.draft))
-    names, rows = list(rules(arguments.calibration, arguments.draft_free)), Rows(arguments.rows, arguments.minutes)
-    prompts = list(islice(prompts_for(arguments, load_tokenizer(str(arguments.target))), arguments.limit))
-    keys = [prompt.name for prompt in prompts]
-    if rows.num_left(keys, names):
-        run(arguments, prompts, rows)
-    left = rows.num_left(keys, names)
-    report = {"experiment": "evidence", **describe(), "num_tokens": arguments.num_tokens, "num_left": left}
-    print_report({**report, **summary(rows, names, arguments)}, arguments.out)
+    wanted, rows = rules_of(arguments), Rows(arguments.rows, arguments.minutes)
+    if arguments.multi_hop:
+        prompts = multi_hop(arguments.multi_hop, arguments.limit)
+    else:
+        measure = measure_with(load_tokenizer(str(arguments.target)))
+        asked = (arguments.num_tokens, arguments.documents, measure, arguments.seed, arguments.per_shape)
+        prompts = shaped_prompts(arguments.data, *asked)
+    left = run(arguments, list(islice(prompts, arguments.limit)), rows, wanted)
+    report = {"num_tokens": arguments.num_tokens, "num_left": left}
+    report |= summary(rows, list(wanted), bool(arguments.multi_hop))
+    script.print_report("evidence", report, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

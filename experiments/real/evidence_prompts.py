@@ -16,7 +16,7 @@ import json
 import lzma
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -66,7 +66,9 @@ class Hidden:
 
 
 _WORDS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "prompts" / "evidence.json").read_text("utf-8"))
-PEOPLE, TOWNS, THINGS, COLOURS = (_WORDS[name] for name in ("people", "towns", "things", "colours"))
+PEOPLE, TOWNS, THINGS, COLOURS, SERVICES = (
+    _WORDS[name] for name in ("people", "towns", "things", "colours", "services")
+)
 
 
 def _fact(rng: random.Random) -> Hidden:
@@ -145,10 +147,16 @@ def _log_line(rng: random.Random, minute: int, level: str, text: str) -> str:
     return f"{stamp}.{rng.randrange(1000):03d}Z {level:5} [{rng.choice(_WORDS['services'])}-{rng.randrange(10)}] {text}"
 
 
-def _ordinary(rng: random.Random, minute: int) -> str:
-    text = rng.choice(_WORDS["ordinary"])
+def ordinary_text(rng: random.Random) -> str:
+    """What a log says when nothing is the matter."""
+    text: str = rng.choice(_WORDS["ordinary"])
     while "{}" in text:
         text = text.replace("{}", str(rng.randrange(3, 90000)), 1)
+    return text
+
+
+def _ordinary(rng: random.Random, minute: int) -> str:
+    text = ordinary_text(rng)
     return _log_line(
         rng, minute, rng.choice(("INFO", "INFO", "INFO", "DEBUG")), f"{text} pod={rng.getrandbits(32):08x}"
     )
@@ -203,8 +211,6 @@ KINDS: dict[str, tuple[str, Callable[[random.Random], Hidden]]] = {
     "dialogue, other words": ("meeting", _dialogue_other),
 }
 """Kind -> what it is hidden in, and what makes it."""
-OTHER_WORDS = ("paraphrase", "function", "log, other words", "dialogue, other words")
-
 
 SHAPES: dict[str, list[tuple[str, str]]] = _WORDS["shapes"]
 """Shape -> roles, and texts around a document, a question and another one. Their wordings are for judging and choose
@@ -309,17 +315,7 @@ def _json_lines(path: Path) -> list[Any]:
 
 
 def make_prompts(data: Path, num_tokens: int, per_kind: int, measure: Measure, seed: int) -> Iterator[EvidencePrompt]:
-    """Prompts of about num_tokens, `per_kind` of every kind, the kinds in turn.
-
-    Parameters
-    ----------
-    data
-        The folder with the texts.
-    num_tokens, per_kind, seed
-        Length, number, and what is drawn by.
-    measure
-        Tokens of a text.
-    """
+    """Prompts of about num_tokens by texts in a folder, `per_kind` of every kind, the kinds in turn."""
     texts = _texts(data)
     for number in range(per_kind):
         for kind, (medium, make) in KINDS.items():
@@ -380,7 +376,7 @@ def _hide(
     low, high = int(0.08 * len(parts)), max(int(0.9 * len(parts)), int(0.08 * len(parts)) + 1)
     places = sorted(rng.randrange(low, high) for _ in hidden_lines)
     if medium == "code":
-        places = [_between_blocks(lines, place) for place in places]
+        places = [between_blocks(lines, place, ")]}#") for place in places]
     rng.shuffle(hidden_lines)
     for place, part in sorted(zip(places, hidden_lines, strict=True), key=lambda each: -each[0]):
         parts.insert(place, part)
@@ -393,10 +389,10 @@ def _hide(
     return "\n".join(line for line, _ in parts), [tuple(own) for own in spans]
 
 
-def _between_blocks(lines: list[str], place: int) -> int:
-    """The next place at which a definition of its own may stand."""
+def between_blocks(lines: Sequence[str], place: int, inside: str) -> int:
+    """The next place at which a definition of its own may stand. inside: what begins no definition."""
     for at in range(place, len(lines)):
-        if lines[at] and not lines[at][0].isspace() and lines[at][0] not in ")]}#":
+        if lines[at] and not lines[at][0].isspace() and lines[at][0] not in inside:
             return at
     return place
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
-from experiments.common.script import run_script
+from experiments.common import script
 from spec_stack.calibrate.documents import default_documents
 
 Texts = Iterator[tuple[str, str, str]]
@@ -225,4 +225,4 @@ def _diffs(old: Path, new: Path) -> Texts:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -24,12 +24,10 @@ from typing import Any
 import torch
 from scipy.stats import binomtest
 
-from experiments.common.environment import describe, note_pair
-from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common import script
+from experiments.common.answers import first_divergence
+from experiments.common.environment import note_pair
 from experiments.common.prompt_files import lines_of
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
-from experiments.real.rows import add_row_arguments, first_divergence
 from experiments.real.target import Target
 from spec_stack import SpecStackGenerator
 from spec_stack.bench.rows import Rows
@@ -136,7 +134,7 @@ def run_batches(arguments: argparse.Namespace, tasks: list[dict[str, Any]], rows
 
 def run_single(arguments: argparse.Namespace, tasks: list[dict[str, Any]], rows: Rows) -> None:
     """Answer what is left of the tasks through the package, one by one."""
-    generator = load_generator(arguments)
+    generator = script.load_generator(arguments)
     for task in tasks:
         if not rows.has_time:
             break
@@ -174,14 +172,13 @@ def summary(rows: Rows) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.make_parser(__doc__)
     parser.add_argument("tasks", type=Path, help="HumanEval.jsonl or .jsonl.gz")
-    add_pair_arguments(parser)
-    add_row_arguments(parser)
+    script.add_pair_arguments(parser)
+    script.add_row_arguments(parser)
     parser.add_argument("--arm", choices=ARMS, default=SPEC, help="(%(default)s)")
     parser.add_argument("--every", type=int, default=1, help="take every so manieth task (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=512)
-    add_out_argument(parser)
     parser.add_argument("--batch", type=int, default=12, help="tasks of the batched arm at once (%(default)s)")
     arguments = parser.parse_args()
     tasks = [json.loads(line) for line in lines_of(arguments.tasks)][:: arguments.every][: arguments.limit]
@@ -190,8 +187,8 @@ def main() -> None:
     if left:
         (run_batches if arguments.arm == BATCHED else run_single)(arguments, left, rows)
     num_left = rows.num_left([task["task_id"] for task in tasks], [arguments.arm])
-    print_report({"experiment": "humaneval", **describe(), "num_left": num_left, **summary(rows)}, arguments.out)
+    script.print_report("humaneval", {"num_left": num_left, **summary(rows)}, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -13,7 +13,7 @@ prompts again, paired with dense. Ends in one JSON line.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
@@ -21,15 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common.bootstrap import mean_interval, rank_correlation, ratio_interval
-from experiments.common.environment import describe, note_pair
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
+from experiments.common import script
+from experiments.common.bootstrap import mean_interval, ratio_interval
+from experiments.common.environment import note_pair
 from experiments.real.answers import DENSE, Arm, Bench
 from experiments.real.longbench import KINDS, LongBenchTask, check_metrics, read_tasks, score
-from experiments.real.rows import add_row_arguments
-from experiments.real.scoring import Encoded, add_pair_arguments
-from experiments.real.settings import calibrated
+from experiments.real.scoring import Encoded, add_scorer_arguments, calibrated
 from spec_stack import PrefillConfig
 from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.prompt import PromptSource, encode_prompt
@@ -70,67 +67,39 @@ def run(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask], rows: Row
         if not left:
             continue
         began, encoded = process_time(), encode(tokenizer, task)
-        prefilled = bench.prefill(encoded, {DENSE: Arm(), **left})
-        most = min(task.max_tokens, arguments.max_tokens)
-        caches = [cache for cache, _ in prefilled.values()]
-        answers = bench.target.decode(caches, most)
-        losses = bench.target.losses(caches, answers[0])
-        for (name, (_, kept)), answer, loss in zip(prefilled.items(), answers, losses, strict=True):
-            if name not in left:
+        for answer in bench.answer(encoded, {DENSE: Arm(), **left}, min(task.max_tokens, arguments.max_tokens)):
+            if answer.arm not in left:
                 continue
-            text = tokenizer.decode(answer, skip_special_tokens=True)
-            found = {"task": task.task, "num_tokens": len(encoded.token_ids), "num_kept": len(kept)}
-            scored = {"score": round(score(task, text), 4), "loss": round(loss, 4), "text": text}
-            rows.add(task.name, name, {**found, **scored})
+            found = {"task": task.task, "num_tokens": len(encoded.token_ids), "num_kept": len(answer.kept)}
+            scored = {"score": round(score(task, answer.text), 4), "loss": round(answer.loss, 4), "text": answer.text}
+            rows.add(task.name, answer.arm, {**found, **scored})
         told = "  ".join(f"{name} {rows.of_arm(name)[task.name]['score']:.2f}" for name in left)
         print(f"{task.name:24s}{told}  {process_time() - began:.0f} CPU s", flush=True)
 
 
 def compare(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
     """Scores of some prompts, and what they are over dense, with an interval."""
-    differences = [row["score"] - dense["score"] for dense, row in pairs]
-    over = mean_interval(differences)
-    return {
-        "n": len(pairs),
-        "score": round(float(np.mean([row["score"] for _, row in pairs])), 4),
-        "over_dense": [round(each, 4) for each in over],
-    }
-
-
-def share(pairs: Sequence[tuple[Row, Row]]) -> list[float]:
-    """An arm's score over dense, and its interval."""
-    found = ratio_interval([row["score"] for _, row in pairs], [dense["score"] for dense, _ in pairs])
-    return [round(each, 3) for each in found]
-
-
-def fidelity(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
-    """How the loss of the dense answer's tokens goes with what the score loses, over all arms that prune by a rule."""
-    pairs = [pair for name in names if name not in (DENSE, NOISE, RANDOM) for pair in rows.pairs(DENSE, name)]
-    losses = [row["loss"] - dense["loss"] for dense, row in pairs]
-    drops = [dense["score"] - row["score"] for dense, row in pairs]
-    return {"n": len(pairs), "rank_correlation": rank_correlation(losses, drops)}
+    over = mean_interval([row["score"] - dense["score"] for dense, row in pairs])
+    mean = float(np.mean([row["score"] for _, row in pairs]))
+    return {"n": len(pairs), "score": round(mean, 4), "over_dense": [round(each, 4) for each in over]}
 
 
 def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
-    """Mean scores by arm, kind and task, each arm over dense, paired."""
+    """Mean scores by arm and kind, each arm over dense, paired."""
     report: dict[str, Any] = {}
     for name in names:
         pairs = rows.pairs(DENSE, name)
         if not pairs:
             continue
-
-        def only(names: Collection[str], pairs: Sequence[tuple[Row, Row]] = pairs) -> dict[str, Any]:
-            return compare([pair for pair in pairs if pair[1]["task"] in names])
-
-        tasks = {row["task"] for _, row in pairs}
+        share = ratio_interval([row["score"] for _, row in pairs], [dense["score"] for dense, _ in pairs])
+        by_kind = {kind: [pair for pair in pairs if pair[1]["task"] in tasks] for kind, tasks in KINDS.items()}
         report[name] = {
             **compare(pairs),
-            "share_of_dense": share(pairs),
+            "share_of_dense": [round(each, 3) for each in share],
             "kept": round(sum(row["num_kept"] for _, row in pairs) / sum(row["num_tokens"] for _, row in pairs), 3),
             "loss_over_dense": round(float(np.mean([row["loss"] - dense["loss"] for dense, row in pairs])), 3),
             "same_text": sum(dense["text"] == row["text"] for dense, row in pairs),
-            "by_kind": {kind: only(own) for kind, own in KINDS.items() if tasks & own},
-            "by_task": {task: only({task}) for task in sorted(tasks)},
+            "by_kind": {kind: compare(own) for kind, own in by_kind.items() if own},
         }
         found, told = "{:.3f} [{:.3f}, {:.3f}]".format(*report[name]["share_of_dense"]), report[name]["by_kind"].items()
         kinds = "  ".join(f"{kind} {own['score']:.2f} ({own['n']})" for kind, own in told)
@@ -139,34 +108,29 @@ def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.make_parser(__doc__)
     parser.add_argument("data", type=Path, help="file of LongBench's prompts")
-    add_pair_arguments(parser)
+    add_scorer_arguments(parser)
     parser.add_argument("--arms", nargs="+", help="arms to run, dense first (default: all)")
-    parser.add_argument("--from-tokens", type=int, default=0, help="pass over shorter prompts")
     parser.add_argument("--to-tokens", type=int, default=4096, help="longest prompt (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (%(default)s)")
-    add_row_arguments(parser)
-    add_out_argument(parser)
+    script.add_row_arguments(parser)
     arguments = parser.parse_args()
     note_pair(str(arguments.target), str(arguments.draft))
     known = list(arms_of(arguments.calibration))
     names = arguments.arms or known
     if unknown := set(names) - set(known):
         raise ValueError(f"no such arms: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    fitting = [task for task in read_tasks(arguments.data) if arguments.from_tokens <= task.num_tokens]
-    tasks = sorted((task for task in fitting if task.num_tokens <= arguments.to_tokens), key=lambda it: it.num_tokens)
-    tasks = tasks[: arguments.limit]
+    fitting = [task for task in read_tasks(arguments.data) if task.num_tokens <= arguments.to_tokens]
+    tasks = sorted(fitting, key=lambda task: task.num_tokens)[: arguments.limit]
     check_metrics(tasks)
     keys, rows = [task.name for task in tasks], Rows(arguments.rows, arguments.minutes)
     if rows.num_left(keys, names):
         run(arguments, tasks, rows, names)
-    num_left = rows.num_left(keys, names)
-    lengths = {"from_tokens": arguments.from_tokens, "to_tokens": arguments.to_tokens}
-    report = {"experiment": "longbench", **describe(), **lengths, "max_tokens": arguments.max_tokens}
-    report |= {"num_left": num_left, "arms": summary(rows, names), "fidelity": fidelity(rows, names)}
-    print_report(report, arguments.out)
+    report = {"to_tokens": arguments.to_tokens, "max_tokens": arguments.max_tokens}
+    report |= {"num_left": rows.num_left(keys, names), "arms": summary(rows, names)}
+    script.print_report("longbench", report, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

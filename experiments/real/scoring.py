@@ -26,6 +26,7 @@ from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.calibration import Calibration
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.registry import make_rule, needs_attention
 from spec_stack.prefill.rule import ScoringInputs
@@ -72,7 +73,7 @@ class Scorer:
 
     @classmethod
     def load(cls, arguments: argparse.Namespace) -> Scorer:
-        """The pair that `add_pair_arguments` asks for."""
+        """The pair that `add_scorer_arguments` asks for."""
         torch.set_num_threads(arguments.threads)
         precision = arguments.precision
         pair = ModelPair.load(
@@ -151,12 +152,17 @@ class Ranked:
         return self.segments.chosen(self.scores, self.config, keep_rate, protected) | protected
 
 
+def calibrated(path: Path) -> PrefillConfig:
+    """A calibration's rule without its window, which is a setting of its own."""
+    return replace(Calibration.load(path).apply(), draft_window=None)
+
+
 def measure_with(tokenizer: Any) -> Callable[[str], int]:
     """Counts the tokens of a text."""
     return lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
-def add_pair_arguments(parser: argparse.ArgumentParser, precision: str = "bf16") -> None:
+def add_scorer_arguments(parser: argparse.ArgumentParser, precision: str = "bf16") -> None:
     """A pair of which the draft scores, and the rule beside the default one."""
     parser.add_argument("--target", type=Path, required=True, help="folder of the target")
     parser.add_argument("--draft", type=Path, required=True, help="folder of the draft")

@@ -21,13 +21,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from experiments.common import script
 from experiments.common.bootstrap import mean_interval
-from experiments.common.environment import describe
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
 from experiments.real.answers import DENSE, RATES, is_right
 from experiments.real.evidence_prompts import shaped_prompts
-from experiments.real.rows import add_row_arguments
 from experiments.real.scoring import add_prompt_arguments, encode, measure_with
 from spec_stack.bench.rows import Rows
 from spec_stack.hf.loading import load_tokenizer
@@ -117,20 +114,19 @@ def summary(rows: Rows) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.make_parser(__doc__)
     parser.add_argument("--target", type=Path, required=True, help="folder of the target")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=32)
     add_prompt_arguments(parser)
-    add_row_arguments(parser, limited=False)
-    add_out_argument(parser)
+    script.add_row_arguments(parser, limited=False)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rows = Rows(arguments.rows, arguments.minutes)
     left = run(arguments, load_tokenizer(str(arguments.target)), rows)
-    print_report({"experiment": "snapkv", **describe(), "num_left": left, "arms": summary(rows)}, arguments.out)
+    script.print_report("snapkv", {"num_left": left, "arms": summary(rows)}, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -9,23 +9,18 @@ with their range. A row is printed after every measurement; a run goes on where 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from experiments.common.environment import describe
-from experiments.common.pair_arguments import add_pair_arguments, load_generator
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
-from experiments.common.streams import timed
-from experiments.real.rows import add_row_arguments
-from experiments.real.settings import settings_of
-from spec_stack import SpecStackConfig, SpecStackGenerator
+from experiments.common import script
+from experiments.common.answers import timed
+from experiments.real.scoring import calibrated
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.bench.demo import hide_fact
 from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.loading import load_tokenizer
@@ -34,6 +29,20 @@ from spec_stack.hf.prompt import encode_messages
 DENSE = "dense"
 _PLAIN: Mapping[str, Any] = {"sparse_prefill": "off", "gamma": 0, "proposer": "model"}
 _SPARSE: Mapping[str, Any] = {"sparse_prefill": "on"}
+
+
+def settings_of(
+    calibration: Path | None, rates: Sequence[float], windows: Sequence[int] = ()
+) -> dict[str, PrefillConfig]:
+    """Return the paper's rule, the default, and a calibration at these rates, with these windows too, by name."""
+    default, paper = PrefillConfig(), PrefillConfig.full_look_ahead()
+    found = {f"paper {paper.keep_rate}": paper, f"default {default.keep_rate}": default}
+    if calibration:
+        chosen = {f"calibrated {rate}": replace(calibrated(calibration), keep_rate=rate) for rate in rates}
+        found |= chosen
+        for window in windows:
+            found |= {f"{name}, window {window}": replace(it, draft_window=window) for name, it in chosen.items()}
+    return found
 
 
 def measure(generator: SpecStackGenerator, prompt: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,9 +95,9 @@ def _median(rows: Iterable[Row], name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_pair_arguments(parser)
-    add_row_arguments(parser)
+    parser = script.make_parser(__doc__)
+    script.add_pair_arguments(parser)
+    script.add_row_arguments(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="(%(default)s)")
     parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1], help="of the calibration (%(default)s)")
     parser.add_argument("--calibration", type=Path, help="a calibration's file, or the folder it lies in")
@@ -96,14 +105,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="settings to measure, by a part of their names")
     parser.add_argument("--max-tokens", type=int, default=32, help="length of the answers (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
-    add_out_argument(parser)
     arguments = parser.parse_args()
     every = settings_of(arguments.calibration, arguments.keep_rates, arguments.windows)
     settings = {name: config for name, config in every.items() if arguments.only in name}
     if not settings:
         parser.error(f"--only {arguments.only} is a part of none of {', '.join(every)}")
     rows = Rows(arguments.rows, arguments.minutes)
-    loaded = load_generator(arguments)
+    loaded = script.load_generator(arguments)
     other = load_tokenizer(str(arguments.draft)) if loaded.pair.translation is not None else None
     generators = {
         name: SpecStackGenerator(
@@ -133,8 +141,8 @@ def main() -> None:
                 print(f"{key:10s}{name:26s}{row['total_s']:7.2f} s  first token {row['ttft_s']:.2f} s", flush=True)
     found = report_of(rows, settings, arguments.tokens, arguments.repeats)
     named = {name: asdict(config) for name, config in settings.items()}
-    print_report({"experiment": "speed", **describe(), "settings": named, "lengths": found}, arguments.out)
+    script.print_report("speed", {"settings": named, "lengths": found}, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -9,7 +9,6 @@ Ends in one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import threading
@@ -26,9 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from experiments.common.environment import describe
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
+from experiments.common import script
 from spec_stack import PrefillConfig, Pruner
 from spec_stack.proxy.app import build_app
 from spec_stack.proxy.config import ProxyConfig
@@ -77,12 +74,11 @@ def counted(url: str, outcome: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="in all (%(default)g)")
     parser.add_argument("--turn", type=float, default=10.0, help="seconds of an arm at a time (%(default)g)")
     parser.add_argument("--service", type=float, default=0.2, help="seconds of a request upstream (%(default)g)")
     parser.add_argument("--pause", type=float, default=20.0, help="mean seconds between a client's (%(default)g)")
-    add_out_argument(parser)
     arguments = parser.parse_args()
     config = PrefillConfig(keep_rate=0.2, min_prompt_tokens=400)
     taken: dict[str, list[float]] = {name: [] for name in ARMS}
@@ -116,8 +112,8 @@ def main() -> None:
         name: {"n": len(own), **{f"p{at}": round(float(np.percentile(own, at)), 3) for at in (50, 95, 99)}}
         for name, own in taken.items()
     }
-    print_report({"experiment": "audit_latency", **describe(), "seconds": told, "audits": outcomes}, arguments.out)
+    script.print_report("audit_latency", {"seconds": told, "audits": outcomes}, arguments.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -33,9 +33,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from experiments.common.environment import describe, note_pair
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
+from experiments.common import script
+from experiments.common.environment import note_pair
 from experiments.real.target import Target
 from experiments.serving import parts
 from experiments.serving.client import Client, document
@@ -136,7 +135,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.make_parser(__doc__)
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=[OFF, STANDALONE, DENSE, SPEC_STACK])
     parser.add_argument("--arm", action="append", default=[], metavar="NAME='--FLAG VALUE …'", help="one arm more")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["conversations"])
@@ -155,7 +154,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="compare replies with Transformers' greedy text")
     parser.add_argument("--start-limit", type=float, default=300, metavar="S", help="(%(default)s)")
     parser.add_argument("--server-args", default="", metavar="'--FLAG VALUE …'", help="more launch arguments for all")
-    add_out_argument(parser)
     options = parser.parse_args(argv)
     if options.repeats < 1 or options.turns < 2:
         raise ValueError("--repeats must be 1 or more, --turns 2 or more")
@@ -168,9 +166,9 @@ def main() -> None:
     options = parse_args()
     found = run(options)
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "target", "draft", "rows")}
-    report = {"experiment": "bench", **describe(), "sglang": version("sglang"), "settings": settings, "parts": found}
-    print_report(report, options.out)
+    report = {"sglang": version("sglang"), "settings": settings, "parts": found}
+    script.print_report("bench", report, options.out)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -20,11 +20,8 @@ from typing import Any
 from openai import OpenAI
 from transformers import AutoTokenizer
 
+from experiments.common import script
 from experiments.common.conversations import FactsConversation, make_conversation
-from experiments.common.environment import describe
-from experiments.common.report import add_out_argument, print_report
-from experiments.common.script import run_script
-from experiments.real.rows import add_row_arguments
 from spec_stack.bench.rows import Row, Rows
 
 Messages = list[dict[str, str]]
@@ -108,7 +105,7 @@ def summary(rows: Rows, names: Sequence[str], options: argparse.Namespace) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.make_parser(__doc__)
     parser.add_argument("--arm", action="append", required=True, metavar="NAME=URL", help="an engine or a proxy")
     parser.add_argument("--model", required=True, help="the engine's name of it")
     parser.add_argument("--tokenizer", required=True, help="folder of the model")
@@ -116,16 +113,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="conversations a length (%(default)s)")
     parser.add_argument("--turns", type=int, default=2, help="of each conversation (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=24, help="of a reply (%(default)s)")
-    add_row_arguments(parser, limited=False)
-    add_out_argument(parser)
+    script.add_row_arguments(parser, limited=False)
     options = parser.parse_args()
     if wrong := [arm for arm in options.arm if "=" not in arm]:
         raise ValueError(f"--arm {wrong[0]!r} is not of the form NAME=URL")
     rows = Rows(options.rows, options.minutes)
     run(options, rows, options.lengths)
-    report = {"experiment": "proxy", **describe(), "model": options.model}
-    print_report({**report, "turns": summary(rows, [arm.split("=")[0] for arm in options.arm], options)}, options.out)
+    report = {"model": options.model}
+    script.print_report(
+        "proxy", {**report, "turns": summary(rows, [arm.split("=")[0] for arm in options.arm], options)}, options.out
+    )
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from importlib import import_module
 from pathlib import Path
 
@@ -20,20 +19,15 @@ SIZES = {"small": (figures.EMBEDDED, figures.SMALL), "whole": (figures.EMBEDDED,
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_every_row_of_the_readme_has_a_command_that_makes_its_results(name: str, tmp_path: Path) -> None:
+def test_every_row_of_the_readme_has_a_command_that_makes_its_results_by_its_script(name: str, tmp_path: Path) -> None:
     made = dict(figures.commands(*SIZES[name], tmp_path))
     assert {file for row in front_page.ROWS for file in row.files} == made.keys()
     for file, (module, *given) in made.items():
         assert given[given.index("--out") + 1] == str(tmp_path / f"{file}.json")
         assert given[given.index("--rows") + 1] == str(tmp_path / f"{file}.jsonl")
         import_module(f"experiments.{module}")
-
-
-def test_rows_are_made_by_the_scripts_that_they_name() -> None:
-    made = dict(figures.commands(figures.EMBEDDED, figures.SMALL, Path("out")))
-    runs = figures.ROOT / "experiments" / "runs"
     for row in front_page.ROWS:
-        script = (runs / f"{row.run}.sh").read_text(encoding="utf-8")
+        script = (figures.ROOT / "experiments" / "runs" / f"{row.run}.sh").read_text(encoding="utf-8")
         assert all(f"experiments.{made[file][0]}" in script for file in row.files)
 
 
@@ -47,13 +41,6 @@ def test_the_figures_of_a_run_stand_under_the_readmes_with_their_commands(tmp_pa
     assert re.search(
         r"  README .*\n  here   0\.50 \[0\.25, 0\.75\] \| – \| –  \(n 9/–/–\)\n    python real\.evidence", part
     )
-
-
-def test_a_length_that_was_not_measured_is_an_empty_cell(tmp_path: Path) -> None:
-    (row,) = (row for row in front_page.ROWS if row.run == "real_end_to_end")
-    cells = {"2048/64": {"n": 3, "pruned": {"over_theirs": [1.5, 1.25, 2.0]}}}
-    (tmp_path / "real_end_to_end.json").write_text(json.dumps({"cells": cells}), encoding="utf-8")
-    assert front_page.cells_of(row, tmp_path, CALIBRATION) == (["1.50 [1.25, 2.00]×", "–", "–"], "3/–/–")
 
 
 def test_a_pair_that_is_half_named_or_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,7 +60,6 @@ def test_texts_are_made_offline_and_hold_what_evidence_needs(monkeypatch: pytest
     for prompt in prompts:
         assert all(prompt.document[start:stop] for start, stop in prompt.spans)
     assert len({prompt.source for prompt in prompts}) == 6
-    shutil.rmtree(tmp_path)
 
 
 def test_a_run_in_slices_shows_what_it_has(tmp_path: Path) -> None:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from experiments.policies import published
+from experiments.policies import evaluate_policies, published
 from experiments.policies.published import PUBLISHED_COLUMNS, read_steps
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.predictor import step_features
 from spec_stack.records import add_records
 from tests.support.controller_data import Greedy, runs
-
-ROOT = Path(__file__).parents[2]
 
 
 def reduce(records: list[StepRecord], folder: Path) -> None:
@@ -27,27 +23,13 @@ def reduce(records: list[StepRecord], folder: Path) -> None:
     for prompt, policy in dict.fromkeys((record.request_id, record.policy) for record in records):
         mine = [record for record in records if (record.request_id, record.policy) == (prompt, policy)]
         gamma = int(policy.removeprefix("fixed-"))
-        experiments.append(
-            {
-                "compression": mine[0].precision,
-                "gamma": gamma,
-                "task": mine[0].task,
-                "prompt": prompt,
-                "num_tokens": sum(record.num_tokens for record in mine),
-                "elapsed_sec": sum(record.draft_s + record.verify_s for record in mine),
-                "num_steps": len(mine),
-            }
-        )
+        run = {"compression": mine[0].precision, "gamma": gamma, "task": mine[0].task}
+        run |= {"num_tokens": sum(record.num_tokens for record in mine)}
+        experiments.append(run | {"elapsed_sec": sum(record.draft_s + record.verify_s for record in mine)})
         for record in mine:
-            values = (
-                record.precision,
-                gamma,
-                record.task,
-                record.num_accepted,
-                record.num_accepted / record.gamma,
-                record.num_tokens,
-                *(round(value, 4) for value in step_features(record.signals, record.precision, gamma)[:4]),
-            )
+            drafted = (record.num_accepted, record.num_accepted / record.gamma, record.num_tokens)
+            signals = (round(value, 4) for value in step_features(record.signals, record.precision, gamma)[:4])
+            values = (record.precision, gamma, record.task, *drafted, *signals)
             steps.append(dict(zip(PUBLISHED_COLUMNS, values, strict=True)))
     for name, rows in ((published.STEPS_FILE, steps), (published.RUNS_FILE, experiments)):
         with (folder / name).open("w", newline="") as file:
@@ -93,7 +75,6 @@ def test_the_authors_steps_become_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "missing columns compression"),
         ("a,b\n1,2\n", "missing columns compression, gamma"),
         (",".join(PUBLISHED_COLUMNS) + "\n", "no rows"),
     ],
@@ -107,18 +88,15 @@ def test_a_file_that_is_not_the_authors_is_refused(tmp_path: Path, text: str, me
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_the_evaluation_ends_in_one_json_line_with_every_policy(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_the_evaluation_ends_in_one_json_line_with_every_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "records.jsonl"
     add_records(runs(6), path)
-    arguments = ("-m", "experiments.policies.evaluate_policies", str(path), "--folds=3", "--stress")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
-    )
-    line = json.loads(done.stdout.splitlines()[-1])
+    monkeypatch.setattr("sys.argv", ["evaluate_policies", str(path), "--folds=3", "--stress"])
+    evaluate_policies.main()
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(line["boards"]) > {"as recorded", "started anew", "always wrong, sure, 0.5 of a plain step a token"}
     rows = line["boards"]["as recorded"]["fp16"]["all"]
     assert {"throughput", "speckv", "best fixed", "confidence, tuned", "speckv, trained", "oracle"} <= set(rows)

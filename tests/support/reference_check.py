@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -44,8 +43,3 @@ def dropped_attention(
         if at not in seen:
             found += value
     return found / total if total else 1.0
-
-
-def logprobs_divergence(whole: Sequence[float], part: Sequence[float]) -> float:
-    """The Kullback-Leibler divergence of two lists of log-probabilities, in nats."""
-    return sum(math.exp(one) * (one - other) for one, other in zip(whole, part, strict=True))

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments.common import script
 from experiments.common.environment import describe
-from experiments.common.script import run_script
 from spec_stack.hf.architectures import abilities
 from tests.support import matrix
 from tests.support.tiny_architectures import CONFIGS, REFUSED
@@ -90,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    script.run(main)

@@ -10,7 +10,7 @@ from experiments.real.judging.documents import Measure, Texts
 from experiments.real.judging.prompt import JudgingPrompt
 
 _SEED = 1
-# Generators and how many documents each makes, in units of its own.
+# Generators, and how many documents each makes, in units of its own.
 _FAMILIES = (
     (requests.requests, 1),
     (requests.in_languages, 1),
@@ -22,12 +22,12 @@ _FAMILIES = (
 )
 
 
-def all_prompts(folder: Path, num_tokens: int, measure: Measure, size: int = 1) -> list[JudgingPrompt]:
+def all_prompts(folder: Path, num_tokens: int, measure: Measure) -> list[JudgingPrompt]:
     """The prompts of about num_tokens, always the same, the families mixed so that a part of a run is balanced."""
     texts = Texts(folder, _SEED)
     found: list[tuple[float, list[JudgingPrompt]]] = []
-    for make, factor in _FAMILIES:
-        made = make(texts, factor * size, num_tokens, measure)
+    for make, size in _FAMILIES:
+        made = make(texts, size, num_tokens, measure)
         groups = [list(group) for _, group in groupby(made, key=lambda prompt: prompt.group)]
         found += [(at / len(groups), group) for at, group in enumerate(groups)]
     return [prompt for _, group in sorted(found, key=lambda each: each[0]) for prompt in group]

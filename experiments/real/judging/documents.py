@@ -9,19 +9,17 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_FOLDER = Path(__file__).parents[2] / "prompts"
-WORDS: dict[str, Any] = json.loads((_FOLDER / "requests.json").read_text("utf-8"))
-_OTHER_WORDS: dict[str, Any] = json.loads((_FOLDER / "evidence.json").read_text("utf-8"))
-TOWNS: list[str] = _OTHER_WORDS["towns"]
+from experiments.real.evidence_prompts import PEOPLE, SERVICES, THINGS, TOWNS, Measure, between_blocks, ordinary_text
+
+WORDS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "prompts" / "requests.json").read_text("utf-8"))
 LANGUAGES = ("german", "chinese", "japanese", "arabic")
 _CODE = ("python", "rust", "javascript")
 _PARTS = ("mesh", "gate", "store", "queue", "relay", "vault", "index", "proxy", "cron", "media")
-Measure = Callable[[str], int]
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def hide(rng: random.Random, lines: Sequence[str], needles: Sequence[Needle], me
     for block in [text for needle in needles for text in (needle.lines, *((other,) for other in needle.others))]:
         if block and block[0] not in parts:
             at = rng.randrange(len(parts) // 12, max(len(parts) * 9 // 10, len(parts) // 12 + 1))
-            at = _between_blocks(parts, at) if medium in _CODE else at
+            at = between_blocks(parts, at, ")]}#/*@") if medium in _CODE else at
             parts[at:at] = block
     return parts
 
@@ -110,7 +108,7 @@ def draw(rng: random.Random, medium: str, lines: Sequence[str], number: int) -> 
         return tuple(_of_record(rng, medium, block) for block in rng.sample(_records(lines, medium), number))
     wordings = WORDS["needles"][medium]
     first = rng.randrange(len(wordings))
-    lists = (WORDS["people"].get(medium, _OTHER_WORDS["people"]), TOWNS, WORDS["constants"])
+    lists = (WORDS["people"].get(medium, PEOPLE), TOWNS, WORDS["constants"])
     mixed = [rng.sample(each, len(each)) for each in lists]
     own = [
         [_names(rng, *(each[at % len(each)] for each in mixed)) for at in range(3 * turn, 3 * turn + 3)]
@@ -144,7 +142,7 @@ def _names(rng: random.Random, who: str, town: str, constant: str) -> dict[str, 
     numbers = {name: str(rng.randrange(low, high)) for name, low, high in _NUMBERS}
     return numbers | {
         "who": who,
-        "thing": rng.choice(_OTHER_WORDS["things"]),
+        "thing": rng.choice(THINGS),
         "town": town,
         "NAME": constant,
         "camel": head + "".join(part.title() for part in rest),
@@ -171,20 +169,18 @@ def _generated(rng: random.Random, medium: str) -> Iterator[str] | None:
 
 def _log_line(rng: random.Random, minute: int, level: str, text: str) -> str:
     stamp = f"2026-03-11T{minute // 60 % 24:02d}:{minute % 60:02d}:{rng.randrange(60):02d}"
-    return f"{stamp}Z {level:5} [{rng.choice(_OTHER_WORDS['services'])}-{rng.randrange(10)}] {text}"
+    return f"{stamp}Z {level:5} [{rng.choice(SERVICES)}-{rng.randrange(10)}] {text}"
 
 
 def _ordinary(rng: random.Random, minute: int) -> str:
-    text = rng.choice(_OTHER_WORDS["ordinary"])
-    while "{}" in text:
-        text = text.replace("{}", str(rng.randrange(3, 90000)), 1)
+    text = ordinary_text(rng)
     return _log_line(rng, minute, rng.choice(("INFO", "INFO", "DEBUG")), f"{text} pod={rng.getrandbits(32):08x}")
 
 
 def _order(rng: random.Random, number: int) -> str:
     record = {
         "id": f"ord-{number:03d}{rng.randrange(1000):03d}",
-        "customer": rng.choice(_OTHER_WORDS["people"]),
+        "customer": rng.choice(PEOPLE),
         "city": rng.choice(TOWNS),
         "total": round(rng.uniform(5, 900), 2),
         "paid": rng.random() < 0.7,
@@ -245,11 +241,3 @@ def _several(texts: Texts, rng: random.Random, number: int, num_tokens: int, mea
             lines, needles = hide(rng, lines, own, medium), [*needles, *own]
         parts.append(f"[Document {at + 1}: {name}]\n" + "\n".join(lines))
     return Document(f"several documents {number}", "\n\n".join(parts), tuple(needles))
-
-
-def _between_blocks(lines: Sequence[str], place: int) -> int:
-    """The next place at which a definition of its own may stand."""
-    for at in range(place, len(lines)):
-        if lines[at] and not lines[at][0].isspace() and lines[at][0] not in ")]}#/*@":
-            return at
-    return place
