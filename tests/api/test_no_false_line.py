@@ -17,7 +17,7 @@ from spec_stack import PrefillConfig, Pruner
 from spec_stack.api.pruned_text import Text, cut_segments, whole_segments, write_spans
 from spec_stack.hf.loading import ASSETS, load_tokenizer
 from spec_stack.prefill.segments import Segments, find_lines
-from tests.support.known_documents import KINDS, false_lines
+from tests.api.known_documents import KINDS, false_lines
 
 RATES = (0.05, 0.1, 0.2, 0.35, 0.5)
 MARKERS = ("…", "# …", "// …", "-- …")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
-from spec_stack.controller.base import StepContext
+from spec_stack.controller.base import Policy, StepContext
 from spec_stack.controller.ngram import NgramPolicy, NgramToken
 from spec_stack.controller.registry import make_policy
 from spec_stack.controller.throughput import Throughput
-from tests.support.controller_data import step
-from tests.support.simulated_pair import Costs, Text, run_text, run_texts
+from spec_stack.decode.clock import Clock
+from spec_stack.decode.loop import decode
+from spec_stack.decode.proposer import DecodeRequest, Proposer
+from spec_stack.decode.sampler import Sampler
+from spec_stack.decode.stopping import StopChecker
+from spec_stack.types import Proposal, Selection
+from tests.support.controller_data import StepCosts, step
 
-# A drafted token takes a quarter of a plain step, whatever is verified beside it.
-COSTS = Costs({1: 0.1, 17: 0.1}, drafted_s=0.025, read_s=0.0025, prefill_s=0.003)
+END = 99
 
 
 def taught_gate() -> NgramPolicy:
@@ -60,14 +65,66 @@ def test_a_draft_that_has_to_read_waits_longer_where_much_was_copied_lately() ->
     assert waits[0] < waits[1] <= waits[2] < 50
 
 
+class Fed:
+    """What the loop asks of a model: how much it has seen, and to forget some."""
+
+    num_to_recompute = 0
+    next_position = 0
+
+    @property
+    def num_cached(self) -> int:
+        return self.next_position
+
+    def draft_lag(self, num_tokens: int) -> int:
+        return num_tokens - self.next_position
+
+    def rollback(self, num_tokens: int) -> None:
+        self.next_position -= num_tokens
+
+
+class Written(Fed):
+    """A target that writes a known text, on a clock of its steps."""
+
+    def __init__(self, token_ids: Sequence[int], costs: StepCosts) -> None:
+        self._ids, self._costs = token_ids, costs
+        self.seconds = 0.0
+
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
+        self.seconds += self._costs.verify_s(0)
+        self.next_position = positions[-1] + 1
+        following = [self._ids[position + 1] for position in positions[len(positions) - num_logits :]]
+        return torch.nn.functional.one_hot(torch.tensor(following), END + 1).float()
+
+
+class Wrong(Fed):
+    """A draft that says token 0 and is unsure of it, on the target's clock."""
+
+    def __init__(self, target: Written, costs: StepCosts) -> None:
+        self._target, self._costs = target, costs
+
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
+        self._target.seconds += self._costs.draft_s(len(token_ids))
+        self.next_position = positions[-1] + 1
+        return torch.nn.functional.one_hot(torch.zeros(num_logits, dtype=torch.long), END + 1).float()
+
+
+def decode_s(prompt: list[int], text: list[int], policy: Policy, gate: NgramPolicy, proposer: str) -> float:
+    """Seconds in which the loop writes a text behind a prompt. The policy and the gate learn."""
+    costs = StepCosts(0.0, 0.025, 0.1, 0.0)
+    target = Written([*prompt, *text, END], costs)
+    request = DecodeRequest(
+        prompt_ids=prompt, sampler=Sampler(), stopper=StopChecker(len(text), {END}), end_ids={END}, proposer=proposer,
+        precision="bf16", clock=Clock(lambda: target.seconds),
+    )  # fmt: skip
+    whole, proposals = Selection(prompt, range(len(prompt)), len(prompt)), Proposer(request, Wrong(target, costs), gate)
+    outputs = decode(request, target, whole, Proposal(), policy, proposals)
+    assert [token_id for output in outputs for token_id in output.token_ids] == text
+    return target.seconds
+
+
 def test_a_look_up_is_used_where_the_draft_does_not_want_to_propose() -> None:
     copied = list(range(10, 90))
-    row = {
-        "task": "edit", "prompt": [1, *copied, 2, 10, 11, 12], "text": copied[3:], "draft": [7] * 77,
-        "conf": [0.4] * 77, "ent": [3.0] * 77, "tails": {},
-    }  # fmt: skip
-    text = Text.parse(row)
+    prompt, text = [1, *copied, 2, 10, 11, 12], copied[3:]
     gate, policy = NgramPolicy(), make_policy("throughput")
-    for _ in range(3):
-        run = run_text(text, policy, "both", gate, COSTS)
-    assert run.decode_s < 0.3 * run_texts([text], lambda: make_policy("fixed", gamma=0), "model", COSTS)[0].decode_s
+    seconds = [decode_s(prompt, text, policy, gate, "both") for _ in range(3)]
+    assert seconds[-1] < 0.3 * decode_s(prompt, text, make_policy("fixed", gamma=0), NgramPolicy(), "model")

@@ -14,23 +14,31 @@ from tests.support.pages import ROOT, blocks, run_python
 PAGE = ROOT / "docs" / "add-a-selection-rule.md"
 
 
+def titled(title: str) -> str:
+    (code,) = [block.code for block in blocks(PAGE) if block.title == title]
+    return code
+
+
+def check_that_it_selects(root: Path | str, folder: Path) -> None:
+    """A prompt is pruned by the rule's name, by the package at `root`."""
+    text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
+    asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--sparse-prefill", "on", "--max-tokens", "4", "--json")
+    answer = run_python(root, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n", cwd=folder)
+    assert '"sparse_prefill": true' in answer
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_rule_put_into_the_package_has_a_name_in_python_and_on_the_command_line(tmp_path: Path) -> None:
+def test_a_rule_put_into_the_package_has_a_name_on_the_command_line(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "spec_stack", tmp_path / "spec_stack", ignore=shutil.ignore_patterns("__pycache__"))
     rule = next(block for block in blocks(PAGE) if block.language == "python")
-    (entry,) = [block for block in blocks(PAGE) if block.title == "spec_stack/prefill/registry.py: in SCORERS"]
     (tmp_path / "spec_stack" / "prefill" / "rules" / "rare_words.py").write_text(rule.code, encoding="utf-8")
     registry = tmp_path / "spec_stack" / "prefill" / "registry.py"
     before, opening, after = registry.read_text(encoding="utf-8").partition("    KNOWN_SCORERS,\n    {\n")
+    entry = titled("spec_stack/prefill/registry.py: in SCORERS")
     assert opening
-    registry.write_text(f"{before}{opening}{entry.code}\n{after}", encoding="utf-8")
-    made = "from spec_stack.prefill.registry import make_rule; print(type(make_rule('rare_words')).__name__)"
-    assert run_python(tmp_path, "-c", made) == "RareWords\n"
-    text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
-    asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--sparse-prefill", "on", "--max-tokens", "4", "--json")
-    answer = run_python(tmp_path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n")
-    assert '"sparse_prefill": true' in answer
+    registry.write_text(f"{before}{opening}{entry}\n{after}", encoding="utf-8")
+    check_that_it_selects(tmp_path, tmp_path)
 
 
 # By day tests/serve/test_plugins.py starts a server with a module of the user.
@@ -40,14 +48,9 @@ def test_a_rule_in_a_module_of_ones_own_has_a_name_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule = next(block for block in blocks(PAGE) if block.language == "python")
-    (registers,) = [block for block in blocks(PAGE) if block.title == "rare_words.py: at the end"]
-    (tmp_path / "rare_words.py").write_text(rule.code + registers.code, encoding="utf-8")
+    (tmp_path / "rare_words.py").write_text(rule.code + titled("rare_words.py: at the end"), encoding="utf-8")
     monkeypatch.setenv("SPEC_STACK_PLUGINS", "rare_words")
-    text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
-    asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--sparse-prefill", "on", "--max-tokens", "4", "--json")
-    path = f"{ROOT}{os.pathsep}{tmp_path}"
-    answer = run_python(path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n", cwd=tmp_path)
-    assert '"sparse_prefill": true' in answer
+    check_that_it_selects(f"{ROOT}{os.pathsep}{tmp_path}", tmp_path)
 
 
 def test_the_page_names_everything_that_a_rule_is_shown() -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from experiments.common.headlines import load
 from spec_stack import SpecStackGenerator
 from spec_stack.cli.main import main
 from spec_stack.controller.registry import POLICIES
-from tests.support.pages import ROOT, Block, blocks, result
+from tests.support.pages import ROOT, Block, blocks
 
 PAGE = ROOT / "docs" / "policies.md"
 NOTEBOOK = ROOT / "examples" / "policies.ipynb"
@@ -111,7 +112,7 @@ def cells(speeds: list[list[float]]) -> str:
 
 
 def test_the_page_has_the_committed_figures() -> None:
-    text, boards = PAGE.read_text(encoding="utf-8"), result("policies")["boards"]
+    text, boards = PAGE.read_text(encoding="utf-8"), load("policies")["boards"]
     recorded, cold = boards["as recorded"], boards["started anew"]
     shown = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.count(" [") == 4]
     policies = [name for name in shown if name in recorded["fp32"]["all"]]
@@ -129,7 +130,7 @@ def test_the_page_has_the_committed_figures() -> None:
         wrong = [boards[f"always wrong, {how}, {cost} of a plain step a token"]["fp32"]["all"][name] for cost in COSTS]
         rows.append(f"| {label} | {' | '.join(f'{speed:.2f}' for speed, _, _ in wrong)} |")
     assert [row for row in rows if row not in text] == []
-    published = result("as_published")
+    published = load("as_published")
     assert f"{published['within']} of {published['cells']} cells" in text
     # What the page concludes.
     for each in PRECISIONS:

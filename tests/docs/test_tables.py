@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common import headlines
-from tests.support.pages import PAGES, ROOT, result
+from experiments.common.headlines import around, load
+from tests.support.pages import PAGES, ROOT
 
 RULES = ("calibrated", "default", "BM25", "paper", "random lines")
 RATES = ("0.1", "0.2", "0.3")
@@ -20,7 +20,7 @@ def row(values: Iterable[str]) -> str:
 
 
 def evidence_by_shape() -> list[str]:
-    found = result("evidence_shapes_qwen_2k")
+    found = load("evidence_shapes_qwen_2k")
     shapes = {"all": found["whole"], **found["shape"]}
     return [
         row([name, *(f"{rules[rule][rate][0]:.2f}" for rate in RATES[:2] for rule in RULES[:-1])])
@@ -29,7 +29,7 @@ def evidence_by_shape() -> list[str]:
 
 
 def shapes_that_miss_the_aims() -> list[str]:
-    shapes = result("evidence_shapes_qwen_2k")["shape"].values()
+    shapes = load("evidence_shapes_qwen_2k")["shape"].values()
     missed = [own["calibrated"]["0.1"][0] < 0.80 or own["calibrated"]["0.2"][0] < 0.93 for own in shapes]
     return [f"less than 0.80 / 0.93 at 2K, where {sum(missed)} of {len(missed)} do at 0.1 or 0.2"]
 
@@ -43,15 +43,15 @@ def evidence_of_multi_hop_questions() -> list[str]:
         ("2Wiki, any", "2wikimultihopqa", "any"),
         ("MuSiQue, every hop's answer", "musique", "hops"),
     ):
-        found = result(f"evidence_{file}")[part]
+        found = load(f"evidence_{file}")[part]
         rules = found.get("2hop", found)
         rows.append(row([name, *(f"{rules[rule]['0.2'][0]:.2f}" for rule in RULES)]))
     return rows
 
 
 def evidence_without_a_draft() -> list[str]:
-    found = result("evidence_shapes_draft_free_2k")
-    whole, measured = found["whole"], result("evidence_shapes_qwen_2k")["whole"]
+    found = load("evidence_shapes_draft_free_2k")
+    whole, measured = found["whole"], load("evidence_shapes_qwen_2k")["whole"]
     # The same prompts.
     assert all(whole[rule] == measured[rule] for rule in ("BM25", "random lines"))
     assert found["num_prompts"] == 120
@@ -59,7 +59,7 @@ def evidence_without_a_draft() -> list[str]:
 
 
 def answers() -> list[str]:
-    found = {length: result(f"answers_positions_{length}")["shapes"] for length in ("2k", "4k", "8k")}
+    found = {length: load(f"answers_positions_{length}")["shapes"] for length in ("2k", "4k", "8k")}
     parts = [("2K", found["2k"]["all"])]
     parts += [
         ("question last", found["2k"]["bare"]),
@@ -81,7 +81,7 @@ def answers() -> list[str]:
 def evidence_at_other_lengths() -> list[str]:
     found = []
     for name in ("qwen_4k", "qwen_8k"):
-        rules = result(f"evidence_shapes_{name}")["whole"]
+        rules = load(f"evidence_shapes_{name}")["whole"]
         whole = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in map(rules["calibrated"].get, RATES[:2])]
         shown = {"uncalibrated": rules["default"], "BM25": rules["BM25"]}
         others = [f"{rule} {' / '.join(f'{own[rate][0]:.2f}' for rate in RATES[:2])}" for rule, own in shown.items()]
@@ -90,7 +90,7 @@ def evidence_at_other_lengths() -> list[str]:
 
 
 def whole_answers() -> list[str]:
-    cells, rows = result("real_end_to_end")["cells"], []
+    cells, rows = load("real_end_to_end")["cells"], []
     for length in (2048, 4096, 8192):
         found = [cells[f"{length}/{num_tokens}"] for num_tokens in (16, 64, 256)]
         speeds = [(cell["n"], cell["pruned"]["over_theirs"]) for cell in found]
@@ -100,7 +100,7 @@ def whole_answers() -> list[str]:
 
 
 def decoding_by_task() -> list[str]:
-    found = result("real_decode")
+    found = load("real_decode")
     arms = {
         "assisted 3": "Transformers, assisted, 3 drafted",
         "look-up 10": "Transformers, prompt lookup, 10",
@@ -116,7 +116,7 @@ def decoding_by_task() -> list[str]:
 
 
 def turns_on_a_server() -> list[str]:
-    found, rows = result("real_serving")["parts"]["conversations"], []
+    found, rows = load("real_serving")["parts"]["conversations"], []
     for num_tokens in (2048, 4096):
         for turn in (1, 2):
             own = [found[f"{num_tokens} {arm}, turn {turn}"] for arm in ("SPEC_STACK", "off", "STANDALONE")]
@@ -126,8 +126,8 @@ def turns_on_a_server() -> list[str]:
 
 
 def answers_to_multi_hop_questions() -> list[str]:
-    arms = result("answers_musique")["arms"]
-    over = {name: headlines.around(own["over_dense"], "+.2f") for name, own in arms.items()}
+    arms = load("answers_musique")["arms"]
+    over = {name: around(own["over_dense"], "+.2f") for name, own in arms.items()}
     found = [
         "; ".join(over[f"{rule} {rate}"] for rate in rates)
         for rule, rates in (("calibrated", RATES), ("default", RATES[:2]))
@@ -140,7 +140,7 @@ def answers_to_multi_hop_questions() -> list[str]:
 
 
 def turns_behind_the_proxy() -> list[str]:
-    found, rows = result("proxy_vllm")["turns"], []
+    found, rows = load("proxy_vllm")["turns"], []
     for length in (2048, 8192):
         for turn in (1, 2):
             arms = [found[f"{length}, turn {turn}, {arm}"] for arm in ("direct", "qwen-0.5b", "smol-135m")]
@@ -151,7 +151,7 @@ def turns_behind_the_proxy() -> list[str]:
 
 
 def first_tokens_on_a_gpu() -> list[str]:
-    cases = result("bench_gpu")["cases"]
+    cases = load("bench_gpu")["cases"]
     rows = []
     for length in (8192, 16384, 32768, 65536):
         case = cases[f"prefill {length}"]
@@ -161,7 +161,7 @@ def first_tokens_on_a_gpu() -> list[str]:
 
 
 def steps_on_a_gpu() -> list[str]:
-    cases = [result("bench_gpu")["cases"][f"growing {step}"] for step in ("eager", "static", "compiled")]
+    cases = [load("bench_gpu")["cases"][f"growing {step}"] for step in ("eager", "static", "compiled")]
     rows = [row([role, *(f"{case[role]['median_ms']:.1f}" for case in cases)]) for role in ("draft", "target")]
     return [*rows, row(["draft over target, c", *(f"{case['c']:.2f}" for case in cases)])]
 

@@ -12,7 +12,7 @@ from spec_stack import SpecStackGenerator
 from spec_stack.cli.doctor import diagnose
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS, resolve_pair
-from tests.support.gguf_files import make_qwen2, set_first_type, write_gguf
+from tests.hf.gguf_files import make_qwen2, set_first_type, write_gguf
 
 pytest.importorskip("transformers.integrations.gguf", reason="this transformers reads no GGUF headers")
 TOKENIZER = ASSETS / "target" / "tokenizer.json"

@@ -1,9 +1,7 @@
-"""The pages of the documentation, as data: their fenced blocks, the words in them that are paths or commands, and the
-results that they show."""
+"""The pages of the documentation, as data: their fenced blocks."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -11,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -35,11 +32,6 @@ class Block:
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
-
-
-def result(name: str) -> Any:
-    """A committed result."""
-    return json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def blocks(page: Path) -> list[Block]:
