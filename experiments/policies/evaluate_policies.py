@@ -81,16 +81,16 @@ def as_published(folder: Path, num_resamples: int) -> dict[str, Any]:
     return {"cells": len(cells), "within": len(cells) - len(off), "off": off, "largest_difference": largest}
 
 
-def stress(records: Sequence[StepRecord], num_folds: int, seed: int) -> Iterator[tuple[str, Leaderboard]]:
+def stress(records: Sequence[StepRecord], num_folds: int) -> Iterator[tuple[str, Leaderboard]]:
     """Leaderboards under conditions that a default must bear; costs and wrong drafts at the first precision."""
-    yield "started anew", replay_policies(records, num_folds=num_folds, experienced=False, seed=seed)
+    yield "started anew", replay_policies(records, num_folds=num_folds, experienced=False)
     first = records[0].precision
     own = [record for record in records if record.precision == first]
     drafts = {"the draft": own} | {f"always wrong, {how}": always_wrong(own, *_WRONG[how]) for how in _WRONG}
     for name, runs in drafts.items():
         for cost in _COSTS:
             costs = {first: ShareOfPlain(cost)}
-            board = replay_policies(runs, num_folds=num_folds, experienced=False, costs=costs, seed=seed)
+            board = replay_policies(runs, num_folds=num_folds, experienced=False, costs=costs)
             yield f"{name}, {cost:g} of a plain step a token", board
 
 
@@ -109,16 +109,15 @@ def main() -> None:
     parser.add_argument("--as-published", action="store_true", help="repeat the SpecKV paper's tables")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--stress", action="store_true", help="also other starts, costs and drafts")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     options = parser.parse_args()
     if options.as_published:
         script.print_report("evaluate_policies", as_published(options.records[0], 10_000), options.out)
         return
     import_plugins()
     records = read(options.records)
-    boards = {"as recorded": replay_policies(records, num_folds=options.folds, seed=options.seed)}
+    boards = {"as recorded": replay_policies(records, num_folds=options.folds)}
     if options.stress:
-        boards |= stress(records, options.folds, options.seed)
+        boards |= stress(records, options.folds)
     for name, board in boards.items():
         print(f"\n{name}: {board.table()}")
     first = next(iter(boards))

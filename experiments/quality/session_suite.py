@@ -47,9 +47,7 @@ def ask(session: Session, messages: list[dict[str, str]], options: dict[str, Any
     metrics = answer.metrics
     return answer.text, {
         "recalled": metrics.num_recalled_tokens,
-        "prefilled_again": metrics.num_recomputed_tokens,
         "ttft_cpu_s": answer.first_s,
-        "ttft_s": metrics.ttft_s,
     }
 
 
@@ -100,7 +98,7 @@ def summarise(rows: Rows) -> list[dict[str, Any]]:
             "less_dense": mean_interval([own - dense for own, dense in right]),
             "held": fmean(turn["held"] == 1 for turn in turns),
             "after": fmean(turn["after"] == 1 for turn in turns),
-            **{name: fmean(turn[name] for turn in turns) for name in ("dropped", "recalled", "prefilled_again")},
+            **{name: fmean(turn[name] for turn in turns) for name in ("dropped", "recalled")},
             "ttft_cpu_s": median(turn["ttft_cpu_s"] for turn in turns),
         }
         summary.append(told)

@@ -89,7 +89,7 @@ def replay(
     rows: Rows,
     max_tokens: int,
     only_cold: bool = False,
-) -> list[dict[str, Any]]:
+) -> None:
     """One conversation through all arms, or the cold ones, a row printed after every answer; they are kept when all are
     there."""
     tools = list(row.get("tools") or TOOLS)
@@ -121,7 +121,6 @@ def replay(
             note(f"cold {arm}", last, cold, ask(cold, turns[last], options[arm]))
     for each in found:
         rows.add(f"{key}/{each['turn']}", each["arm"], {name: value for name, value in each.items() if name != "arm"})
-    return found
 
 
 def compare(kind: str, seconds: Sequence[tuple[float, float]]) -> dict[str, Any]:

@@ -70,7 +70,6 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=1 << 20, help="longer prompts are left out (none)")
     parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1, 0.2, 0.4], help="fixed (%(default)s)")
     parser.add_argument("--most-dropped", type=float, default=0.25, help="max_dropped_attention (%(default)s)")
-    parser.add_argument("--kinds", nargs="+", default=[], help="prompts of these kinds alone")
     arguments = parser.parse_args()
     rows = Rows(arguments.rows, arguments.minutes)
     prefill = calibrated(arguments.calibration) if arguments.calibration else PrefillConfig()
@@ -78,10 +77,7 @@ def main() -> None:
     tokenizer, least, most = generator.tokenizer, arguments.from_tokens, arguments.most_tokens
     measured = prompts(arguments.data, arguments.texts, arguments.num_tokens, measure_with(tokenizer))
     fitting = (
-        asked
-        for asked in measured
-        if (not arguments.kinds or asked.kind in arguments.kinds)
-        and least <= len(encode_messages(tokenizer, asked.messages).token_ids) <= most
+        asked for asked in measured if least <= len(encode_messages(tokenizer, asked.messages).token_ids) <= most
     )
     arms: dict[str, dict[str, Any]] = {DENSE: {"sparse_prefill": "off"}}
     arms |= {f"always {rate}": {"sparse_prefill": "on", "keep_rate": rate} for rate in arguments.keep_rates}

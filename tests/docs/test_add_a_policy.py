@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from spec_stack import DraftSignals, StepContext
-from tests.support.pages import ROOT, blocks, run_python
+from tests.support.pages import ROOT, blocks, copy_repository, run_python
 
 PAGE = ROOT / "docs" / "add-a-policy.md"
 
@@ -16,10 +15,7 @@ PAGE = ROOT / "docs" / "add-a-policy.md"
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_policy_put_into_the_package_has_a_name_and_passes_the_tests_of_all(tmp_path: Path) -> None:
-    for folder in ("spec_stack", "tests", "experiments"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "results")
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    copy_repository(tmp_path, "spec_stack", "tests", "experiments")
     policy = next(block for block in blocks(PAGE) if block.language == "python")
     (entry,) = [block for block in blocks(PAGE) if block.title]
     assert entry.title == "spec_stack/controller/registry.py: in POLICIES"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.pages import ROOT, Block, blocks, run_python
+from tests.support.pages import ROOT, Block, blocks, copy_repository, run_python
 
 PAGE = ROOT / "docs" / "add-an-architecture.md"
 # "spec_stack/hf/architectures.py: in SUPPORTED" is the line behind which the block goes.
@@ -30,10 +29,7 @@ def _insert(block: Block, root: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_the_page_adds_an_architecture_whose_every_check_passes(tmp_path: Path) -> None:
-    for folder in ("spec_stack", "tests", "experiments", "docs"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "results")
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    copy_repository(tmp_path, "spec_stack", "tests", "experiments", "docs")
     steps = [block for block in blocks(PAGE) if block.title]
     assert len(steps) == 3
     for step in steps:

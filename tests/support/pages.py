@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,14 @@ def _fences(text: str) -> Iterator[Block]:
 def python_blocks(page: Path) -> list[Block]:
     """The blocks that are Python to run or to read; not those that belong into a file."""
     return [block for block in blocks(page) if block.language == "python" and not block.title]
+
+
+def copy_repository(to: Path, *folders: str) -> None:
+    """These folders of the repository, without weights and results."""
+    for folder in folders:
+        ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "results")
+        shutil.copytree(ROOT / folder, to / folder, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", to)
 
 
 def run_python(root: Path | str, *arguments: str, cwd: Path | str | None = None) -> str:

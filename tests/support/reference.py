@@ -40,15 +40,14 @@ def importance(
     layers: Sequence[int] | None = None,
     *,
     heads: Sequence[tuple[int, int]] | None = None,
-    num_tail: int = 1,
     prefill: Hides | None = None,
 ) -> np.ndarray:
     """SpecPrefill's token importance by loops over the attention matrices of one eager forward.
 
     The softmax over all keys, restricted to the prompt and renormalised, is the softmax over the prompt alone. What
     a row lacks of one is the sink's share, which stays. layers: which attention layers count; all of them by default.
-    heads: which (layer, head) pairs. num_tail: how many of the last prompt tokens ask. prefill: what the prompt's
-    tokens do not see, for a model without windows of its own.
+    heads: which (layer, head) pairs. prefill: what the prompt's tokens do not see, for a model without windows of its
+    own.
     """
     ids = torch.tensor([[*prompt, *look_ahead]])
     mask = _mask(ids, prefill)
@@ -56,7 +55,7 @@ def importance(
         attentions = eager_model(ids, attention_mask=mask, output_attentions=True).attentions
     size, half = len(prompt), pool_kernel // 2
     total = np.zeros(size)
-    for query in range(size - num_tail, size + len(look_ahead)):
+    for query in range(size - 1, size + len(look_ahead)):
         best = np.zeros(size)
         for index, layer in enumerate(attentions):
             for number, head in enumerate(layer[0]):
@@ -68,7 +67,7 @@ def importance(
                     window = row[max(0, token - half) : token + half + 1]
                     best[token] = max(best[token], window.mean())
         total += best
-    return total / (num_tail + len(look_ahead))
+    return total / (1 + len(look_ahead))
 
 
 def question_importance(
