@@ -128,3 +128,11 @@ def test_a_look_up_is_used_where_the_draft_does_not_want_to_propose() -> None:
     gate, policy = NgramPolicy(), make_policy("throughput")
     seconds = [decode_s(prompt, text, policy, gate, "both") for _ in range(3)]
     assert seconds[-1] < 0.3 * decode_s(prompt, text, make_policy("fixed", gamma=0), NgramPolicy(), "model")
+
+
+@pytest.mark.parametrize("gamma", [0, 2, 4])
+def test_drafted_tokens_are_kept_up_to_the_first_wrong_one(gamma: int) -> None:
+    # The draft is right wherever the text has token 0; the text is checked.
+    text = [5, 0, 0, 6, 0, 0, 0, 0, 7]
+    seconds = decode_s([1, 2, 3], text, make_policy("fixed", gamma=gamma), NgramPolicy(), "model")
+    assert gamma or seconds == pytest.approx(9 * 0.1)

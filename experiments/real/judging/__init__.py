@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+from experiments.real.evidence_prompts import Measure
 from experiments.real.judging import agents, requests
-from experiments.real.judging.documents import Measure, Texts
+from experiments.real.judging.documents import Texts
 from experiments.real.judging.prompt import JudgingPrompt
 
 _SEED = 1

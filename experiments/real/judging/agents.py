@@ -6,7 +6,8 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 
-from experiments.real.judging.documents import TOWNS, WORDS, Measure, Needle, Texts, draw, fill, haystack, hide
+from experiments.real.evidence_prompts import TOWNS, Measure
+from experiments.real.judging.documents import WORDS, Needle, Texts, draw, fill, haystack, hide
 from experiments.real.judging.prompt import JudgingPrompt, Message
 
 _MEDIA = ("log", "python", "yaml", "english")

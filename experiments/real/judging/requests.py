@@ -5,18 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 
-from experiments.real.judging.documents import (
-    LANGUAGES,
-    TOWNS,
-    WORDS,
-    Document,
-    Measure,
-    Needle,
-    Texts,
-    fill,
-    hide,
-    make_document,
-)
+from experiments.real.evidence_prompts import TOWNS, Measure
+from experiments.real.judging.documents import LANGUAGES, WORDS, Document, Needle, Texts, fill, hide, make_document
 from experiments.real.judging.prompt import JudgingPrompt, Message
 
 MEDIA = (
