@@ -173,10 +173,15 @@ def function_call(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": str(function.get("name")), "arguments": arguments}}
 
 
-def as_functions(calls: Sequence[Any]) -> list[Any]:
+def as_functions(calls: Any) -> Any:
     """Tool calls with OpenAI's custom ones as calls of functions, the form that chat templates write."""
-    custom = [call.get("custom") if isinstance(call, Mapping) else None for call in calls]
-    return [function_call(one) if isinstance(one, Mapping) else call for one, call in zip(custom, calls, strict=True)]
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        return calls
+    return [function_call(call["custom"]) if _is_custom(call) else call for call in calls]
+
+
+def _is_custom(call: Any) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("custom"), Mapping)
 
 
 def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
@@ -209,17 +214,17 @@ def checked_message(message: Any, takes_media: bool = False) -> dict[str, Any]:
     is_text = isinstance(content, str | list) or (content is None and role == "assistant")
     if not isinstance(role, str) or not is_text:
         raise ValueError(f"a message needs a 'role' and a text 'content', got {dict(message)!r}")
-    calls = _checked_calls(message.get("tool_calls") or [])
+    calls = as_functions(message.get("tool_calls") or [])
+    _check_call_list(calls)
     return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
-def _checked_calls(calls: Any) -> list[Any]:
-    """Tool calls as functions. Raises ValueError for another form than OpenAI's or that of a function alone."""
+def _check_call_list(calls: Any) -> None:
+    """Raise ValueError for tool calls in another form than OpenAI's; some templates take a function alone."""
     if isinstance(calls, Sequence) and not isinstance(calls, str | bytes):
-        listed = as_functions(calls)
-        functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in listed]
+        functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in calls]
         if all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions):
-            return listed
+            return
     raise ValueError(
         "a message's tool_calls must be a list of {'type': 'function', 'function': {'name': ..., 'arguments': ...}}, "
         f"got {calls!r}"

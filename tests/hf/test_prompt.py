@@ -277,14 +277,25 @@ def test_a_final_message_is_continued(embedded: SpecStackGenerator) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_chat_that_goes_on_from_a_known_one_has_its_tokens_and_else_those_of_its_text(
+def test_a_longer_chat_has_the_same_tokens_whether_or_not_its_beginning_is_known(
     embedded: SpecStackGenerator, seed: int
 ) -> None:
     rng = random.Random(seed)
     tokenizer = embedded.tokenizer if seed % 2 else with_template(embedded, THINKING)
-    # A model may generate other tokens than its text has by itself.
-    is_spelt = seed % 4 == 1
-    words = ["def f(x):\n", "    return", "the cat ", "\n\n", " ", "é", "<|end|>", "<|user|>", "日本", "\t", "..."]
+    words = [
+        "def f(x):\n",
+        "    return",
+        " x",
+        "the cat ",
+        "\n\n",
+        " ",
+        "é",
+        "<|end|>",
+        "<|user|>",
+        "日本",
+        "\t",
+        "...",
+    ]
 
     def text() -> str:
         return "".join(rng.choice(words) for _ in range(rng.randrange(12)))
@@ -298,13 +309,10 @@ def test_a_chat_that_goes_on_from_a_known_one_has_its_tokens_and_else_those_of_i
         elif action == "drop" and len(messages) > 2:
             del messages[-rng.randrange(1, 3) :]
         messages.append({"role": "assistant" if turn % 2 else "user", "content": said})
-        alone, encoded = encode(tokenizer, messages), encode(tokenizer, messages, known)
-        assert is_spelt or encoded == alone
-        assert known is None or splice(tokenizer, alone, known) == encoded
+        fresh = encode(tokenizer, messages)
+        assert encode(tokenizer, messages, known) == fresh
         said = text()
-        pieces = list(said) if is_spelt else [said]
-        ids = [token for piece in pieces for token in tokenizer(piece, add_special_tokens=False).input_ids]
-        known = encoded.with_answer(ids, said)
+        known = fresh.with_answer(tokenizer(said, add_special_tokens=False).input_ids, said)
 
 
 def test_only_the_tail_of_a_known_chat_is_tokenized(embedded: SpecStackGenerator) -> None:
@@ -449,3 +457,27 @@ def test_the_length_that_two_sequences_share() -> None:
         while expected < min(len(one), len(other)) and one[expected] == other[expected]:
             expected += 1
         assert num_shared(one, other) == num_shared(tuple(one), tuple(other)) == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_spliced_chat_is_the_one_encoded_beside_the_known(embedded: SpecStackGenerator, seed: int) -> None:
+    draw = random.Random(seed)
+    tokenizer = embedded.tokenizer
+    words = ["a", "b ", "\n", "<|end|>", "code", " 12", "é"]
+
+    def said() -> str:
+        return "".join(draw.choices(words, k=draw.randint(0, 6)))
+
+    messages: Chat = [{"role": "system", "content": said()}, {"role": "user", "content": said()}]
+    known = encode(tokenizer, messages)
+    for _ in range(4):
+        answer = said()
+        # In other tokens than its text has by itself, as a model may generate it.
+        ids = [token for letter in answer for token in tokenizer(letter, add_special_tokens=False).input_ids]
+        known = known.with_answer(ids, answer)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": said()}]
+        if draw.random() < 0.3:
+            messages[draw.randrange(len(messages))]["content"] = said()
+        wanted = encode(tokenizer, messages, known)
+        assert splice(tokenizer, encode(tokenizer, messages), known) == wanted
+        known = wanted
