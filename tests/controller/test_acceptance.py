@@ -6,18 +6,10 @@ import json
 import math
 import random
 
-import numpy as np
 import pytest
 
-from spec_stack.controller.acceptance import (
-    FILE,
-    SURVIVAL_FEATURES,
-    AcceptanceEstimator,
-    shipped_network,
-    survival_features,
-)
+from spec_stack.controller.acceptance import FILE, AcceptanceEstimator
 from spec_stack.controller.base import DraftSignals
-from spec_stack.controller.predictor import Network
 from tests.support.controller_data import step
 from tests.support.reference_controller import network_output, survival
 
@@ -103,14 +95,3 @@ def test_chances_become_true_of_a_pair_that_the_weights_are_wrong_about() -> Non
         model.learn(record)
     assert sum(said[0.3]) / len(said[0.3]) == pytest.approx(0.5, abs=0.1)
     assert sum(said[0.95]) / len(said[0.95]) == pytest.approx(0.7, abs=0.1)
-
-
-def test_the_features_are_those_of_the_card_and_the_first_token_follows_a_sure_one() -> None:
-    own, following = survival_features(SIGNALS, 0)
-    assert len(own) == len(following) == len(SURVIVAL_FEATURES) == len(shipped_network().weights[0])
-    assert (own[3:], following[3:]) == ([1.0, 0.0, 0.0], [1.0, 0.0, 1.0])
-
-
-def test_another_network_takes_the_shipped_ones_place() -> None:
-    even = Network([np.zeros((len(SURVIVAL_FEATURES), 1))], [np.zeros(1)])
-    assert chances(AcceptanceEstimator(network=even), SIGNALS)[1] == pytest.approx((0.25, 0.125))

@@ -138,21 +138,7 @@ def test_a_decision_and_what_is_learned_from_it_take_little_time() -> None:
     assert sorted(spent)[200] < 2e-3
 
 
-def test_a_draft_that_is_always_wrong_ends_its_drafting() -> None:
-    policy = BatchThroughput(gammas=(0, 1, 8))
-    for number in range(120):
-        gamma = policy.choose(_context(number, BatchRequest("a")))
-        policy.observe(_record(number, "a", gamma, 0, 1 + 0.2 * gamma))
-    assert [policy.choose(_context(number, BatchRequest("a"))) for number in range(120, 130)].count(0) >= 9
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"gammas": ()}, "gammas"),
-        ({"weight": 0.0}, "weight"),
-    ],
-)
+@pytest.mark.parametrize(("options", "named"), [({"gammas": ()}, "gammas"), ({"weight": 0.0}, "weight")])
 def test_bad_options_are_refused_by_name(options: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         BatchThroughput(**options)  # type: ignore[arg-type]

@@ -60,14 +60,6 @@ def test_one_gamma_alone_and_a_plain_step_give_the_price_of_a_token() -> None:
     assert model.plain_s == pytest.approx(0.03)
 
 
-def test_estimates_follow_a_lasting_change() -> None:
-    model = StepCost()
-    for factor in (1.0, 10.0):
-        for gamma in (0, 1, 3, 5, 7) * 40:
-            model.observe(gamma, factor * 0.01 * gamma, factor * 0.03)
-    assert model.per_token_s() == pytest.approx(0.1, rel=0.1)
-
-
 def test_recomputed_tokens_are_priced_into_the_drafted_token() -> None:
     # Half of the drafted tokens are read once more; every token beside the first costs the target 2 ms.
     rng = random.Random(2)
