@@ -70,10 +70,9 @@ def looping(embedded: SpecStackGenerator) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gamma", others_nightly([0, 1, 4], usual=[4]))
-def test_the_embedded_pair_copies_in_fewer_steps_and_loses_nothing(gamma: int, embedded: SpecStackGenerator) -> None:
+def test_the_embedded_pair_copies_in_fewer_steps_and_loses_nothing(embedded: SpecStackGenerator) -> None:
     prompt = looping(embedded)
-    options = {"input_ids": prompt, "max_tokens": 60, "ignore_eos": True, "gamma": gamma}
+    options = {"input_ids": prompt, "max_tokens": 60, "ignore_eos": True, "gamma": 4}
     plain = embedded.generate(**options)  # type: ignore[arg-type]
     # Look-up goes by measured seconds, and gives up for an answer in which a busy machine stalls its first try.
     several = [embedded.generate(proposer="both", **options) for _ in range(5)]  # type: ignore[arg-type]
@@ -140,19 +139,6 @@ def test_a_stop_string_inside_a_look_up_ends_the_text_where_it_ends_it_without(e
     assert len({(result.text, tuple(result.token_ids), result.finish_reason) for result in results}) == 1
 
 
-def test_a_session_looks_up_in_all_of_the_conversation(embedded: SpecStackGenerator) -> None:
-    messages = [{"role": "user", "content": "Repeat: the quick brown fox jumps over the lazy dog near 58213."}]
-    answers = []
-    for proposer in ("model", "both"):
-        turns = list(messages)
-        with embedded.session() as session:
-            for question in ("Again, please.", "And once more."):
-                answer = session.generate(messages=turns, max_tokens=24, proposer=proposer)
-                answers.append((proposer, answer.token_ids))
-                turns += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
-    assert [ids for name, ids in answers if name == "model"] == [ids for name, ids in answers if name == "both"]
-
-
 def test_a_draft_that_cannot_propose_leaves_look_ups(target: PreTrainedModel) -> None:
     draft = make_model(seed=2)
     draft.config.max_position_embeddings = 8
@@ -202,31 +188,44 @@ def test_sampled_tokens_have_exactly_the_targets_law_whoever_proposes(
         assert law[outcome] == pytest.approx(chance, abs=1e-4), outcome
 
 
-def test_a_token_that_was_looked_up_is_accepted_with_the_targets_probability(embedded: SpecStackGenerator) -> None:
-    result = embedded.generate(
-        input_ids=looping(embedded), max_tokens=60, temperature=1.0, proposer="both", ignore_eos=True,
-        return_records=True,
-    )  # fmt: skip
-    assert result.metrics.seed is not None
-    assert any(record.num_ngram_tokens for record in result.records or [])
+@pytest.mark.slow
+def test_drafting_decides_about_no_token_after_having_seen_past_it() -> None:
+    """DSpark's counter-example (appendix A of https://arxiv.org/abs/2607.05147): the draft is sure behind a 0 alone. A
+    rule that drops a proposal for its second token's confidence has 0 behind the 2 with 0.85."""
+    target = [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0.7, 0.3, 0, 0], [0, 0, 1, 0]]
+    draft = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0]]
+
+    def run(sampler: Sampler) -> list[int]:
+        # What is drawn after the second token makes more ways, and changes none of its chances.
+        return list(islice(chain_tokens((target, draft), "model", [3, 3], 4, Fixed(2), sampler), 1, 2))
+
+    assert exact_law(run, grid=10) == pytest.approx({(0,): 0.7, (1,): 0.3}, abs=1e-3)
+
+
+SURE = NgramToken(7, 64, 16, 0)
 
 
 def found(num_tokens: int, length: int = 3, num_seen: int = 1, num_others: int = 0) -> list[NgramToken]:
     return [NgramToken(7, length + place, num_seen, num_others) for place in range(num_tokens)]
 
 
+def looked_up(num_tokens: int, num_accepted: int, seconds: float = 0.03) -> StepRecord:
+    """A step of n-gram tokens alone, a plain one without any."""
+    made = step(num_tokens, num_accepted, draft_s=0.0, verify_s=seconds)
+    return replace(made, signals=DraftSignals(), num_ngram_tokens=num_tokens, proposer="ngram")
+
+
 def test_the_gate_learns_which_look_ups_are_right() -> None:
     gate = NgramPolicy()
     before = gate.chance(found(1)[0])
-    looked = replace(step(8, 0, draft_s=0.0), signals=DraftSignals(), num_ngram_tokens=8, proposer="ngram")
     for _ in range(20):
         gate.offer([found(8)], 8)
-        gate.observe(looked)
+        gate.observe(looked_up(8, 0))
     assert gate.chance(found(1)[0]) < before / 2
     assert len(gate.offer([found(64)], 64).found) <= 8
     for _ in range(40):
         gate.offer([found(8)], 8)
-        gate.observe(replace(looked, num_accepted=8, num_tokens=9))
+        gate.observe(looked_up(8, 8))
     assert gate.chance(found(1)[0]) > 0.5
     assert len(gate.offer([found(64)], 64).found) >= 8
 
@@ -235,12 +234,11 @@ def test_the_gate_learns_which_look_ups_are_right() -> None:
 def test_wrong_look_ups_from_one_place_do_not_make_those_from_the_other_doubted(is_shared: bool) -> None:
     gate = NgramPolicy()
     here, there = (found(1)[0]._replace(is_shared=shared) for shared in (is_shared, not is_shared))
-    looked = replace(step(1, 0, draft_s=0.0), signals=DraftSignals(), num_ngram_tokens=1, proposer="ngram")
     # That the model of all requests learns is not what is asked here: the two places' chances over each other.
     before = gate.chance(there) / gate.chance(here)
     for _ in range(10):
         gate.offer([[here]], 1)
-        gate.observe(looked)
+        gate.observe(looked_up(1, 0))
     assert gate.chance(there) / gate.chance(here) > 1.5 * before
 
 
@@ -254,56 +252,29 @@ def test_longer_more_frequent_and_less_disputed_tokens_are_held_likelier() -> No
         assert gate.chance(worse) < gate.chance(better)
 
 
-def taught() -> NgramPolicy:
-    """A policy that knows the seconds of plain steps and of eight verified tokens, which cost little."""
-    gate = NgramPolicy()
-    for gamma in (0, 8):
-        gate.observe(step(gamma, gamma, draft_s=0.01 * gamma, verify_s=0.1))
-    return gate
-
-
-def test_the_better_of_two_continuations_is_offered() -> None:
-    offer = taught().offer([found(8, length=1, num_others=5), found(8, length=20, num_seen=4)], 8)
-    assert (offer.found[0].length, offer.found[0].num_seen) == (20, 4)
-
-
-def test_a_gate_takes_no_more_of_a_continuation_than_it_may_use() -> None:
-    endless = iter(lambda: NgramToken(7, 64, 16, 0), None)
-    assert len(taught().offer([endless], 5).found) == 5
-
-
-def looked_up(num_tokens: int, num_accepted: int, seconds: float) -> StepRecord:
-    """A step of n-gram tokens alone, a plain one without any."""
-    made = step(num_tokens, num_accepted, draft_s=0.0, verify_s=seconds)
-    return replace(made, signals=DraftSignals(), num_ngram_tokens=num_tokens, proposer="ngram")
-
-
 def test_lookup_verifies_two_tokens_or_twice_what_a_step_has() -> None:
     gate = NgramPolicy()
-    endless = [NgramToken(7, 64, 16, 0)] * 64
     offered = []
     for gamma in (0, 0, 2, 4, 8):
-        offered.append(len(gate.offer([endless], 64).found))
+        offered.append(len(gate.offer([[SURE] * 64], 64).found))
         gate.observe(looked_up(gamma, gamma, 0.1))
     assert offered == [2, 2, 2, 4, 8]
 
 
 def test_slow_first_steps_do_not_end_lookup() -> None:
     gate = NgramPolicy()
-    endless = [NgramToken(7, 64, 16, 0)] * 64
     offered = []
     for number in range(12):
-        offered.append(len(gate.offer([endless], 16).found) if number else 0)
+        offered.append(len(gate.offer([[SURE] * 64], 16).found) if number else 0)
         gate.observe(looked_up(offered[-1], offered[-1], 5.0 if number < 2 else 0.1))
     assert offered[-1] >= 8
 
 
 def test_rejected_lookups_cost_no_more_than_their_allowance() -> None:
     gate = NgramPolicy()
-    endless = [NgramToken(7, 64, 16, 0)] * 64
     lost = 0.0
     for _ in range(1000):
-        verified = len(gate.offer([endless], 16).found)
+        verified = len(gate.offer([[SURE] * 64], 16).found)
         # A verified token costs 0.8 of a plain step.
         gate.observe(looked_up(verified, 0, 0.1 + 0.08 * verified))
         lost += 0.8 * verified
@@ -331,9 +302,9 @@ def test_a_look_up_ends_where_all_of_it_is_too_unlikely_to_be_right() -> None:
 
 def test_a_look_up_that_seems_sure_costs_no_more_than_its_allowance() -> None:
     gate = knows_costs(0.02)
-    sure = NgramToken(7, 64, 16, 0)
-    offered = len(gate.offer([[sure] * 64], 64).found)
-    assert gate.chance(sure) ** 16 > gate.price(15)
+    # Of two continuations the better one is offered.
+    offered = len(gate.offer([found(8, length=1, num_others=5), [SURE] * 64], 64).found)
+    assert gate.chance(SURE) ** 16 > gate.price(15)
     # In plain steps: a token takes a fifth of one.
     assert 1 < offered <= (TUNING.start_allowance + TUNING.try_share * 20) / 0.2 + 1e-9
 

@@ -14,7 +14,6 @@ from spec_stack.hf.processors import make_warp
 from spec_stack.types import Proposal
 from tests.support import reference
 from tests.support.enumeration import assert_law, exact_law, tiny_pair
-from tests.support.nightly import others_nightly
 
 
 def one_hot_logits(*choices: int) -> torch.Tensor:
@@ -23,15 +22,11 @@ def one_hot_logits(*choices: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("drafted", "num_accepted", "next_token"),
-    [([4, 5, 6], 3, 7), ([4, 5, 9], 2, 6), ([9, 5, 6], 0, 4), ([4, 9, 6], 1, 5)],
+    [([], 0, 4), ([4, 5, 6], 3, 7), ([4, 5, 9], 2, 6), ([9, 5, 6], 0, 4), ([4, 9, 6], 1, 5)],
 )
 def test_greedy_accepts_the_prefix_that_matches(drafted: list[int], num_accepted: int, next_token: int) -> None:
     verification = verify(one_hot_logits(4, 5, 6, 7), Proposal(drafted), Sampler())
     assert (verification.num_accepted, verification.next_token) == (num_accepted, next_token)
-
-
-def test_an_empty_proposal_yields_the_targets_token() -> None:
-    assert verify(one_hot_logits(4), Proposal(), Sampler()).next_token == 4
 
 
 class RecordedPrefixes:
@@ -95,38 +90,6 @@ def test_a_rejection_by_rounding_draws_from_the_target() -> None:
     assert verify(logits, Proposal([0], logits[:1].softmax(-1)), Rigged(1.0)).next_token in (0, 2)
 
 
-def make_sampler(seed: int, shaper: RecordedPrefixes | None = None) -> Sampler:
-    return Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(seed), shaper)
-
-
-def observed_law(target: np.ndarray, draft: np.ndarray, num_draws: int, sampler: Sampler) -> Counter[tuple[int, ...]]:
-    target_logits, draft_probs = (
-        torch.tensor(target).log().float(),
-        torch.tensor(draft).float(),
-    )
-    counts: Counter[tuple[int, ...]] = Counter()
-    for _ in range(num_draws):
-        drafted = [sampler.pick(row) for row in draft_probs]
-        verification = verify(target_logits, Proposal(drafted, draft_probs), sampler)
-        counts[(*drafted[: verification.num_accepted], verification.next_token)] += 1
-    return counts
-
-
-def random_rows(num: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).dirichlet(np.full(3, 0.7), size=num)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("gamma", others_nightly([0, 1, 2], usual=[0, 2]))
-def test_rejection_sampling_has_the_enumerated_law(gamma: int, in_order: bool) -> None:
-    target, draft = random_rows(gamma + 1, 1), random_rows(max(gamma, 1), 2)[:gamma]
-    law = reference.speculative_law(target, draft)
-    # With a shaper rows are judged one by one.
-    counts = observed_law(target, draft, 6000, make_sampler(5, RecordedPrefixes() if in_order else None))
-    assert_law(counts, law)
-
-
 # Rows that are accepted in part: half of token 0 is rejected, and two tokens may replace it.
 TARGET = torch.tensor([[0.4, 0.3, 0.3], [0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
 DRAFT = torch.tensor([[0.8, 0.1, 0.1], [0.5, 0.5, 0.0]])
@@ -134,7 +97,7 @@ DRAFT = torch.tensor([[0.8, 0.1, 0.1], [0.5, 0.5, 0.0]])
 
 @pytest.mark.parametrize("is_chosen", [False, True])
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize(("gamma", "grid"), [(1, 40), (2, 4)])
+@pytest.mark.parametrize(("gamma", "grid"), [(0, 1), (1, 40), (2, 4)])
 def test_every_way_through_a_verification_has_exactly_the_law(
     gamma: int, grid: int, in_order: bool, is_chosen: bool
 ) -> None:
@@ -153,33 +116,13 @@ def test_every_way_through_a_verification_has_exactly_the_law(
     assert exact_law(run, grid) == pytest.approx({outcome: chance for outcome, chance in expected.items() if chance})
 
 
-def test_the_enumerated_law_is_the_targets_own_at_the_first_token() -> None:
-    target, draft = random_rows(3, 3), random_rows(2, 4)
-    first = np.zeros(3)
-    for outcome, weight in reference.speculative_law(target, draft).items():
-        first[outcome[0]] += weight
-    np.testing.assert_allclose(first, target[0], atol=1e-12)
-
-
 def test_a_target_equal_to_the_draft_accepts_everything() -> None:
-    sampler = make_sampler(0)
-    rows = torch.tensor(random_rows(3, 6)).float()
+    sampler = Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(0))
+    rows = torch.tensor(np.random.default_rng(6).dirichlet(np.full(3, 0.7), size=3)).float()
     for _ in range(200):
         # The draft's probabilities go through the same softmax as the target's, as they do in the loop.
         proposal = Proposal([sampler.pick(row) for row in rows[:2]], sampler.probs(rows.log())[:2])
         assert verify(rows.log(), proposal, sampler).num_accepted == 2
-
-
-@pytest.mark.slow
-def test_chosen_tokens_are_judged_exactly_too() -> None:
-    target = random_rows(3, 8)
-    sampler = make_sampler(9)
-    logits = torch.tensor(target).log().float()
-    firsts: Counter[int] = Counter()
-    for _ in range(6000):
-        verification = verify(logits, Proposal([1, 0]), sampler)
-        firsts[1 if verification.num_accepted else verification.next_token] += 1
-    assert_law(firsts, dict(enumerate(target[0])))
 
 
 def pair_law(model: PreTrainedModel, kept: list[int], positions: list[int], start: int) -> np.ndarray:

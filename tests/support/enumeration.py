@@ -107,7 +107,6 @@ def chain_tokens(
     num_tokens: int,
     policy: Policy,
     sampler: Sampler,
-    proposer: type[Proposer] = Proposer,
 ) -> Iterator[int]:
     """The real loop over two chains, the target's table first. source: who proposes."""
     models = [chain_model(table) for table in tables]
@@ -118,7 +117,7 @@ def chain_tokens(
         prompt_ids=prompt, sampler=sampler, stopper=StopChecker(num_tokens, ()), end_ids=(), proposer=source,
         precision="fp32", clock=StoppedClock(),
     )  # fmt: skip
-    whole, drafts = Selection(prompt, range(len(prompt)), len(prompt)), proposer(request, draft, NgramPolicy())
+    whole, drafts = Selection(prompt, range(len(prompt)), len(prompt)), Proposer(request, draft, NgramPolicy())
     for output in decode(request, target, whole, Proposal(), policy, drafts):
         yield from output.token_ids
 
