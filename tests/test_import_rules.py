@@ -293,7 +293,7 @@ def test_nothing_edits_the_import_path() -> None:
 
 
 # One import loads them all; the registry by itself is held to less in tests/controller/test_policies.py.
-NO_TORCH = "controller.throughput controller.speckv controller.batch bench.replay bench.training bench.oracles records"
+NO_TORCH = "controller.throughput controller.speckv controller.batch bench.replay bench.training records"
 
 
 def test_policies_replay_and_records_load_no_torch_and_no_scikit_learn() -> None:

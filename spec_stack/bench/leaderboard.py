@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from spec_stack.bench.intervals import Interval
+from spec_stack.bench.intervals import Interval, ratio_interval
 
 ALL = "all"
 ORACLE = "oracle"
@@ -17,26 +17,12 @@ _PLOTTED_INCHES = (6.4, 0.26, 1.2)
 
 @dataclass(frozen=True)
 class Line:
-    """One policy over the prompts of a task.
+    """One policy over the prompts that all policies answered, of a task or of "all".
 
-    Parameters
-    ----------
-    precision, task, policy : str
-        The target's precision; a task, or "all"; the policy's name.
-    num_prompts : int
-        Prompts that every policy answered.
-    speed : Interval
-        Over the leaderboard's baseline on the same prompts: seconds of the baseline over seconds of the policy.
-    tokens_per_s : float
-        Of whole answers (live), or of decode steps (replay).
-    tokens_per_step : float
-        Output tokens per forward of the target.
-    proposed_per_step : float
-        Proposed tokens per forward of the target.
-    acceptance : float or None
-        Accepted over proposed tokens; None without proposals.
-    num_same : int or None
-        Answers with exactly the baseline's tokens; None in a replay, where the text is given.
+    speed: seconds of the leaderboard's baseline over the policy's. tokens_per_s: of whole answers (live), or of decode
+    steps (replay). tokens_per_step, proposed_per_step: output and proposed tokens per forward of the target.
+    acceptance: accepted over proposed tokens; None without proposals. num_same: answers with exactly the baseline's
+    tokens; None in a replay, where the text is given.
     """
 
     precision: str
@@ -51,20 +37,56 @@ class Line:
     num_same: int | None
 
 
+class Answer(NamedTuple):
+    """A prompt's answer under a policy. is_same: it has the baseline's tokens; None in a replay."""
+
+    seconds: float
+    num_tokens: int
+    num_steps: int
+    num_proposed: int
+    num_accepted: int
+    is_same: bool | None = None
+
+
+def lines_by_task(
+    precision: str,
+    answers: Mapping[str, Mapping[str, Answer]],
+    baseline: str,
+    prompts: Sequence[tuple[str, str]],
+    seed: int = 0,
+) -> list[Line]:
+    """The lines of all policies, over all prompts and by task. answers: by policy and prompt. prompts: with tasks."""
+    lines = []
+    for task in with_all(of for _, of in prompts):
+        keys = [key for key, of in prompts if task in (ALL, of)]
+        before = [answers[baseline][key].seconds for key in keys]
+        for policy, by_key in answers.items():
+            done = [by_key[key] for key in keys]
+            seconds, num_tokens = [each.seconds for each in done], sum(each.num_tokens for each in done)
+            num_steps, num_proposed = sum(each.num_steps for each in done), sum(each.num_proposed for each in done)
+            same = [each.is_same for each in done if each.is_same is not None]
+            lines.append(
+                Line(
+                    precision=precision,
+                    task=task,
+                    policy=policy,
+                    num_prompts=len(keys),
+                    speed=ratio_interval(before, seconds, seed),
+                    tokens_per_s=num_tokens / sum(seconds),
+                    tokens_per_step=num_tokens / num_steps,
+                    proposed_per_step=num_proposed / num_steps,
+                    acceptance=sum(each.num_accepted for each in done) / num_proposed if num_proposed else None,
+                    num_same=sum(same) if same else None,
+                )
+            )
+    return lines
+
+
 @dataclass(frozen=True)
 class Leaderboard:
-    """Policies on the same prompts.
+    """Policies on the same prompts: a line per precision, task and policy.
 
-    Parameters
-    ----------
-    source : str
-        What was measured, in words.
-    baseline : str
-        The policy that speeds are over.
-    lines : sequence of Line
-        One per precision, task and policy.
-    notes : sequence of str
-        What a reader must know.
+    source: what was measured, in words. baseline: the policy that speeds are over. notes: what a reader must know.
     """
 
     source: str

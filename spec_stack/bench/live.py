@@ -13,8 +13,7 @@ import transformers
 
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.bench.arms import DRAFT_ONLY, PLAIN, RECORDED, THEIRS, Arm, Clock, Ours, our_arms, their_arms
-from spec_stack.bench.intervals import ratio_interval
-from spec_stack.bench.leaderboard import ALL, Leaderboard, Line, with_all
+from spec_stack.bench.leaderboard import ALL, Answer, Leaderboard, Line, lines_by_task
 from spec_stack.bench.prompts import BUILT_IN, Encoded, Prompt, call_of, read_prompts
 from spec_stack.bench.recorded import Maker, registered
 from spec_stack.bench.rows import Row, Rows, key_of
@@ -190,29 +189,16 @@ def lines_of(precision: str, arms: Mapping[str, Arm], prompts: Sequence[Encoded]
     """All arms on the prompts that each of them has answered, together and by task."""
     by_arm = rows_of(arms, rows)
     done = [prompt for prompt in prompts if all(prompt.key in own for own in by_arm.values())]
-    found = []
-    for task in with_all(prompt.task for prompt in done):
-        keys = [prompt.key for prompt in done if task in (ALL, prompt.task)]
-        plain = [by_arm[PLAIN][key] for key in keys]
-        found += [_line(precision, task, name, [own[key] for key in keys], plain) for name, own in by_arm.items()]
-    return found
+    answers = {
+        name: {prompt.key: _answer(own[prompt.key], by_arm[PLAIN][prompt.key]) for prompt in done}
+        for name, own in by_arm.items()
+    }
+    return lines_by_task(precision, answers, PLAIN, [(prompt.key, prompt.task) for prompt in done])
 
 
-def _line(precision: str, task: str, name: str, done: Sequence[Row], plain: Sequence[Row]) -> Line:
-    seconds, num_tokens = [row["seconds"] for row in done], sum(len(row["token_ids"]) for row in done)
-    num_steps, num_proposed = sum(row["num_steps"] for row in done), sum(row["num_proposed"] for row in done)
-    return Line(
-        precision=precision,
-        task=task,
-        policy=name,
-        num_prompts=len(done),
-        speed=ratio_interval([row["seconds"] for row in plain], seconds),
-        tokens_per_s=num_tokens / sum(seconds),
-        tokens_per_step=num_tokens / num_steps,
-        proposed_per_step=num_proposed / num_steps,
-        acceptance=sum(row["num_accepted"] for row in done) / num_proposed if num_proposed else None,
-        num_same=sum(row["token_ids"] == other["token_ids"] for row, other in zip(done, plain, strict=True)),
-    )
+def _answer(row: Row, plain: Row) -> Answer:
+    ids, is_same = row["token_ids"], row["token_ids"] == plain["token_ids"]
+    return Answer(row["seconds"], len(ids), row["num_steps"], row["num_proposed"], row["num_accepted"], is_same)
 
 
 def _in_words(arms: Mapping[str, Arm], prompt: Encoded, rows: Rows) -> str:

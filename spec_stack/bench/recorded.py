@@ -14,14 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from spec_stack.bench.intervals import ratio_interval
-from spec_stack.bench.leaderboard import ALL, ORACLE, Leaderboard, Line, with_all
-from spec_stack.bench.oracles import best_fixed, oracle
-from spec_stack.bench.replay import Costs, ReplayText, Score, fit_costs, merge_runs, replay
+from spec_stack.bench.leaderboard import ORACLE, Answer, Leaderboard, lines_by_task
+from spec_stack.bench.replay import Costs, ReplayText, Score, fit_costs, merge_runs, oracle, replay
 from spec_stack.bench.training import as_network, make_mlp, step_examples
+from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import Policy, StepRecord
 from spec_stack.controller.registry import POLICIES, make_policy
-from spec_stack.controller.simple import Confidence
+from spec_stack.controller.simple import Confidence, Fixed
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.records import as_record, read_records
 
@@ -92,10 +91,9 @@ class _Fold:
         """All policies; the tuned ones, and SpecKV with a predictor trained as in the paper, among them."""
         makers: dict[str, Maker] = {f"fixed {gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in _FIXED}
         makers |= {name: make for name, make in policies.items() if name != "fixed"}
-        precision = self.tests[0].precision
-        gamma = best_fixed(self.train, {precision: self.costs})[precision]
-        makers[BASELINE] = partial(make_policy, "fixed", gamma=gamma)
-        makers["confidence, tuned"] = partial(Confidence, max(_THRESHOLDS, key=self._tokens_per_s))
+        makers[BASELINE] = partial(Fixed, max(range(MAX_GAMMA + 1), key=lambda gamma: self._speed(Fixed(gamma))))
+        threshold = max(_THRESHOLDS, key=lambda threshold: self._speed(Confidence(threshold)))
+        makers["confidence, tuned"] = partial(Confidence, threshold)
         if with_predictor:
             inputs, rates, _ = step_examples(self.records)
             trained = as_network(make_mlp().fit(inputs, rates))
@@ -103,8 +101,9 @@ class _Fold:
             makers["speckv, as published"] = partial(SpecKV, predictor=trained, objective="per_step")
         return makers
 
-    def _tokens_per_s(self, threshold: float) -> float:
-        scores = [replay(text, Confidence(threshold), self.costs) for text in self.train]
+    def _speed(self, policy: Policy) -> float:
+        """Tokens per second over the training texts."""
+        scores = [replay(text, policy, self.costs) for text in self.train]
         return sum(score.num_tokens for score in scores) / sum(score.seconds for score in scores)
 
 
@@ -154,7 +153,7 @@ def replay_policies(
     if len(fold_of) < 2:
         raise ValueError("the records are of one prompt; record two or more, so that one is left to compare on")
     with_predictor = find_spec("sklearn") is not None
-    scores: dict[str, dict[str, dict[str, Score]]] = defaultdict(lambda: defaultdict(dict))
+    answers: dict[str, dict[str, dict[str, Answer]]] = defaultdict(lambda: defaultdict(dict))
     for precision in dict.fromkeys(text.precision for text in merged.texts):
         for number in range(max(fold_of.values()) + 1):
             own = [text for text in merged.texts if text.precision == precision]
@@ -172,17 +171,26 @@ def replay_policies(
                 for text in fold.train if experienced else ():
                     replay(text, policy, fold.costs)
                 for text in fold.tests:
-                    scores[precision][name][text.prompt] = replay(text, policy, fold.costs)
+                    answers[precision][name][text.prompt] = _answer(replay(text, policy, fold.costs))
             for text in fold.tests:
-                scores[precision][ORACLE][text.prompt] = oracle(text, fold.costs)
+                answers[precision][ORACLE][text.prompt] = _answer(oracle(text, fold.costs))
     task_of = {text.prompt: text.task for text in merged.texts}
-    lines = [line for precision, own in scores.items() for line in _lines(precision, own, task_of, seed)]
+    lines = [
+        line
+        for precision, own in answers.items()
+        for line in lines_by_task(precision, own, BASELINE, [(key, task_of[key]) for key in own[BASELINE]], seed)
+    ]
     agreement = f"{merged.num_unanimous / max(merged.num_shared, 1):.1%} of positions agree between runs"
     start = "after the training prompts" if experienced else "started anew for each fold"
     source = f"replay of {len(merged.texts)} recorded texts, {agreement}; policies {start}"
     notes = ["oracle: the bound of any choice of gammas. A policy's own seconds do not count."]
     notes += [] if with_predictor else ["scikit-learn is not installed: no row of SpecKV with a trained predictor"]
     return Leaderboard(source, BASELINE, lines, notes)
+
+
+def _answer(score: Score) -> Answer:
+    num_accepted = score.num_tokens - score.num_steps
+    return Answer(score.seconds, score.num_tokens, score.num_steps, sum(score.gammas), num_accepted)
 
 
 def _split(texts: Sequence[ReplayText], num_folds: int) -> dict[str, int]:
@@ -193,28 +201,3 @@ def _split(texts: Sequence[ReplayText], num_folds: int) -> dict[str, int]:
     prompts = [prompt for of_task in by_task.values() for prompt in of_task]
     num_folds = max(2, min(num_folds, len(prompts)))
     return {prompt: number % num_folds for number, prompt in enumerate(prompts)}
-
-
-def _lines(
-    precision: str, scores: Mapping[str, Mapping[str, Score]], task_of: Mapping[str, str], seed: int
-) -> Iterable[Line]:
-    prompts = list(scores[BASELINE])
-    for task in with_all(map(task_of.__getitem__, prompts)):
-        own = [prompt for prompt in prompts if task in (ALL, task_of[prompt])]
-        base = [scores[BASELINE][prompt].seconds for prompt in own]
-        for name, by_prompt in scores.items():
-            done = [by_prompt[prompt] for prompt in own]
-            num_tokens, num_steps = sum(score.num_tokens for score in done), sum(score.num_steps for score in done)
-            seconds, num_proposed = [score.seconds for score in done], sum(sum(score.gammas) for score in done)
-            yield Line(
-                precision,
-                task,
-                name,
-                len(own),
-                ratio_interval(base, seconds, seed),
-                num_tokens / sum(seconds),
-                num_tokens / num_steps,
-                num_proposed / num_steps,
-                (num_tokens - num_steps) / num_proposed if num_proposed else None,
-                None,
-            )

@@ -286,3 +286,26 @@ def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = M
         position += accepted + 1
         step += 1
     return Score(position - text.start, seconds, gammas)
+
+
+def oracle(text: ReplayText, costs: Costs, *, max_gamma: int = MAX_GAMMA) -> Score:
+    """The least time any choice of gammas could take over a text.
+
+    Parameters as in `replay`. By dynamic programming over positions, from the last to the first.
+    """
+    best: dict[int, tuple[float, int, int]] = {}
+    for position in range(text.end - 1, text.start - 1, -1):
+        room = min(max_gamma, text.end - position - 1)
+        # Past the first wrong token too: costs as measured may say that a longer proposal takes less time.
+        num_right = text.run_length(position, room)
+        options = []
+        for gamma in range(room + 1):
+            following = position + min(gamma, num_right) + 1
+            rest = best[following][0] if following < text.end else 0.0
+            options.append((costs.step_s(gamma) + rest, gamma, following))
+        best[position] = min(options)
+    position, gammas = text.start, []
+    while position < text.end:
+        gammas.append(best[position][1])
+        position = best[position][2]
+    return Score(position - text.start, best[text.start][0] if gammas else 0.0, gammas)

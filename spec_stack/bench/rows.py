@@ -24,17 +24,8 @@ Row = dict[str, Any]
 class Rows:
     """A file of JSON lines, each with "key" and "arm"; several runs may share it.
 
-    Parameters
-    ----------
-    path : Path or None
-        Read if it exists; rows are appended. None keeps rows in memory alone.
-    minutes : float
-        How long this run may begin new work.
-
-    Raises
-    ------
-    ValueError
-        With the line, for a file of something else. A row that an interruption has cut off is skipped.
+    path: read if it exists, and appended to; None keeps rows in memory. minutes: how long this run may begin new work.
+    Raises ValueError with the line for a file of something else; a row that an interruption has cut off is skipped.
     """
 
     def __init__(self, path: Path | None, minutes: float) -> None:

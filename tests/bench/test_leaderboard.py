@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spec_stack.bench.intervals import Interval
-from spec_stack.bench.leaderboard import Leaderboard, Line, aligned, with_all
+from spec_stack.bench.leaderboard import Leaderboard, Line, with_all
 
 
 def line(policy: str, speed: float, task: str = "all", precision: str = "fp32", num_same: int | None = 3) -> Line:
@@ -60,10 +60,6 @@ def test_the_plot_is_a_picture_with_a_panel_per_precision(tmp_path: Path) -> Non
 
     with Image.open(one) as narrow, Image.open(two) as wide:
         assert wide.width == pytest.approx(2 * narrow.width, abs=2)
-
-
-def test_columns_are_aligned_with_a_rule_below_the_head() -> None:
-    assert aligned([("a", "bb"), ("ccc", "d")]) == ["a    bb", "-------", "ccc  d"]
 
 
 def test_a_single_task_is_not_repeated_and_no_task_has_no_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,7 @@ import pytest
 
 from experiments.policies.estimators import make_estimator, save_predictor
 from spec_stack.bench.training import as_network, step_examples
-from spec_stack.controller.predictor import (
-    STEP_FEATURES,
-    Network,
-    load_step_predictor,
-    step_features,
-)
+from spec_stack.controller.predictor import STEP_FEATURES, Network, load_step_predictor, step_features
 from spec_stack.controller.registry import make_policy
 from tests.support.controller_data import context, runs, step
 from tests.support.reference_controller import network_output
@@ -67,52 +63,29 @@ def test_a_saved_predictor_is_loaded_equal(tmp_path: Path) -> None:
     assert 0 <= loaded.acceptance_rates(row)[0] <= 1
 
 
-def damage(content: dict[str, Any], how: str) -> Any:
-    match how:
-        case "another format":
-            content["format"] = "other/1"
-        case "no layers":
-            del content["layers"]
-        case "a layer short":
-            content["layers"] = content["layers"][:1]
-        case "shapes that do not chain":
-            content["layers"][1]["weights"] = [[1.0]] * 7
-        case "not finite":
-            content["layers"][0]["bias"][0] = float("nan")
-        case "text for numbers":
-            content["layers"][0]["bias"] = ["a", "b", "c"]
-        case "ragged":
-            content["layers"][0]["weights"][0] = [1.0]
-        case "other features":
-            content["card"]["features"][0] = "something"
-        case "a list":
-            return [content]
-    return content
+DAMAGES: dict[str, Callable[[Any], object]] = {
+    "another format": lambda content: content.update(format="other/1"),
+    "no layers": lambda content: content.pop("layers"),
+    "a layer short": lambda content: content["layers"].pop(),
+    "shapes that do not chain": lambda content: content["layers"][1].update(weights=[[1.0]] * 7),
+    "not finite": lambda content: content["layers"][0].update(bias=[float("nan"), 0.0, 0.0]),
+    "text for numbers": lambda content: content["layers"][0].update(bias=["a", "b", "c"]),
+    "other features": lambda content: content["card"]["features"].reverse(),
+}
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "another format",
-        "no layers",
-        "a layer short",
-        "shapes that do not chain",
-        "not finite",
-        "text for numbers",
-        "ragged",
-        "other features",
-        "a list",
-    ],
-)
+@pytest.mark.parametrize("how", DAMAGES)
 def test_damaged_and_foreign_files_are_refused_by_name(tmp_path: Path, how: str) -> None:
     path = tmp_path / "step.json"
     save_predictor(path, network(), CARD)
-    path.write_text(json.dumps(damage(json.loads(path.read_text()), how)))
+    content = json.loads(path.read_text())
+    DAMAGES[how](content)
+    path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"step\.json"):
         load_step_predictor(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04pickle", b'{"format": 1}'])
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\x80\x04pickle"])
 def test_files_that_are_no_json_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "step.json"
     path.write_bytes(content)
@@ -130,11 +103,3 @@ def test_a_policy_runs_on_an_exported_predictor(tmp_path: Path) -> None:
     rates = predictor.acceptance_rates([step_features(last.signals, "fp16", gamma) for gamma in gammas])
     expected = {gamma: rate * gamma for gamma, rate in zip(gammas, rates, strict=True)}
     assert policy.choose(context(last=last)) == max(expected, key=expected.__getitem__)
-
-
-def test_a_predictor_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
-    save_predictor(path, network(), CARD)
-    assert load_step_predictor(path).weights[0].shape == (len(STEP_FEATURES), 3)
-    save_predictor(path, network(hidden=4), CARD)
-    assert load_step_predictor(path).weights[0].shape == (len(STEP_FEATURES), 4)
