@@ -300,7 +300,7 @@ def calibrated(
     if problem:
         warn_caller(f"the saved calibration is left aside: {problem}")
     if calibration is None and named == AUTO:
-        from spec_stack.calibrate.quick import calibrate_at_load
+        from spec_stack.calibrate.search import calibrate_at_load
 
         calibration = calibrate_at_load(pair, file_of(source))
     return config if calibration is None else calibration.complete(config)

@@ -98,13 +98,9 @@ def judge(pair: ModelPair, draft_cache: CachedModel, prompt: EncodedHaystack) ->
 
 def open_prompt(pair: ModelPair, draft_cache: CachedModel, prompt: EncodedHaystack) -> DraftModel:
     """The draft with the prompt's prefix that it shares with the previous prompt."""
-    draft_cache.truncate(num_shared(draft_cache.token_ids, draft_ids(prompt)))
+    draft_ids = prompt.token_ids if prompt.tokenization is None else prompt.tokenization.token_ids
+    draft_cache.truncate(num_shared(draft_cache.token_ids, draft_ids))
     return pair.draft_in_target_vocab(draft_cache, prompt.tokenization)
-
-
-def draft_ids(prompt: EncodedHaystack) -> Sequence[int]:
-    """A prompt in the draft's tokens."""
-    return prompt.token_ids if prompt.tokenization is None else prompt.tokenization.token_ids
 
 
 def _marked(segments: Segments, spans: Sequence[Span]) -> torch.Tensor:

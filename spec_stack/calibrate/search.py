@@ -3,7 +3,10 @@ needed."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -22,6 +25,10 @@ from spec_stack.prefill.shipped import sketch
 _SHARE_OF_FIRST = 0.75
 _NEVER = 1 << 30
 Progress = Callable[[int, int, str], None]
+QUICK = CalibrateConfig(lengths=(1024,), prompts=24)
+"""Few short prompts, for heads alone: `experiments/LOG.md`, "Calibration at load"."""
+
+logger = logging.getLogger(__name__)
 
 
 def calibrate(
@@ -102,6 +109,33 @@ def _shortest(target: Any, draft: Any, config: PrefillConfig, cases: Sequence[Ca
     if not even:
         notes.insert(0, "Sparse prefill gains nothing at any length: the draft costs as much as it saves.")
     return max(even or _NEVER, tried)
+
+
+def calibrate_heads(
+    pair: ModelPair,
+    config: CalibrateConfig = QUICK,
+    *,
+    documents: Sequence[str] = (),
+    progress: Progress = lambda *_: None,
+) -> Calibration:
+    """Choose a draft's scoring heads, for any target; keep rates stay. Arguments and errors: see `calibrate`."""
+    # So few prompts choose no keep rate.
+    found = calibrate(pair, config, documents=documents, progress=progress, chooses_rates=False)
+    settings = {name: value for name, value in found.settings.items() if name != "min_prompt_tokens"}
+    return replace(found, settings=settings, target={})
+
+
+def calibrate_at_load(pair: ModelPair, file: Path) -> Calibration:
+    """`calibrate_heads`, saved to `file`, for the next load; the log says so."""
+    logger.warning("this draft has no calibration: 24 short prompts find its scoring heads, once, for %s", file)
+    found = calibrate_heads(pair)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        found.save(file)
+    except OSError as error:
+        logger.warning("the calibration could not be saved, and is found again at the next load: %s", error)
+    logger.warning("calibrated in %.0f s: %s", found.seconds, found.notes[-1])
+    return replace(found, origin=file.name)
 
 
 def format_calibration(calibration: Calibration) -> str:

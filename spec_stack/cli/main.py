@@ -276,8 +276,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from spec_stack.bench.prompts import questions_of, read_prompts
     from spec_stack.calibrate.config import CalibrateConfig
     from spec_stack.calibrate.loss import built_in, check_share, with_bound
-    from spec_stack.calibrate.quick import QUICK, calibrate_heads
-    from spec_stack.calibrate.search import calibrate, format_calibration
+    from spec_stack.calibrate.search import QUICK, calibrate, calibrate_heads, format_calibration
     from spec_stack.engine.pair import ModelPair
     from spec_stack.prefill.calibration import FILE_NAME
     from spec_stack.prefill.shipped import file_of

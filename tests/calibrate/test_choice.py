@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
-from spec_stack.calibrate.choice import Case, HeadRanking, Setting, choose, settings_of
+from spec_stack.calibrate.choice import Case, HeadRanking, Setting, choose
 from spec_stack.calibrate.judged import ScoredPrompt, needed
 from spec_stack.calibrate.needles import FAMILIES
 from spec_stack.calibrate.prompts import Task, plan
@@ -61,12 +61,7 @@ def test_the_needed_share_keeps_the_evidence_and_so_does_every_larger_one(
     costs = torch.tensor([sum(at not in forced for at in range(start, stop)) for start, stop in segments])
     wanted = torch.arange(len(sizes)) == unit
     judged = ScoredPrompt(
-        torch.zeros(1, 2),
-        scores[None],
-        scores,
-        costs,
-        wanted & (costs > 0),
-        torch.tensor([num_tokens, len(forced)]),
+        torch.zeros(1, 2), scores[None], scores, costs, wanted & (costs > 0), torch.tensor([num_tokens, len(forced)])
     )
     need = float(needed(judged, scores))
     for share in (need, (need + 1) / 2, 1.0):
@@ -133,11 +128,7 @@ def test_heads_alone_are_chosen_and_no_share_is_promised() -> None:
     assert choice.settings["scoring_heads"]
     assert "keep_rate" not in choice.settings
     assert choice.notes[0].startswith("Of 88 prompts of 2048 tokens, 100% keep all evidence at 0.2;")
-    assert re.fullmatch(
-        r"Gained over the default: [34] of the draft's 6 layers run; 100% of \d+ held-out prompts keep their "
-        r"evidence at 20%, by default 0%.",
-        choice.notes[-1],
-    )
+    assert "it keeps" not in choice.notes[-1]
 
 
 def own_head(task: Task) -> int:
@@ -207,9 +198,3 @@ def test_a_smaller_share_loses_no_more_than_the_margin() -> None:
     ]
     strict, lax = (choose(cases, margin).settings["keep_rate"] for margin in (0.1, 0.9))
     assert lax < 0.11 <= strict
-
-
-def test_settings_are_few_and_each_tried_once() -> None:
-    for num_layers, num_heads in ((2, 4), (1, 1), (24, 14), (30, 9)):
-        heads = [(layer, head) for layer in range(num_layers) for head in range(num_heads)]
-        assert 1 <= len(set(settings_of(heads))) == len(settings_of(heads)) <= 9

@@ -60,12 +60,7 @@ def test_a_loss_that_the_check_does_not_see_ends_the_search() -> None:
 def test_a_rung_is_what_whole_forwards_tell() -> None:
     target, draft, ids = make_model("qwen2"), make_model("qwen2", seed=1), random_prompt(200, seed=3)
     config = PrefillConfig(
-        granularity="chunks",
-        chunk_size=8,
-        keep_rate=0.3,
-        first_scoring_layer=0,
-        check_rates=(0.6,),
-        check_tokens=4,
+        granularity="chunks", chunk_size=8, keep_rate=0.3, first_scoring_layer=0, check_rates=(0.6,), check_tokens=4
     )
     engine = Engine(ModelPair.assemble(target, draft), SpecStackConfig(config))
     rungs = rungs_of(engine, (Call(input_ids=ids), ()))

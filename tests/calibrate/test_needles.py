@@ -44,10 +44,8 @@ def test_every_wording_of_a_family_stands_whole_in_its_document(kind: str, pair:
         assert made == make_prompt_text(kind, number, 3, TEXTS, 4000)
         assert len(made.spans) == len(wording.needle(random.Random(0)).evidence)
         assert 3000 < len(made.document) < 9000
-        prompt = encode_haystack(pair.tokenizer, made, "rules")
-        for (first, last), (start, stop) in zip(made.spans, prompt.spans, strict=True):
-            assert made.document[first:last].strip() in pair.tokenizer.decode(prompt.token_ids[start:stop])
         # What is protected is the template's alone.
+        prompt = encode_haystack(pair.tokenizer, made, "rules")
         (_, begin), (end, _) = prompt.text.template
         assert made.question in pair.tokenizer.decode(prompt.token_ids[begin:end])
 
@@ -64,22 +62,7 @@ def test_two_fields_of_a_kind_are_different_and_repeated_lines_have_other_questi
 
 def test_a_family_in_other_words_shares_no_telling_word_with_its_questions() -> None:
     small = {
-        "the",
-        "a",
-        "of",
-        "it",
-        "who",
-        "where",
-        "when",
-        "was",
-        "has",
-        "in",
-        "to",
-        "is",
-        "be",
-        "what",
-        "that",
-        "and",
+        *["the", "a", "of", "it", "who", "where", "when", "was", "has", "in", "to", "is", "be", "what", "that", "and"]
     }
     for kind in ("paraphrase", "log, other words", "function", "dialogue, other words"):
         for wording in FAMILIES[kind].needles:
