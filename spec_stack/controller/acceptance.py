@@ -12,14 +12,7 @@ from spec_stack.controller.predictor import Network, read_network
 from spec_stack.controller.tuning import TUNING
 
 FILE = Path(__file__).parents[1] / "assets" / "survival.json"
-SURVIVAL_FEATURES = (
-    "log_confidence",
-    "log_rest",
-    "entropy",
-    "confidence_before",
-    "entropy_before",
-    "is_of_the_next",
-)
+SURVIVAL_FEATURES = ("log_confidence", "log_rest", "entropy", "confidence_before", "entropy_before", "is_of_the_next")
 _LEAST_CONFIDENCE = 1e-4
 _LEAST_CURVATURE = 0.01
 
@@ -84,12 +77,10 @@ class AcceptanceEstimator:
     A proposal survives with the product of its tokens' chances. Each chance is the network's logit, scaled and shifted
     by two regressions over all requests (other pairs, sampling, quantised weights), and shifted by this request's
     outcomes.
-
-    network: SURVIVAL_FEATURES to a logit.
     """
 
-    def __init__(self, network: Network | None = None) -> None:
-        self._network = network or shipped_network()
+    def __init__(self) -> None:
+        self._network = shipped_network()
         self._own, self._next = OnlineLogistic((2.0, 0.0)), OnlineLogistic((2.0, 0.0))
         self._begin_request()
         self.reset()

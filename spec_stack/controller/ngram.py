@@ -94,7 +94,7 @@ class NgramPolicy:
 
     def offer(self, continuations: Sequence[Iterable[NgramToken]], most: int) -> NgramProposal:
         """The best continuation as a whole step of `most` tokens at most."""
-        proposal = self._best(continuations, most, 1.0, 0)
+        proposal = self._best(continuations, most)
         self._whole, self._tail = proposal.found, ()
         return proposal
 
@@ -118,19 +118,17 @@ class NgramPolicy:
         return proposal
 
     def _best(
-        self, continuations: Sequence[Iterable[NgramToken]], most: int, chance: float, num_drafted: int
+        self, continuations: Sequence[Iterable[NgramToken]], most: int, chance: float = 1.0, num_drafted: int = 0
     ) -> NgramProposal:
-        offers = [self._best_part(continuation, most, chance, num_drafted) for continuation in continuations]
+        most = self._affordable(most, num_drafted)
+        offers = [self._worthwhile(islice(each, most), chance, num_drafted) for each in continuations]
         return max(offers, key=lambda offer: offer.gain, default=NgramProposal())
 
-    def _best_part(
-        self, continuation: Iterable[NgramToken], most: int, chance: float, num_drafted: int
-    ) -> NgramProposal:
-        gain = 0.0
-        worthwhile: list[NgramToken] = []
-        for place, found in enumerate(islice(continuation, self._affordable(most, num_drafted))):
+    def _worthwhile(self, continuation: Iterable[NgramToken], chance: float, num_drafted: int) -> NgramProposal:
+        gain, worthwhile = 0.0, list[NgramToken]()
+        for place, found in enumerate(continuation, start=num_drafted):
             chance *= self.chance(found)
-            price = self.price(num_drafted + place)
+            price = self.price(place)
             if chance <= price:
                 break
             gain += chance - price
@@ -186,25 +184,16 @@ class NgramPolicy:
         bound = TOLERANCE * cost.seconds(record.num_drafted, record.num_ngram_tokens)
         num_plain_steps = min(record.seconds, bound) / cost.plain_s
         self._rate.add(record.num_tokens, num_plain_steps)
-        self._account(record, num_plain_steps)
+        if record.num_drafted:
+            # Drafted tokens have an allowance of their own.
+            num_plain_steps = 1 + self._extra_s(record.num_drafted, record.num_ngram_tokens) / cost.plain_s
+        num_tokens = 1 + record.num_accepted - record.num_drafted_accepted
+        self._allowance.add(num_tokens, num_plain_steps, record.num_ngram_tokens > 0)
         if record.proposer != "ngram":
             # The step's gain, the seconds of its proposal paid at the present rate.
             spent = self.times.drafting_s(record) + cost.verify_s(record.gamma) - cost.plain_s
             self._gain.add(max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1)), 1.0)
 
-    def _account(self, record: StepRecord, num_plain_steps: float) -> None:
-        """Account for a step that took as long as so many plain ones; drafted tokens have an allowance of their own."""
-        if record.num_drafted:
-            extra = self._extra_s(record.num_drafted, record.num_ngram_tokens) / self._cost.plain_s
-            num_plain_steps = 1 + extra
-        num_tokens = 1 + record.num_accepted - record.num_drafted_accepted
-        self._allowance.add(num_tokens, num_plain_steps, record.num_ngram_tokens > 0)
-
 
 def _features(found: NgramToken) -> list[float]:
-    return [
-        math.log2(min(found.length, 64)),
-        math.log(min(found.num_seen, 16)),
-        math.log(found.num_others + 0.5),
-        1.0,
-    ]
+    return [math.log2(min(found.length, 64)), math.log(min(found.num_seen, 16)), math.log(found.num_others + 0.5), 1.0]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma, check_gammas
-from spec_stack.controller.predictor import FILE_NAME, load_step_predictor, step_features
+from spec_stack.controller.predictor import FILE_NAME, Network, load_step_predictor, step_features
 from spec_stack.controller.step_times import USUAL_UNREAD, StepTimes
 from spec_stack.controller.tuning import TUNING
 
@@ -19,14 +19,6 @@ SHIPPED = Path(__file__).parents[1] / "assets" / "draft" / FILE_NAME
 _MOST_TRIES = 4
 
 Objective = Literal["per_second", "per_step"]
-
-
-class RatePredictor(Protocol):
-    """Predicts acceptance rates of steps from STEP_FEATURES."""
-
-    def acceptance_rates(self, features: Sequence[Sequence[float]]) -> Sequence[float]:
-        """In [0, 1], of (n, 6) features as `step_features` makes them."""
-        ...
 
 
 @dataclass
@@ -42,8 +34,8 @@ class SpecKV(Policy):
         The candidates.
     objective : {"per_second", "per_step"}
         "per_step" is the paper's: it ignores a step's cost and so nearly always takes the largest.
-    predictor : str, Path or RatePredictor
-        An exported step predictor, or an object that predicts; the embedded pair's by default.
+    predictor : str, Path or Network
+        A step predictor, or its file; the embedded pair's by default.
     start : int
         Gamma before any step with signals.
 
@@ -55,9 +47,9 @@ class SpecKV(Policy):
 
     gammas: tuple[int, ...] = (2, 4, 6, 8)
     objective: Objective = "per_second"
-    predictor: str | Path | RatePredictor = SHIPPED
+    predictor: str | Path | Network = SHIPPED
     start: int = 4
-    _rates: RatePredictor = field(init=False, repr=False)
+    _rates: Network = field(init=False, repr=False)
     _signals: DraftSignals | None = field(init=False, repr=False, default=None)
     _times: StepTimes = field(init=False, repr=False, default_factory=StepTimes)
     _num_idle: int = field(init=False, repr=False, default=0)
@@ -72,7 +64,7 @@ class SpecKV(Policy):
         if self.objective not in get_args(Objective):
             raise ValueError(f"objective must be one of {list(get_args(Objective))}, got {self.objective!r}")
         named = self.predictor
-        self._rates = load_step_predictor(named) if isinstance(named, str | Path) else named
+        self._rates = named if isinstance(named, Network) else load_step_predictor(named)
 
     def use(self, times: StepTimes) -> None:
         self._times = times

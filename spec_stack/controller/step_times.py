@@ -127,10 +127,7 @@ class DiscountedCurve:
     """
 
     def __init__(
-        self,
-        knots: Sequence[float] = TUNING.knots,
-        shrinkage: float = TUNING.shrinkage,
-        is_target: bool = True,
+        self, knots: Sequence[float] = TUNING.knots, shrinkage: float = TUNING.shrinkage, is_target: bool = True
     ) -> None:
         self._knots, self._shrinkage, self._is_target = knots, shrinkage, is_target
         self._least_slope = 0.0 if is_target else -math.inf

@@ -102,12 +102,10 @@ class Throughput(Policy):
     ----------
     max_gamma : int
         Most tokens per step.
-    acceptance : AcceptanceEstimator
-        Gives the probability; the default is trained, and recalibrated online.
     """
 
     max_gamma: int = MAX_GAMMA
-    acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator, repr=False)
+    _acceptance: AcceptanceEstimator = field(init=False, repr=False, default_factory=AcceptanceEstimator)
     _times: StepTimes = field(init=False, repr=False, default_factory=StepTimes)
     _measured: PerContextLength[_DraftingGain] = field(init=False, repr=False)
     _answers: _AnswerLength = field(init=False, repr=False, default_factory=_AnswerLength)
@@ -133,7 +131,7 @@ class Throughput(Policy):
         return self._measured.at(context).achieved.value * cost.per_token_s(num_drafted) / cost.plain_s
 
     def choose(self, context: StepContext) -> int:
-        self.acceptance.reset()
+        self._acceptance.reset()
         self._invests = False
         state, cost = self._measured.at(context), self._times.at(context)
         if self._needs_plain(state, cost):
@@ -179,11 +177,11 @@ class Throughput(Policy):
         return expected > TUNING.catching_up_margin * price
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return self.acceptance.update(signals)[1] > self.threshold(context, len(signals))
+        return self._acceptance.update(signals)[1] > self.threshold(context, len(signals))
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step; one with a prefill of either model updates acceptance, not times."""
-        self.acceptance.learn(record)
+        self._acceptance.learn(record)
         self._answers.observe(record)
         cost = self._times.observe(record)
         if record.is_prefill:

@@ -33,10 +33,7 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        warp: Warp | None = None,
-        generator: torch.Generator | None = None,
-        shaper: LogitsProcessors | None = None,
+        self, warp: Warp | None = None, generator: torch.Generator | None = None, shaper: LogitsProcessors | None = None
     ) -> None:
         self._warp = warp
         self._generator = generator
