@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,7 @@ def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
         ({}, None),
         ({"speculative_num_steps": 8, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 9}, None),
         ({"speculative_draft_model_path": None}, "add --speculative-draft-model-path"),
+        ({"scoring_model": "draft"}, "SPEC_STACK scores with its draft"),
         ({"speculative_num_steps": 3}, "leave --speculative-num-steps out"),
         ({"speculative_eagle_topk": 4}, "leave --speculative-eagle-topk out"),
         ({"speculative_num_draft_tokens": 4}, "leave --speculative-num-draft-tokens out"),
@@ -122,17 +124,17 @@ def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
         ({"enable_memory_saver": True, "enable_draft_weights_cpu_backup": True}, None),
     ],
 )
-def test_drafting_says_what_it_cannot_work_with(changed: dict[str, object], said: str | None) -> None:
+def test_drafting_says_what_it_cannot_work_with(changed: dict[str, Any], said: str | None) -> None:
     names = ("num_steps", "eagle_topk", "num_draft_tokens", "adaptive", "use_rejection_sampling")
     plain = {"speculative_draft_model_path": "draft", "enable_dp_attention": False, "pp_size": 1}
     plain |= {"enable_memory_saver": False, "enable_draft_weights_cpu_backup": False}
     plain |= {f"speculative_{name}": False if name in names[3:] else None for name in names}
-    args = SimpleNamespace(**{**plain, **changed})
+    args, config = SimpleNamespace(**{**plain, **changed}), ServerConfig(scoring_model=changed.get("scoring_model"))
     if said is None:
-        launch.require_drafting(args, ServerConfig())
+        launch.require_drafting(args, config)
         return
     with pytest.raises(ValueError, match=said):
-        launch.require_drafting(args, ServerConfig())
+        launch.require_drafting(args, config)
 
 
 @pytest.mark.parametrize("field", ["linear_num_key_heads", "mamba_d_state"])
