@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol, TypeVar
 
 from spec_stack.config import PrefillConfig
@@ -85,17 +85,16 @@ def run_draft(
 ) -> tuple[CapturedAttention, Proposal]:
     """Run all parts of `capture_in_parts`: the captured attention, and the look-ahead as the first proposal.
 
-    first_query: first token whose segment may hold the question.
+    tokenization: the prompt in the draft's own tokens. first_query: first token whose segment may hold the question.
     """
 
     def at_once(token_ids: Sequence[int], most: int) -> Parts[Proposal]:
         yield from ()
         return look_ahead(token_ids, most)
 
-    queries = ScoringQueries.of(inputs.text, config, first_query)
-    captured, proposal, sizes = run(capture_in_parts(draft, queries, at_once, config, tokenization, num_layers))
-    layers = scored_layers(captured, queries.num_draft_tokens(tokenization))
-    return queries.attention(layers, tokenization, sizes), proposal
+    queries = ScoringQueries.of(inputs.text, config, first_query, tokenization)
+    captured, proposal, sizes = run(capture_in_parts(draft, queries, at_once, config, num_layers))
+    return queries.attention(scored_layers(captured, queries.num_draft_tokens), sizes), proposal
 
 
 def capture_in_parts(
@@ -103,7 +102,6 @@ def capture_in_parts(
     queries: ScoringQueries,
     look_ahead: Callable[[Sequence[int], int], Parts[Proposal]],
     config: PrefillConfig,
-    tokenization: DraftTokenization | None = None,
     num_layers: int | None = None,
     most_of_a_part: PartSize | None = None,
 ) -> Parts[tuple[Mapping[int, C_co], Proposal, list[int]]]:
@@ -113,13 +111,13 @@ def capture_in_parts(
     Returns what was captured by layer, the look-ahead, empty without one, and the queries of every span in the draft's
     tokens. The draft holds nothing or a prefix of the prompt, and afterwards the whole prompt and the look-ahead.
 
-    tokenization: the prompt in the draft's own tokens. num_layers: layers that run; None is all, and fewer make the
-    draft useless for anything else. most_of_a_part: None leaves the parts to the draft.
+    num_layers: layers that run; None is all, and fewer make the draft useless for anything else. most_of_a_part: None
+    leaves the parts to the draft.
     """
     token_ids, num_tokens, start = queries.text.token_ids, len(queries.text), queries.start
     draft.rollback(max(0, draft.next_position - start))
     window = config.window_for(num_tokens)
-    is_one_forward = tokenization is None and has_one_forward(config, num_tokens)
+    is_one_forward = queries.tokenization is None and has_one_forward(config, num_tokens)
 
     def stop_of_part() -> int:
         """End of the next part that has no scoring queries; the last part of a scheduler is a whole chunk with them."""
@@ -135,14 +133,14 @@ def capture_in_parts(
         yield
     proposal, sizes = Proposal(), list[int]()
     # Tokens that a recurrent draft recomputes before the first query are none.
-    with draft.capture(queries.first(tokenization)) as captured:
+    with draft.capture(queries.first) as captured:
         if queries.found is None and config.look_ahead:
             proposal, num_layers = (yield from look_ahead(token_ids, config.look_ahead)), None
         # The last drafted token has not been through the draft yet, and its query is one of the scorers.
         rest = [*token_ids[draft.next_position :], *proposal.token_ids[-1:]]
-        behind = [*chain.from_iterable(queries.repeated)]
+        behind = [token for span in queries.repeated for token in span]
         # Tokens of another tokenizer are counted as they run; the state of the prompt's end is kept for the rollback.
-        apart = queries.repeated if tokenization is not None else [behind] if draft.is_stateful and behind else []
+        apart = queries.repeated if queries.tokenization else [behind] if draft.is_stateful and behind else []
         for part in [rest, *apart] if apart else [[*rest, *behind]]:
             num_cached = draft.num_cached
             draft.prefill(part, range(draft.next_position, draft.next_position + len(part)), num_layers=num_layers)
@@ -158,15 +156,24 @@ def capture_in_parts(
 @dataclass(frozen=True)
 class ScoringQueries:
     """Which queries score a prompt: those of its tokens from `start` on, in place, and then those of spans that the
-    draft reads again behind it. found: the segments that they are of; None where a look-ahead scores."""
+    draft reads again behind it. found: the segments that they are of; None where a look-ahead scores. tokenization: the
+    prompt in the draft's own tokens, where they differ."""
 
     text: PromptText
     found: Candidates | None = None
+    tokenization: DraftTokenization | None = None
 
     @classmethod
-    def of(cls, text: PromptText, config: PrefillConfig, first_query: int = 0) -> ScoringQueries:
+    def of(
+        cls,
+        text: PromptText,
+        config: PrefillConfig,
+        first_query: int = 0,
+        tokenization: DraftTokenization | None = None,
+    ) -> ScoringQueries:
         """first_query: first token whose segment may hold the question."""
-        return cls(text, find_candidates(text).reaching(first_query) if config.queries_from_prompt else None)
+        found = find_candidates(text).reaching(first_query) if config.queries_from_prompt else None
+        return cls(text, found, tokenization)
 
     @property
     def start(self) -> int:
@@ -177,30 +184,27 @@ class ScoringQueries:
         """The tokens of the spans that are read again."""
         return [] if self.found is None else [self.text.all_ids[slice(*segment)] for segment in self.found.repeated]
 
-    def num_draft_tokens(self, tokenization: DraftTokenization | None = None) -> int:
+    @property
+    def num_draft_tokens(self) -> int:
         """The prompt's length in the draft's own tokens."""
-        return len(self.text) if tokenization is None else len(tokenization.token_ids)
+        return len(self.text) if self.tokenization is None else len(self.tokenization.token_ids)
 
-    def first(self, tokenization: DraftTokenization | None = None) -> int:
+    @property
+    def first(self) -> int:
         """The first token in place, in the draft's own tokens."""
-        ranges = None if tokenization is None else tokenization.ranges
-        return min(_in_draft_tokens((self.start, len(self.text)), ranges)[0], self.num_draft_tokens(tokenization) - 1)
+        return min(self._in_draft_tokens((self.start, len(self.text)))[0], self.num_draft_tokens - 1)
 
     def attention(
-        self,
-        layers: Mapping[int, ScoredLayer],
-        tokenization: DraftTokenization | None = None,
-        sizes: Sequence[int] = (),
-        ranks: Ranks | None = None,
+        self, layers: Mapping[int, ScoredLayer], sizes: Sequence[int] = (), ranks: Ranks | None = None
     ) -> CapturedAttention:
         """What was captured of these queries. sizes: queries of every repeated span, where a tokenization is given."""
-        ranges, ranks = None if tokenization is None else tokenization.ranges, ranks or Ranks()
+        ranges, ranks = None if self.tokenization is None else self.tokenization.ranges, ranks or Ranks()
         if self.found is None:
             return CapturedAttention(layers, ranges=ranges, ranks=ranks)
-        num_draft_tokens, first = self.num_draft_tokens(tokenization), self.first(tokenization)
-        num_in_place, found = num_draft_tokens - first, self.found
-        spans = [_in_draft_tokens(segment, ranges) for segment in found.segments]
-        sizes = [*map(len, self.repeated)] if tokenization is None else sizes
+        first, found = self.first, self.found
+        num_in_place = self.num_draft_tokens - first
+        spans = [self._in_draft_tokens(segment) for segment in found.segments]
+        sizes = [*map(len, self.repeated)] if ranges is None else sizes
         repeated = pairwise(accumulate(sizes, initial=num_in_place))
         in_place = [(max(start - first, 0), stop - first) for start, stop in spans[found.num_repeated :]]
         segments = [
@@ -212,17 +216,16 @@ class ScoringQueries:
         ]
         return CapturedAttention(layers, num_in_place, ranges, tuple(segments), found, ranks)
 
-
-def _in_draft_tokens(span: Span, ranges: Sequence[Span] | None) -> Span:
-    """A span of the target's tokens in the draft's, by `DraftTokenization.ranges`."""
-    if ranges is None:
-        return span
-    inside = ranges[slice(*span)]
-    if not inside:
-        # A question behind the prompt.
-        end = max(stop for _, stop in ranges)
-        return end, end + span[1] - span[0]
-    return inside[0][0], max(end for _, end in inside)
+    def _in_draft_tokens(self, span: Span) -> Span:
+        """A span of the target's tokens in the draft's."""
+        if self.tokenization is None:
+            return span
+        inside = self.tokenization.ranges[slice(*span)]
+        if not inside:
+            # A question behind the prompt.
+            end = max(stop for _, stop in self.tokenization.ranges)
+            return end, end + span[1] - span[0]
+        return inside[0][0], max(end for _, end in inside)
 
 
 def gather_inputs(
