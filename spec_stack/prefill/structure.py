@@ -17,7 +17,7 @@ from spec_stack.prefill.long_lines import Size, cut_long
 from spec_stack.prefill.regions import ELSE, find_regions
 from spec_stack.prefill.sentences import SHORTEST_WRAPPED, continues, ends_sentence, is_prose, label_end, sentence_ends
 from spec_stack.prefill.tables import RULE, find_tables
-from spec_stack.prefill.text_lines import LONGEST_BLOCK, LONGEST_RECORD, Line, split_lines
+from spec_stack.prefill.text_lines import LONGEST_BLOCK, LONGEST_RECORD, Line, runs, split_lines
 
 LONGEST_UNIT = 128
 """Most tokens of a segment; a longer one is cut (`long_lines.cut_long`)."""
@@ -132,10 +132,11 @@ def _find_changes(lines: Sequence[Line]) -> None:
     file = place = -1
     for at, line in enumerate(lines):
         is_outside, content = line.indent == 0, line.content
-        is_named = is_outside and content.startswith("--- ") and _is_named(lines, at)
+        following = lines[at + 1].content if at + 1 < len(lines) else ""
+        is_named = is_outside and content.startswith("--- ") and following.startswith("+++ ")
         if is_outside and (content.startswith("diff -") or (is_named and (file < 0 or place >= 0))):
             file, place = at, -1
-            if is_named and not lines[at + 1].content.endswith("/dev/null"):
+            if is_named and not following.endswith("/dev/null"):
                 file = line.head = at + 1
         elif is_outside and file >= 0 and place < 0 and _OF_FILE.match(content):
             line.head = file if at != file else line.head
@@ -149,22 +150,13 @@ def _find_changes(lines: Sequence[Line]) -> None:
         line.is_text = line.is_text and file == place == -1
 
 
-def _is_named(lines: Sequence[Line], at: int) -> bool:
-    return at + 1 < len(lines) and lines[at + 1].content.startswith("+++ ")
-
-
 def _find_continued(lines: Sequence[Line], size: Size) -> None:
     """A line that ends with a backslash goes on in the next."""
-    start = 0
-    while start < len(lines):
-        stop = start + 1
-        while stop < len(lines) and _goes_on(lines[stop - 1].content) and not lines[stop - 1].is_before_blank:
-            stop += 1
+    for start, stop in runs(lines, lambda _, at: _goes_on(lines[at - 1].content)):
         if stop - start > 1 and size(lines[start].start, lines[stop - 1].stop) <= LONGEST_BLOCK:
             lines[start].last = stop - 1
         for line in lines[start + 1 : stop]:
             line.head = start if line.head < 0 else line.head
-        start = stop
 
 
 def _goes_on(content: str) -> bool:
@@ -177,11 +169,7 @@ def _find_records(lines: Sequence[Line]) -> None:
         _PAIR.match(line.content) if line.is_text and line.head < 0 and not line.indent else None for line in lines
     ]
     names = [pair[1] if pair else "" for pair in pairs]
-    start = 0
-    while start < len(lines):
-        stop = start + 1
-        while names[start] and stop < len(lines) and names[stop] and not lines[stop - 1].is_before_blank:
-            stop += 1
+    for start, stop in runs(lines, lambda start, at: bool(names[start] and names[at])):
         firsts = [at for at in range(start, stop) if names[at] == names[start]]
         records = list(pairwise([*firsts, stop]))
         # Turns of a conversation are sentences.
@@ -190,7 +178,6 @@ def _find_records(lines: Sequence[Line]) -> None:
             for first, last in records:
                 for line in lines[first + 1 : last]:
                     line.head = first
-        start = stop
 
 
 def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
@@ -206,12 +193,8 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
             (keys, sections, _), beside = outer.pop(), -1
             continue
         is_body, is_scope = is_scope and line.content == "{", _is_scope(lines, at)
-        while (
-            keys
-            and not is_body
-            and not (at in regions and line.content[0] == "#")
-            and not _is_below(lines[keys[-1]], line)
-        ):
+        is_inside = is_body or (at in regions and line.content[0] == "#")
+        while keys and not is_inside and not _is_below(lines[keys[-1]], line):
             keys.pop()
         if beside >= 0 and line.indent < lines[beside].indent:
             beside = -1
@@ -455,17 +438,12 @@ def _last_line(lines: Sequence[Line], at: int) -> int:
 
 def _find_broken(lines: Sequence[Line]) -> None:
     """In a paragraph of which most lines begin with small letters, a long line without a stop goes on in the next."""
-    start = 0
-    while start < len(lines):
-        stop = start + 1
-        while stop < len(lines) and not lines[stop - 1].is_before_blank and lines[stop].indent == lines[start].indent:
-            stop += 1
+    for start, stop in runs(lines, lambda start, at: lines[at].indent == lines[start].indent):
         rest = lines[start + 1 : stop]
         if len(rest) > 1 and 2 * sum(line.content[:1].islower() for line in rest) >= len(rest):
             for line, following in pairwise(lines[start:stop]):
                 is_long = len(line.content) >= SHORTEST_WRAPPED and not ends_sentence(line.content)
                 line.is_broken = is_long and not (line.is_lead or label_end(following.content))
-        start = stop
 
 
 def _is_rest(line: Line) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from spec_stack.prefill.long_lines import Size
-from spec_stack.prefill.text_lines import LONGEST_RECORD, Line
+from spec_stack.prefill.text_lines import LONGEST_RECORD, Line, runs
 
 _END_OF_ROW = re.compile("\\\\\\\\(?:\\s*\\\\(?:hline|midrule|bottomrule))?\\Z")
 _REST_OF_ROW = re.compile("[|\u2502,;]\\s*[|\u2502,;]")
@@ -24,24 +24,21 @@ _FEWEST_ROWS = 3
 
 def find_tables(lines: Sequence[Line], size: Size) -> None:
     """The rows of a table need its first row, with the rule below it."""
-    start = 0
-    while start < len(lines):
-        grid, stop = _grid(lines[start]), start + 1
-        while grid and stop < len(lines) and not lines[stop - 1].is_before_blank and _grid(lines[stop]) == grid:
-            stop += 1
-        if stop - start >= _FEWEST_ROWS:
-            rows = lines[start:stop]
-            num_rows, first = _rows_of_head(rows), 0
-            for at, row in enumerate(rows):
-                is_rest = at > num_rows and (_REST_OF_ROW.match(row.content) or row.indent > rows[0].indent)
-                row.is_text, row.indent = False, rows[0].indent
-                first = first if is_rest else at
-                if is_rest and size(rows[first].start, row.stop) <= LONGEST_RECORD:
-                    rows[first].last = start + at
-                elif num_rows and at >= num_rows:
-                    row.head = start + first if is_rest else start
-            rows[0].last = start + max(0, num_rows - 1)
-        start = stop
+    grids = [_grid(line) for line in lines]
+    for start, stop in runs(lines, lambda start, at: bool(grids[start]) and grids[at] == grids[start]):
+        if stop - start < _FEWEST_ROWS:
+            continue
+        rows = lines[start:stop]
+        num_rows, first = _rows_of_head(rows), 0
+        for at, row in enumerate(rows):
+            is_rest = at > num_rows and (_REST_OF_ROW.match(row.content) or row.indent > rows[0].indent)
+            row.is_text, row.indent = False, rows[0].indent
+            first = first if is_rest else at
+            if is_rest and size(rows[first].start, row.stop) <= LONGEST_RECORD:
+                rows[first].last = start + at
+            elif num_rows and at >= num_rows:
+                row.head = start + first if is_rest else start
+        rows[0].last = start + max(0, num_rows - 1)
 
 
 def _grid(line: Line) -> str:

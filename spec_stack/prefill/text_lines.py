@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,6 +41,15 @@ class Line:
     @cached_property
     def is_prose(self) -> bool:
         return self.is_text and is_prose(self.content)
+
+
+def runs(lines: Sequence[Line], goes_on: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
+    """Runs of lines without blank lines, as half-open ranges. goes_on: whether the run from a line has another one."""
+    start = 0
+    for at in range(1, len(lines) + 1):
+        if at == len(lines) or lines[at - 1].is_before_blank or not goes_on(start, at):
+            yield start, at
+            start = at
 
 
 def split_lines(text: str) -> list[Line]:
