@@ -138,7 +138,7 @@ class CapturedAttention:
                 heads = head_importance(layer, self.num_in_place, self.segments, weights)
                 votes = votes + heads.sum(dim=0).to(votes.device)
             else:
-                largest = largest_attention([layer], config.pool_kernel, self.num_in_place)
+                largest = largest_attention(layer, config.pool_kernel, self.num_in_place)
                 votes = torch.maximum(votes, largest.to(votes.device))
         return votes
 

@@ -125,10 +125,8 @@ def fingerprint(config: Any) -> dict[str, Any]:
 
 def describe_setting(config: PrefillConfig) -> str:
     """A configuration's differences from the defaults, in few words; without the kept share."""
-    named = [entry.name for entry in fields(PrefillConfig) if entry.name in CHOSEN and entry.name != "keep_rate"]
+    named = [name for name in CHOSEN if name not in ("keep_rate", "min_prompt_tokens", "scoring_heads")]
     default = PrefillConfig()
-    changed = {name: getattr(config, name) for name in named if getattr(config, name) != getattr(default, name)}
-    changed.pop("min_prompt_tokens", None)
-    heads = changed.pop("scoring_heads", None)
-    words = [f"{name}={value}" for name, value in changed.items()]
-    return ", ".join(words + ([f"{len(heads)} heads"] if heads else [])) or "default"
+    changed = [f"{name}={getattr(config, name)}" for name in named if getattr(config, name) != getattr(default, name)]
+    heads = [f"{len(config.scoring_heads)} heads"] if config.scoring_heads else []
+    return ", ".join(changed + heads) or "default"

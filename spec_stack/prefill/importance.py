@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -172,19 +173,10 @@ def _background(attention: torch.Tensor, segments: Sequence[Segment], weights: S
     return torch.matmul(to_device(means, attention.device), attention)
 
 
-def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_place: int = 1) -> torch.Tensor:
-    """Pooled attention (n, num_prompt_tokens), fp32, the maximum over layers and heads.
-
-    pool_kernel: odd, in tokens. Raises ValueError for no layers.
-    """
-    best: torch.Tensor | None = None
-    for layer in layers:
-        for part in _parts(layer):
-            pooled = pool(attention_to_prompt(*part, num_in_place), pool_kernel).amax(dim=0)
-            best = pooled if best is None else torch.maximum(best, pooled.to(best.device))
-    if best is None:
-        raise ValueError(NO_LAYER)
-    return best
+def largest_attention(layer: ScoredLayer, pool_kernel: int, num_in_place: int = 1) -> torch.Tensor:
+    """Pooled attention (n, num_prompt_tokens), fp32, the maximum over heads. pool_kernel: odd, in tokens."""
+    parts = (attention_to_prompt(*part, num_in_place) for part in _parts(layer))
+    return reduce(torch.maximum, (pool(attention, pool_kernel).amax(dim=0) for attention in parts))
 
 
 def head_importance(

@@ -19,8 +19,6 @@ def recall_dropped(
 
     held: old positions that the target has. num_old: length of the old text.
     """
-    if not config.recall or len(held) == num_old:
-        return []
     segments = make_segments(num_old, inputs.pieces, prefill)
     words = None if config.recall_word_threshold is None else score_for_recall(inputs, segments)
     return recall(inputs.importance, held, segments, prefill, config, words)

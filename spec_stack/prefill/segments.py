@@ -137,18 +137,15 @@ class ChunkSegments(Segments):
         budget = max(len(forced), math.ceil(keep_rate * len(self) - _ROUNDING))
         ranked = torch.argsort(scores, descending=True, stable=True).tolist()
         best = [chunk for chunk in ranked if chunk not in forced][: budget - len(forced)]
-        return self._tokens([*forced, *best])
+        return self.with_heads([*forced, *best])
 
     def ends(self, config: PrefillConfig) -> set[int]:
         """The tokens of the forced chunks."""
-        return self._tokens(self._forced(config))
+        return self.with_heads(self._forced(config))
 
     def _forced(self, config: PrefillConfig) -> set[int]:
         num_chunks = len(self)
         return {*range(min(config.keep_first, num_chunks)), *range(max(0, num_chunks - config.keep_last), num_chunks)}
-
-    def _tokens(self, chunks: Iterable[int]) -> set[int]:
-        return {at for chunk in chunks for at in range(self.borders[chunk], self.borders[chunk + 1])}
 
 
 def forced_ends(num_tokens: int, config: PrefillConfig) -> set[int]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.prefill.prompt_text import PromptText, union
 
 # Scripts without spaces count by the character.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
@@ -34,7 +33,7 @@ class Question:
 
 def read_question(text: PromptText, tokens: Collection[int]) -> Question:
     """The question of these tokens."""
-    words = {word for run in _runs(sorted(tokens)) for word in words_of(text, run)}
+    words = {word for run in union((at, at + 1) for at in tokens) for word in words_of(text, range(*run))}
     return Question(frozenset(words), frozenset(tokens))
 
 
@@ -44,9 +43,3 @@ def words_of(text: PromptText, tokens: Sequence[int]) -> Sequence[Hashable]:
     if pieces is None:
         return [text.all_ids[at] for at in tokens]
     return _WORD.findall("".join([pieces[at] for at in tokens]).lower())
-
-
-def _runs(tokens: Sequence[int]) -> list[range]:
-    """Increasing tokens as runs without gaps."""
-    cuts = [0, *(at for at in range(1, len(tokens)) if tokens[at] != tokens[at - 1] + 1), len(tokens)]
-    return [range(tokens[start], tokens[stop - 1] + 1) for start, stop in pairwise(cuts) if start < stop]

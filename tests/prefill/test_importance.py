@@ -21,7 +21,6 @@ from spec_stack.prefill.importance import (
     head_importance,
     largest_attention,
     over_queries,
-    pool,
     segment_weights,
 )
 from tests.support import reference
@@ -72,30 +71,6 @@ def test_the_stage_selects_by_that_importance() -> None:
     assert list(selection.token_ids) == [prompt[position] for position in selection.positions]
 
 
-def test_scoring_in_chunks_selects_the_same_tokens() -> None:
-    prompt = random_prompt(150)
-    chosen = []
-    for prefill_chunk in (4096, 16):
-        model = make_model()
-        install(model)
-        draft = CachedModel(model, prefill_chunk)
-        config = PrefillConfig(keep_rate=0.3, chunk_size=8, prefill_chunk=prefill_chunk)
-        selection, _ = score_prompt(draft, prompt, config)
-        chosen.append(list(selection.positions))
-    assert chosen[0] == chosen[1]
-
-
-def test_pooling_does_not_damp_the_ends() -> None:
-    row = torch.ones(2, 3, 40)
-    torch.testing.assert_close(pool(row, 13), row)
-
-
-def test_one_query_row_per_prompt_sums_to_one_over_the_prompt() -> None:
-    attention = attention_to_prompt(torch.randn(4, 3, 16), torch.randn(2, 20, 16), 0.25)
-    assert attention.shape == (4, 3, 20)
-    torch.testing.assert_close(attention.sum(-1), torch.ones(4, 3))
-
-
 def test_no_attention_layer_and_non_finite_attention_are_errors() -> None:
     with pytest.raises(ValueError, match="no attention layer"):
         token_importance([], 13)
@@ -119,20 +94,6 @@ def test_scores_of_half_precision_keys_are_computed_in_fp32() -> None:
     queries, keys = 8 * torch.randn(4, 3, 16).bfloat16(), 8 * torch.randn(2, 50, 16).bfloat16()
     expected = attention_to_prompt(queries.float(), keys.float(), 0.25)
     torch.testing.assert_close(attention_to_prompt(queries, keys, 0.25), expected)
-
-
-def test_who_asks_by_place_counts_in_full_whatever_the_last_token_attends_to() -> None:
-    attention = torch.zeros(400)
-    for (start, stop), seen in (((0, 10), 0.8), ((20, 30), 0.02), ((30, 40), 0.01), ((300, 310), 0.4)):
-        attention[start:stop] = seen
-    system, first, second, plan = (Segment(span, span) for span in ((0, 10), (20, 30), (30, 40), (300, 310)))
-    asking = [replace(first, asks=True), replace(second, asks=True)]
-    assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 1, 0.5, 0.25])
-    asking[1] = replace(asking[1], is_question=True)
-    assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 1, 1, 0.25])
-    asking[1] = replace(second, asks=True, is_marked=True)
-    assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 0.4, 1, 0.25])
-    assert segment_weights(attention, [system, first, second, plan]) == pytest.approx([1, 0.025, 0.0125, 0.5])
 
 
 def captured(num_layers: int, num_segments: int, device: str = "cpu") -> CapturedAttention:
@@ -170,12 +131,26 @@ def test_the_host_waits_for_no_copy() -> None:
 def test_heads_that_do_not_fit_at_once_score_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys, sinks = torch.randn(6, 3, 8), torch.randn(3, 40, 8), torch.randn(6)
     layer = ScoredLayer(queries, keys, 0.3, sinks)
-    at_once = head_importance(layer), largest_attention([layer], 5)
+    at_once = head_importance(layer), largest_attention(layer, 5)
     monkeypatch.setattr(prefill_importance, "MOST_WEIGHTS", 2 * 2 * 3 * 40)
     with Operators() as operators:
-        torch.testing.assert_close((head_importance(layer), largest_attention([layer], 5)), at_once)
+        torch.testing.assert_close((head_importance(layer), largest_attention(layer, 5)), at_once)
     # Two key heads with their query heads, then the third one.
     assert operators.names.count("aten._softmax.default") == 4
+
+
+def test_who_asks_by_place_counts_in_full_whatever_the_last_token_attends_to() -> None:
+    attention = torch.zeros(400)
+    for (start, stop), seen in (((0, 10), 0.8), ((20, 30), 0.02), ((30, 40), 0.01), ((300, 310), 0.4)):
+        attention[start:stop] = seen
+    system, first, second, plan = (Segment(span, span) for span in ((0, 10), (20, 30), (30, 40), (300, 310)))
+    asking = [replace(first, asks=True), replace(second, asks=True)]
+    assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 1, 0.5, 0.25])
+    asking[1] = replace(asking[1], is_question=True)
+    assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 1, 1, 0.25])
+    asking[1] = replace(second, asks=True, is_marked=True)
+    assert segment_weights(attention, [system, *asking, plan]) == pytest.approx([0.5, 0.4, 1, 0.25])
+    assert segment_weights(attention, [system, first, second, plan]) == pytest.approx([1, 0.025, 0.0125, 0.5])
 
 
 @pytest.mark.parametrize("sharp", [0.5, 0.02])
@@ -188,15 +163,3 @@ def test_several_questions_share_the_largest_attention(sharp: float) -> None:
     assert found[[3, 7]].tolist() == pytest.approx([most, most])
     alone = over_queries(attention, segments, [1.0, 0.75, 0.5])
     assert alone[[3, 7]].tolist() == pytest.approx([sharp, 0.75 * 0.1 - 0.25 * 0.1])
-
-
-def test_what_every_segment_attends_to_is_background() -> None:
-    attention = torch.zeros(6, 60)
-    attention[:, 9], attention[:2, 3], attention[2:, 7] = 0.3, 0.2, 0.5
-    segments = [Segment((2 * at, 2 * at + 2), (50 + 2 * at, 52 + 2 * at)) for at in range(3)]
-    found = over_queries(attention, segments, [1.0, 0.1, 0.1])
-    # The mean of the queries that hardly ask is taken off; nothing is below 0, and the question has its largest scores.
-    assert found[[3, 7, 9]].tolist() == pytest.approx([0.2, 0, 0], abs=1e-7)
-    assert found[50:52].tolist() == pytest.approx([0.1, 0.1])
-    alone = over_queries(attention, segments[:1], [1.0])
-    assert alone[[3, 9]].tolist() == pytest.approx([0.2, 0.3])
