@@ -39,22 +39,6 @@ def test_ranges_never_start_before_an_earlier_one(target: list[Span], draft: lis
     assert starts == sorted(starts)
 
 
-def test_one_tokenization_maps_to_itself() -> None:
-    spans = [(0, 3), (3, 4), (4, 9)]
-    assert overlaps(spans, spans) == [(0, 1), (1, 2), (2, 3)]
-
-
-def test_a_token_takes_the_most_important_of_what_it_overlaps_by_one_character() -> None:
-    ranges = overlaps([(0, 4), (4, 6)], [(0, 1), (1, 5), (5, 6)])
-    assert ranges == [(0, 2), (1, 3)]
-    assert map_importance(torch.tensor([0.1, 0.3, 0.2]), ranges).tolist() == pytest.approx([0.3, 0.3])
-
-
-def test_the_pieces_of_a_character_all_count() -> None:
-    assert overlaps([(0, 1), (0, 1), (1, 2)], [(0, 2)]) == [(0, 1)] * 3
-    assert overlaps([(0, 2)], [(0, 1), (0, 1), (0, 1), (1, 2)]) == [(0, 4)]
-
-
 def test_a_token_without_characters_overlaps_nothing() -> None:
     ranges = overlaps([(0, 0), (0, 2)], [(0, 0), (0, 1), (1, 2)])
     assert ranges == [(1, 1), (1, 3)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import pytest
@@ -63,39 +62,6 @@ def test_the_line_that_shares_the_questions_words_is_the_best(
     borders = make_segments(len(pieces), pieces, PrefillConfig()).borders
     best = int(scores(pieces, protected, roles).argmax())
     assert "".join(pieces[borders[best] : borders[best + 1]]) == "A mill stands by the river.\n"
-
-
-def test_the_question_itself_has_no_score() -> None:
-    assert scores([*DOCUMENT, *QUESTION])[-1] == 0
-
-
-def test_a_request_without_a_question_mark_is_looked_for_at_the_end() -> None:
-    pieces = [*DOCUMENT, "Find", " the", " mill", "."]
-    assert int(scores(pieces).argmax()) == 1
-
-
-@pytest.mark.parametrize("code", ["user?.name ? a : b", "GET /items?id=77", "let x = parse(y)?;"])
-def test_a_question_mark_in_code_does_not_replace_the_request(code: str) -> None:
-    pieces = [*DOCUMENT, *re.findall(r"\w+|\W", code), "\n", "Find", " the", " mill", "."]
-    assert int(scores(pieces).argmax()) == 1
-
-
-@pytest.mark.parametrize("num_results", [1, 2, 5])
-def test_the_users_request_is_looked_for_however_many_results_are_behind_it(num_results: int) -> None:
-    pieces = [
-        "<user>",
-        "Find",
-        " the",
-        " mill",
-        ".",
-        *["<call>", "Reading", " on", ".", "<tool>", *DOCUMENT] * num_results,
-    ]
-    protected = [(at, at + 1) for at, piece in enumerate(pieces) if piece in ("<user>", "<call>", "<tool>")]
-    roles = ["user", *["assistant", "tool"] * num_results]
-    segments = make_segments(len(pieces), pieces, PrefillConfig())
-    best = scores(pieces, protected, roles).topk(num_results).indices
-    found = {"".join(pieces[segments.borders[at] : segments.borders[at + 1]]) for at in best}
-    assert found == {"A mill stands by the river.\n"}
 
 
 def test_scripts_without_spaces_are_searched_by_the_character() -> None:

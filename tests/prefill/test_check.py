@@ -96,13 +96,6 @@ def test_nothing_is_dropped_where_all_is_seen_and_all_where_the_answer_attends_t
         dropped_attention(ScoringInputs(PromptText(range(NUM_TOKENS))), [], config)
 
 
-def test_more_kept_drops_less() -> None:
-    torch.manual_seed(1)
-    inputs, config = inputs_of(torch.rand(NUM_TOKENS)), PrefillConfig(chunk_size=8)
-    found = [dropped_attention(inputs, range(stop), config) for stop in range(0, NUM_TOKENS, 10)]
-    assert found == sorted(found, reverse=True)
-
-
 def test_the_reason_says_what_was_tried() -> None:
     tried = [TriedRate(0.1, 0.83), TriedRate(0.2, 0.02)]
     assert told([], True, "on: long") == "on: long"
@@ -113,19 +106,3 @@ def test_the_reason_says_what_was_tried() -> None:
     assert told(tried, False, "on: long") == (
         "off: too much of the draft's attention would be dropped, 0.83 at 0.1, 0.02 at 0.2"
     )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_dropped_attention": -0.1},
-        {"max_dropped_attention": 1.1},
-        {"max_dropped_attention": float("nan")},
-        {"check_tokens": 0},
-        {"check_rates": (0.4, 0.2)},
-        {"check_rates": (0.5, 1.0)},
-    ],
-)
-def test_a_bad_value_is_named(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        PrefillConfig(**options)  # type: ignore[arg-type]

@@ -78,6 +78,14 @@ def test_the_keep_rate_may_be_a_curve_by_length() -> None:
         {"scoring_queries": "all"},
         {"head_reduction": "sum"},
         {"first_scoring_layer": -1},
+        {"positions": "Original"},
+        {"positions": None},
+        {"max_dropped_attention": -0.1},
+        {"max_dropped_attention": 1.1},
+        {"max_dropped_attention": float("nan")},
+        {"check_tokens": 0},
+        {"check_rates": (0.4, 0.2)},
+        {"check_rates": (0.5, 1.0)},
     ],
 )
 def test_what_cannot_be_scored_by_is_refused_at_construction(bad: dict[str, object]) -> None:

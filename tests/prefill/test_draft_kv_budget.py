@@ -22,22 +22,6 @@ def test_the_slots_are_those_of_a_plain_loop(num_tokens: int, num_slots: int, si
     assert choose_slots(text, num_slots, size, size) == chosen_slots(text, num_slots, size, size)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200, 3000])
-def test_they_are_bounded_and_hold_the_first_and_the_newest_text(num_tokens: int) -> None:
-    slots = choose_slots(random_prompt(num_tokens, vocab=50), 64, 8, 8)
-    assert len(slots) == len(set(slots)) <= 64
-    assert slots == sorted(slots)
-    assert slots[0] == 0
-    newest = min(num_tokens, 16)
-    assert slots[-newest:] == list(range(num_tokens - newest, num_tokens))
-
-
-def test_a_rare_word_of_the_end_brings_back_where_it_stood() -> None:
-    text = [1, 2, 3, 4] * 500
-    text[777] = text[-3] = 99
-    assert 777 in choose_slots(text, 64, 8, 8)
-
-
 def test_the_choice_in_a_long_text_takes_milliseconds() -> None:
     text = random_prompt(128_000, vocab=5000)
     seconds = []

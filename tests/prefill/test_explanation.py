@@ -92,9 +92,7 @@ def test_the_spans_are_the_tokens_that_the_target_has(scorer: str, granularity: 
         assert (explanation.importance is None) == (scorer == "bm25" or not metrics.sparse_prefill)
         assert ("dense" in reasons_of(explanation).values()) == (not metrics.sparse_prefill)
         # The spans in tokens, by another route: whole tokens, in order and apart.
-        offsets = [0]
-        for token in explanation.tokens:
-            offsets.append(offsets[-1] + len(token))
+        offsets = [len("".join(explanation.tokens[:at])) for at in range(len(explanation.tokens) + 1)]
         edges = [edge for span in explanation.kept for edge in (span.start, span.stop)]
         assert edges == sorted(edges)
         assert set(edges) <= set(offsets)

@@ -7,9 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
-from spec_stack.prefill.importance import Segment, over_queries
 from spec_stack.prefill.prompt_text import ChatTurn, PromptText, between
 from spec_stack.prefill.queries import find_candidates, question_tokens
 from spec_stack.prefill.segments import line_borders
@@ -90,18 +88,6 @@ def test_the_last_paragraphs_and_the_first_line_of_a_request_ask(text: str, aski
     assert [each for each in texts if "word" not in each] == asking
 
 
-def test_a_short_line_is_no_segment_unless_it_ends_the_request() -> None:
-    pieces = list("abcdef\nok\nwhy?\nno")
-    found = find_candidates(PromptText(range(len(pieces)), pieces))
-    assert found.segments == ((0, 7), (10, 15), (15, 17))
-    assert found.asks == (True, True, True)
-
-
-def test_of_a_prompt_of_nothing_but_short_lines_the_last_asks() -> None:
-    found = find_candidates(PromptText(range(3), list("a\nb")))
-    assert (found.segments, found.asks) == (((2, 3),), (True,))
-
-
 def test_new_text_that_is_all_protected_holds_no_earlier_question_and_scores_by_its_own_tokens() -> None:
     pieces = ["<u>", *"where is the key?", "<a>", *"in the hall", "</a>", *"be brief!", "<a>"]
     protected = [(0, 1), (18, 19), (30, 41)]
@@ -114,27 +100,9 @@ def test_new_text_that_is_all_protected_holds_no_earlier_question_and_scores_by_
     assert found.reaching(29).segments == ((19, 30),)
 
 
-def test_the_newest_plan_names_what_to_look_for_behind_the_request() -> None:
-    texts = [
-        ("user", "tidy it up"),
-        ("assistant", "look at all"),
-        ("tool", "one"),
-        ("assistant", "now the port of mesh"),
-    ]
-    turns, pieces = [], ["<s>"]
-    for role, text in [*texts, ("tool", "two")]:
-        words = text.split(" ")
-        turns.append(ChatTurn(role, (len(pieces), len(pieces) + len(words))))
-        pieces += [*words, f"<{role}>\n"]
+def test_a_given_question_alone_names_what_to_look_for() -> None:
+    turns = [ChatTurn("user", (1, 4)), ChatTurn("assistant", (5, 9)), ChatTurn("tool", (10, 12))]
+    pieces = ["<s>", *["tidy", "it", "up", "<u>", "now", "the", "port", "of", "<a>", "no", "mesh", "<t>"]]
     text = PromptText(range(len(pieces)), pieces, between([each.span for each in turns], len(pieces)), turns=turns)
-    found = find_candidates(text)
-    assert {pieces[at] for at in question_tokens(found)} == {*["tidy", "it", "up", "now", "the", "port", "of", "mesh"]}
-    given = find_candidates(replace(text, question=turns[0].span))
-    assert {pieces[at] for at in question_tokens(given)} == {*["tidy", "it", "up"]}
-
-
-def test_the_segment_that_counts_most_is_as_important_as_the_best_of_the_prompt() -> None:
-    attention = torch.tensor([[0.0, 0.6, 0.2, 0.0, 0.0, 0.2], [0.0, 0.6, 0.2, 0.2, 0.0, 0.0]])
-    segments = (Segment((0, 1), (3, 5)), Segment((1, 2), (5, 6)))
-    importance = over_queries(attention, segments, (1.0, 1.0))
-    torch.testing.assert_close(importance, torch.tensor([0.0, 0.6, 0.2, 0.4, 0.4, 0.6]))
+    assert question_tokens(find_candidates(text)) == {1, 2, 3, 5, 6, 7, 8}
+    assert question_tokens(find_candidates(replace(text, question=turns[0].span))) == {1, 2, 3}

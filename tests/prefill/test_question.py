@@ -54,7 +54,6 @@ By default it runs {} workers.
 NAMES = ["load", "save", "parse", "merge", "split", "check", "build", "fetch", "clean", "pack", "sort", "trim"]
 FUNCTIONS = [FUNCTION.format(name, 9 + at) for at, name in enumerate(NAMES)]
 SECTIONS = [SECTION.format(name, 9 + at) for at, name in enumerate(NAMES)]
-PAIRS = [(one, two) for one in ("mesh", "gate", "store", "queue") for two in ("relay", "vault", "cron")]
 PROMPTS = {
     "What is the total of the order with the id ord-4017?": RECORDS,
     "Which order went to Skelton?": RECORDS,
@@ -86,38 +85,6 @@ def test_lines_below_the_named_heading_come_before_the_same_lines_below_others(t
     scores = make_rule("attention").score(evidence, segments, PrefillConfig())
     values = {name: scores[line_of(segments, pieces, str(9 + at))] for at, name in enumerate(NAMES)}
     assert values.pop("fetch") > 1.5 * max(values.values())
-
-
-def test_of_records_with_equal_attention_the_named_one_is_kept_first() -> None:
-    pieces = pieces_of("".join(RECORDS) + QUESTION)
-    evidence, segments = evidence_of(pieces, len(pieces))
-    named = line_of(segments, pieces, "4017")
-    scores = make_rule("attention").score(evidence, segments, PrefillConfig())
-    assert int(scores[: len(RECORDS)].argmax()) == named
-    assert scores[named] > 2.5 * float(scores[named - 1])
-
-
-def test_a_word_counts_by_how_few_lines_hold_it() -> None:
-    pieces = pieces_of("".join(RECORDS) + "What does the Skelton of ord-4017 total?")
-    evidence, segments = evidence_of(pieces, len(pieces))
-    raised = raise_named(torch.ones(len(segments)), evidence, segments)[: len(RECORDS)]
-    named = line_of(segments, pieces, "4017")
-    others = raised[torch.arange(len(RECORDS)) != named]
-    assert raised[named] == pytest.approx(3)
-    assert others.unique().numel() == 1
-    assert others[0] < 1.3
-
-
-PORTS = "".join(
-    f"{one}-{two}:\n  memory: 512Mi\n  port: {7000 + at}\n  image: {'a/' * 12}\n" for at, (one, two) in enumerate(PAIRS)
-)
-
-
-def test_a_line_counts_with_the_words_of_the_key_above_it() -> None:
-    pieces = pieces_of(f"{PORTS}\nI need the port of {PAIRS[4][0]}-{PAIRS[4][1]}.")
-    evidence, segments = evidence_of(pieces, len(pieces))
-    raised = raise_named(torch.ones(len(segments)), evidence, segments)
-    assert int(raised.argmax()) == line_of(segments, pieces, "7004")
 
 
 def test_tokens_without_text_count_by_attention_alone() -> None:

@@ -68,11 +68,6 @@ def test_any_mix_of_marks_is_cut_without_gaps_also_at_the_end_of_a_text(parts: l
     assert all(-1 <= unit.head < len(units) and unit.head != at for at, unit in enumerate(units))
 
 
-def test_a_text_may_end_with_a_heading() -> None:
-    for text in ("## Two", "One.\n\n## Two", "One.\n\n## Two\n"):
-        assert "".join(texts_of(characters(text))) == text
-
-
 def test_a_sentence_ends_with_its_stops_and_a_line_with_its_breaks() -> None:
     pieces = ["One", " two", ".", " Three", "?!", "\n\n", "Four", "\n"]
     assert texts_of(pieces) == ["One two.", " Three?!\n\n", "Four\n"]

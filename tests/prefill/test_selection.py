@@ -49,19 +49,6 @@ def test_a_selection_is_sorted_unique_whole_chunks_with_both_ends(
     )
 
 
-def test_keep_rate_one_keeps_everything() -> None:
-    selection = select(evidence(77, torch.rand(77)), PrefillConfig(keep_rate=1.0))
-    assert list(selection.positions) == list(range(77))
-    assert selection.keep_rate == 1.0
-
-
-def test_the_most_important_chunk_is_kept() -> None:
-    importance = torch.zeros(32 * 20)
-    importance[32 * 11 + 5] = 1.0
-    selection = select(evidence(640, importance), PrefillConfig(keep_rate=0.2))
-    assert set(range(32 * 11, 32 * 12)) <= set(selection.positions)
-
-
 @pytest.mark.parametrize("span", [(100, 103), (0, 640), (-5, 2), (630, 999)])
 def test_protected_tokens_come_on_top_of_the_chunks(span: tuple[int, int]) -> None:
     importance = torch.rand(640, generator=torch.Generator().manual_seed(3))
