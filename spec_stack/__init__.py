@@ -15,13 +15,7 @@ if TYPE_CHECKING:
     from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
     from spec_stack.api.session import Session
     from spec_stack.bench.fidelity import FidelityReport, measure_fidelity
-    from spec_stack.config import (
-        DecodeConfig,
-        PrefillConfig,
-        SamplingParams,
-        SessionConfig,
-        SpecStackConfig,
-    )
+    from spec_stack.config import DecodeConfig, PrefillConfig, SamplingParams, SessionConfig, SpecStackConfig
     from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
     from spec_stack.types import GenerationResult, Metrics, Selection, StepOutput, TokenLogprobs
 

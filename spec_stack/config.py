@@ -191,8 +191,7 @@ class PrefillConfig:
         (0.2, 0.4), "keep rates that the check tries after keep_rate, those above it in this order"
     )
     on_scoring_failure: OnScoringError = option(
-        "dense",
-        "effect of a failed scoring: 'dense' prefill, with the traceback in the log, or an exception ('raise')",
+        "dense", "effect of a failed scoring: 'dense' prefill, with the traceback in the log, or an exception ('raise')"
     )
 
     def __post_init__(self) -> None:
@@ -468,10 +467,7 @@ class SessionConfig:
     questions and answers, 256 tokens at most) is prefilled again behind it.
     """
 
-    recall: bool = option(
-        True,
-        "whether dropped chunks are recalled if a later turn's scoring queries attend to them",
-    )
+    recall: bool = option(True, "whether dropped chunks are recalled if a later turn's scoring queries attend to them")
     recall_threshold: float = option(
         8.0, "multiple of the old text's mean importance from which a dropped chunk is recalled"
     )

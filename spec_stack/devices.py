@@ -43,11 +43,7 @@ def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: fl
 
 
 def attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    most_scores: int = MOST_SCORES,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, most_scores: int = MOST_SCORES
 ) -> torch.Tensor:
     """Attention of each query over the keys up to its own: (num_heads, n, head_dim).
 

@@ -232,8 +232,7 @@ def _answer(
                 begin, ends = len(sequence), False
                 for token_id in output.token_ids:
                     sequence = torch.cat([sequence, sequence.new_tensor([token_id])])
-                    # All of them are called: some count.
-                    ends = any([bool(torch.as_tensor(each(sequence[None], None)).all()) for each in criteria])
+                    ends = bool(criteria(sequence[None], None).all())
                     if ends:
                         break
                 if streamer is not None and len(sequence) > begin:

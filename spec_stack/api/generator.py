@@ -50,15 +50,9 @@ class SpecStackGenerator(GenerationMixin):
     tokenizer : optional
         The target's; None finds it where the models were loaded from. Without one only `input_ids` are taken, no text
         is made, and prompts are pruned in chunks alone (`PrefillConfig.granularity`).
-    config : SpecStackConfig, optional
-        Default pruning and drafting of all calls.
-    policy : str or Policy, optional
-        Default policy, which chooses gamma; the configuration's by default.
     draft_tokenizer : optional
         The draft's; by default that of the draft's folder, or else the target's (`tokenizers.vocabulary.compare`).
-    draft_step : {"auto", "eager", "static", "compiled"}
-        How short forwards run (see `LoadConfig`).
-    calibration : str, Path or bool, optional
+    config, policy, draft_step, calibration : optional
         As for `from_pretrained`; the draft's folder is the one that it was loaded from.
 
     Raises
@@ -87,7 +81,7 @@ class SpecStackGenerator(GenerationMixin):
         draft_step: DraftStep = LoadConfig.draft_step,
         calibration: str | Path | bool | None = None,
     ) -> None:
-        config = _checked(config)
+        config = require_config(config, SpecStackConfig)
         tokenizer, draft_tokenizer = find_tokenizers(target, draft, tokenizer, draft_tokenizer)
         pair = ModelPair.assemble(target, draft, tokenizer, draft_tokenizer, config.prefill.positions, draft_step)
         prefill = calibrated(config.prefill, name_of_model(draft), calibration, pair)
@@ -167,7 +161,7 @@ class SpecStackGenerator(GenerationMixin):
             Before the weights are read, for a missing folder, an incompatible pair, an unknown precision, policy or
             device, or an unsupported precision.
         """
-        config = _checked(config)
+        config = require_config(config, SpecStackConfig)
         if isinstance(policy, str):
             # An unknown name is refused before the weights are read, which can take minutes.
             DecodeConfig(policy)
@@ -304,8 +298,3 @@ def calibrated(
 
         calibration = calibrate_at_load(pair, file_of(source))
     return config if calibration is None else calibration.complete(config)
-
-
-def _checked(config: SpecStackConfig | None) -> SpecStackConfig:
-    require_config(config, SpecStackConfig)
-    return config or SpecStackConfig()

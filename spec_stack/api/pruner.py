@@ -135,7 +135,7 @@ class Pruner:
     """
 
     def __init__(self, draft: PreTrainedModel, tokenizer: Any, config: PrefillConfig | None = None) -> None:
-        config = _checked(config)
+        config = require_config(config, PrefillConfig)
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("a Pruner needs the draft's tokenizer, a fast one: it gives character offsets")
         self._pair = ModelPair.assemble(draft, draft, tokenizer)
@@ -181,7 +181,7 @@ class Pruner:
         ValueError
             For a missing draft, a draft that cannot score, and a draft without a tokenizer.
         """
-        config = _checked(config)
+        config = require_config(config, PrefillConfig)
         if draft is None:
             draft, tokenizer = ASSETS / "draft", tokenizer or ASSETS / "target"
         model = open_alone(draft, precision, device).load()
@@ -266,8 +266,7 @@ class Pruner:
         config : SessionConfig, optional
             Recall of dropped text.
         """
-        require_config(config, SessionConfig)
-        return PrunerConversation(self._pair, self.config, config or SessionConfig())
+        return PrunerConversation(self._pair, self.config, require_config(config, SessionConfig))
 
 
 class PrunerConversation:
@@ -479,11 +478,6 @@ class PrunerConversation:
             return chat_parts(tokenizer, [{**each, "content": text} for each, text in zip(chat, joined, strict=True)])
         has_token = tokenizer(_JOINT).input_ids[:1] == [tokenizer.bos_token_id]
         return [tokenizer.bos_token, 0] if has_token and not joined[0].startswith(tokenizer.bos_token) else [0]
-
-
-def _checked(config: PrefillConfig | None) -> PrefillConfig:
-    require_config(config, PrefillConfig)
-    return config or PrefillConfig()
 
 
 def _config_of(

@@ -24,9 +24,12 @@ class _Message:
     places: list[Place] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, text: str, place: Place) -> None:
-        self.texts.append(text)
-        self.places.append(place)
+    def read(self, content: Any, place: Place) -> _Message:
+        """Add a content's texts."""
+        for text, at in _found(content, place):
+            self.texts.append(text)
+            self.places.append(at)
+        return self
 
     def as_dict(self) -> dict[str, Any]:
         parts = [{"type": "text", "text": text} for text in self.texts]
@@ -77,7 +80,9 @@ def find_prompt(body: Mapping[str, Any], name: str | None = None) -> BodyPrompt:
         if not isinstance(text, str):
             raise ValueError("prompt holds no text to prune")
         return BodyPrompt(body, text, [[(*place, 0) if is_batch else place]])
-    messages = list(_system(body.get("instructions" if name == "input" else "system")))
+    # A system prompt beside the messages is read, and never pruned.
+    system = [text for text, _ in _found(body.get("instructions" if name == "input" else "system"), ())]
+    messages = [_Message("system", ["\n".join(system)])] if system else []
     if name == "input" and isinstance(value, str):
         messages.append(_Message("user", [value], [place]))
     elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -88,13 +93,6 @@ def find_prompt(body: Mapping[str, Any], name: str | None = None) -> BodyPrompt:
     return BodyPrompt(body, [message.as_dict() for message in messages], [message.places for message in messages])
 
 
-def _system(value: Any) -> Iterator[_Message]:
-    """A system prompt beside the messages, which is read and never pruned."""
-    texts = [text for text, _ in _found(value, ())]
-    if texts:
-        yield _Message("system", ["\n".join(texts)])
-
-
 def _add(messages: list[_Message], item: Mapping[str, Any], place: Place) -> None:
     """Append a message or an item of Responses. Items without a text or a call are passed over."""
     if isinstance(role := item.get("role"), str):
@@ -102,25 +100,19 @@ def _add(messages: list[_Message], item: Mapping[str, Any], place: Place) -> Non
         results = [at for at, part in enumerate(_list(item.get("content"))) if _is(part, "tool_result")]
         for at in results:
             own = item["content"][at].get("content")
-            messages.append(_with_texts(_Message("tool"), own, (*place, "content", at, "content")))
-        _with_texts(message, item.get("content"), (*place, "content"))
+            messages.append(_Message("tool").read(own, (*place, "content", at, "content")))
+        message.read(item.get("content"), (*place, "content"))
         uses = [part for part in _list(item.get("content")) if _is(part, "tool_use")]
         functions = [call["function"] for call in as_functions(_list(item.get("tool_calls"))) if _has(call, "function")]
         message.calls = [function_call(each) for each in (*functions, *uses)]
         if message.texts or message.calls or not results:
             messages.append(message)
     elif str(item.get("type")).endswith("_output"):
-        messages.append(_with_texts(_Message("tool"), item.get("output"), (*place, "output")))
+        messages.append(_Message("tool").read(item.get("output"), (*place, "output")))
     elif isinstance(item.get("name"), str):
         if not (messages and messages[-1].role == "assistant"):
             messages.append(_Message("assistant"))
         messages[-1].calls.append(function_call(item))
-
-
-def _with_texts(message: _Message, content: Any, place: Place) -> _Message:
-    for text, at in _found(content, place):
-        message.add(text, at)
-    return message
 
 
 def _found(content: Any, place: Place) -> Iterator[tuple[str, Place]]:

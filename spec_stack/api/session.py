@@ -64,10 +64,9 @@ class Session(GenerationMixin):
     def __init__(
         self, engine: Engine, config: SessionConfig | None = None, ngram_cache: SharedNgramCache | None = None
     ) -> None:
-        require_config(config, SessionConfig)
+        self.config = require_config(engine.config.session if config is None else config, SessionConfig)
         if ngram_cache is not None and not isinstance(ngram_cache, SharedNgramCache):
             raise ValueError(f"ngram_cache must be a SharedNgramCache, got {type(ngram_cache).__name__}")
-        self.config = config or engine.config.session
         self.engine = engine
         self._open: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk, ngram_cache)
         self._answering = threading.Lock()

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+
+Config = TypeVar("Config")
 
 MOST_SHAPING = 1e15
 """Largest logit_bias and repetition_penalty: divided by the lowest temperature their product is finite in fp32."""
@@ -19,9 +21,12 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def require_config(config: object, kind: type) -> None:
-    """Require a configuration of this kind, or None."""
-    require(isinstance(config, kind | None), f"config must be a {kind.__name__}, got {type(config).__name__}")
+def require_config(config: object, kind: type[Config]) -> Config:
+    """The configuration, which must be of this kind; None is the default one."""
+    config = kind() if config is None else config
+    if not isinstance(config, kind):
+        raise ValueError(f"config must be a {kind.__name__}, got {type(config).__name__}")
+    return config
 
 
 def require_number(name: str, value: object) -> None:
