@@ -538,13 +538,9 @@ def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]
 
 
 def config_of(config: type[Config], arguments: argparse.Namespace) -> Config:
-    """A configuration from the arguments that have its fields' names."""
+    """A configuration from the arguments that have its fields' names; given ones override a calibration, even at their
+    defaults."""
     return config(**given(arguments, [entry.name for entry in fields(config)]))  # type: ignore[arg-type]
-
-
-def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:
-    """The prefill configuration; given flags override a calibration, even at their defaults."""
-    return config_of(PrefillConfig, arguments)
 
 
 def check_writable(path: Path) -> None:

@@ -26,7 +26,6 @@ from spec_stack.cli.arguments import (
     check_writable,
     config_of,
     given,
-    prefill_of,
     prompt_of,
     read_documents,
     read_prompt,
@@ -80,7 +79,7 @@ def _tell_embedded(arguments: argparse.Namespace) -> None:
 def _generate(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments)
     request = request_of(arguments)
-    generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
+    generator = _load(arguments, SpecStackConfig(prefill=config_of(PrefillConfig, arguments)))
     _tell_embedded(arguments)
     request |= prompt_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
     outputs: list[StepOutput] = []
@@ -115,7 +114,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise ValueError("chat reads standard input, which is closed")
     documents, options = [read_document(path) for path in arguments.file], answer_options(arguments)
-    config = SpecStackConfig(prefill_of(arguments), session=config_of(SessionConfig, arguments))
+    config = SpecStackConfig(config_of(PrefillConfig, arguments), session=config_of(SessionConfig, arguments))
     told = partial(_tell_dropped, arguments)
     generator = _load(arguments, config)
     _tell_embedded(arguments)
@@ -179,7 +178,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     from spec_stack.serve.app import run
 
     begin(config, config.port)
-    generator = _load(arguments, SpecStackConfig(prefill_of(arguments), config_of(DecodeConfig, arguments)))
+    generator = _load(
+        arguments, SpecStackConfig(config_of(PrefillConfig, arguments), config_of(DecodeConfig, arguments))
+    )
     pair = generator.pair
     target = f"{arguments.target or 'the embedded target'} ({pair.precision})"
     draft = f"{arguments.draft or 'the embedded draft'} ({pair.draft_precision})"
@@ -203,7 +204,7 @@ def describe_pruning(config: PrefillConfig) -> str:
 
 
 def _proxy(arguments: argparse.Namespace) -> int:
-    config, prefill = config_of(ProxyConfig, arguments), prefill_of(arguments)
+    config, prefill = config_of(ProxyConfig, arguments), config_of(PrefillConfig, arguments)
     from spec_stack.http.app import begin
     from spec_stack.proxy.app import serve_proxy
 
@@ -328,7 +329,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     source = "demo" if arguments.demo else "prompt" if arguments.file is None else arguments.file.name
     out = arguments.out or Path(file_name(Path(source).stem, text or ""))
     check_writable(out)
-    generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
+    generator = _load(arguments, SpecStackConfig(prefill=config_of(PrefillConfig, arguments)))
     if text is None:
         from spec_stack.bench.demo import hide_fact
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spec_stack import PrefillConfig, Pruner, SpecStackConfig, SpecStackGenerator
-from spec_stack.cli.arguments import build_parser, prefill_of
+from spec_stack.cli.arguments import build_parser, config_of
 from spec_stack.hf.architectures import text_config
 from spec_stack.prefill.calibration import CHOSEN, Calibration, fingerprint
 
@@ -32,44 +32,30 @@ CALIBRATION = Calibration(CALIBRATED, {}, {}, margin=0.1)
 DEFAULT = PrefillConfig()
 
 
-def test_the_example_sets_every_calibrated_field_to_no_default() -> None:
-    assert set(CALIBRATED) == set(CHOSEN)
-    assert all(CALIBRATED[name] != getattr(DEFAULT, name) for name in CHOSEN)
-
-
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_field_of_the_configuration_holds(name: str) -> None:
-    completed = CALIBRATION.complete(PrefillConfig(**{name: getattr(DEFAULT, name)}))
-    assert getattr(completed, name) == getattr(DEFAULT, name)
-    others = [other for other in CHOSEN if other != name]
-    assert all(getattr(completed, other) == CALIBRATED[other] for other in others)
-
-
-@pytest.mark.parametrize("name", CHOSEN)
-def test_a_field_that_replace_sets_holds_and_no_other(name: str) -> None:
-    changed = replace(replace(DEFAULT, prefill_chunk=512), **{name: getattr(DEFAULT, name)})
+def test_a_field_holds_wherever_it_is_set_and_no_other(name: str) -> None:
+    value, others = getattr(DEFAULT, name), set(CHOSEN) - {name}
+    changed = replace(replace(DEFAULT, prefill_chunk=512), **{name: value})
     assert set(changed.given) == {name, "prefill_chunk"}
-    assert getattr(CALIBRATION.complete(changed), name) == getattr(DEFAULT, name)
+    flag = build_parser().parse_args(["generate", "x", f"--{name.replace('_', '-')}", str(value).lower()])
+    for given in (PrefillConfig(**{name: value}), changed, config_of(PrefillConfig, flag)):
+        completed = CALIBRATION.complete(given)
+        assert getattr(completed, name) == value != CALIBRATED[name]
+        assert all(getattr(completed, other) == CALIBRATED[other] for other in others)
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-def test_a_flag_holds(name: str) -> None:
-    value = getattr(DEFAULT, name)
-    arguments = build_parser().parse_args(["generate", "x", f"--{name.replace('_', '-')}", str(value).lower()])
-    assert getattr(CALIBRATION.complete(prefill_of(arguments)), name) == value
-    plain = build_parser().parse_args(["generate", "x"])
-    assert getattr(CALIBRATION.complete(prefill_of(plain)), name) == CALIBRATED[name]
-
-
-@pytest.mark.parametrize(("text", "window"), [("512", 512), ("8192:512", (8192, 512)), ("none", None)])
-def test_a_window_is_written_by_itself_or_behind_the_shortest_prompt(text: str, window: object) -> None:
-    arguments = build_parser().parse_args(["generate", "x", "--draft-window", text])
-    assert prefill_of(arguments).draft_window == window
-
-
-def test_heads_are_written_as_layer_and_head() -> None:
-    arguments = build_parser().parse_args(["generate", "x", "--scoring-heads", "13.0,13.13"])
-    assert prefill_of(arguments).scoring_heads == ((13, 0), (13, 13))
+@pytest.mark.parametrize(
+    ("flag", "text", "value"),
+    [
+        ("draft_window", "512", 512),
+        ("draft_window", "8192:512", (8192, 512)),
+        ("draft_window", "none", None),
+        ("scoring_heads", "13.0,13.13", ((13, 0), (13, 13))),
+    ],
+)
+def test_values_that_are_no_number_have_a_form_of_their_own(flag: str, text: str, value: object) -> None:
+    arguments = build_parser().parse_args(["generate", "x", f"--{flag.replace('_', '-')}", text])
+    assert getattr(config_of(PrefillConfig, arguments), flag) == value
 
 
 @pytest.mark.parametrize("variant", [PrefillConfig.raw, PrefillConfig.full, PrefillConfig.full_look_ahead])

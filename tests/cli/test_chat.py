@@ -16,7 +16,11 @@ from spec_stack.cli.main import main
 
 
 def talk(
-    embedded: SpecStackGenerator, lines: list[Any], out: io.StringIO | None = None, **options: Any
+    embedded: SpecStackGenerator,
+    lines: list[Any],
+    drawn: dict[str, Any] | None = None,
+    out: io.StringIO | None = None,
+    **options: Any,
 ) -> tuple[Chat, str]:
     """What a chat says to these lines, an exception among which is raised by the reading of it."""
     source: Iterator[Any] = iter(lines)
@@ -28,7 +32,7 @@ def talk(
         return str(line)
 
     out = out or io.StringIO()
-    chat = Chat(embedded, {"max_tokens": 12}, read=read, out=out, **options)
+    chat = Chat(embedded, drawn or {"max_tokens": 12}, read=read, out=out, **options)
     chat.run()
     return chat, out.getvalue()
 
@@ -96,21 +100,6 @@ def test_the_command_reads_lines_from_standard_input(
     assert said.count("recalled") == 2
 
 
-def test_a_prompt_goes_behind_what_is_piped_in(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    document = tmp_path / "document.txt"
-    document.write_text("The red code for Alice is 48213.")
-    command = ["generate", "--chat", "--max-tokens", "24", "--device", "cpu", "--stats"]
-    for more in (["-"], []):
-        with document.open() as piped:
-            monkeypatch.setattr("sys.stdin", piped)
-            assert main([*command, *more, *([] if more else ["What is the red code for Alice?"])]) == 0
-        said = capsys.readouterr()
-        assert ("48213" in said.out) or more
-        assert "TTFT" in said.err
-
-
 def test_a_turn_is_taken_back_and_a_chat_is_saved_and_goes_on_elsewhere(
     embedded: SpecStackGenerator, tmp_path: Path
 ) -> None:
@@ -175,16 +164,13 @@ def test_an_undo_gives_the_documents_back_and_warns_of_nothing(
 def test_what_was_dropped_is_told_once(embedded: SpecStackGenerator) -> None:
     told: list[tuple[int, int]] = []
     rooms = "".join(f"The code of room {at} is {4 * at}.\n" for at in range(60))
-    options = {"max_tokens": 2, "sparse_prefill": "on", "keep_rate": 0.3}
-    lines = iter(["What is the code of room 41?", "And now?"])
-    Chat(
+    talk(
         embedded,
-        options,
+        ["What is the code of room 41?", "And now?"],
+        {"max_tokens": 2, "sparse_prefill": "on", "keep_rate": 0.3},
         documents=[rooms],
-        read=lambda _: next(lines, "/quit"),
-        out=io.StringIO(),
         told=lambda *counts: told.append(counts),
-    ).run()
+    )
     assert told
     assert all(num_kept < num_tokens for num_kept, num_tokens in told)
 
@@ -203,9 +189,7 @@ def test_a_terminal_without_escapes_gets_none(
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    out = Terminal()
-    Chat(embedded, {}, read=lambda _: "/quit", out=out).run()
-    assert ("\x1b" in out.getvalue()) == is_dim
+    assert ("\x1b" in talk(embedded, ["/quit"], out=Terminal())[1]) == is_dim
 
 
 def test_closed_standard_streams_are_no_traceback() -> None:

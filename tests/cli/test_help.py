@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from spec_stack.cli.main import COMMANDS, main
@@ -63,6 +65,8 @@ def test_the_doctors_verdict_comes_first_and_no_dict_is_printed(capsys: pytest.C
     assert not [line for line in rest if "{" in line]
     assert main(["doctor", "--precision", "int3"]) == 1
     assert capsys.readouterr().out.startswith("problem: unknown precision")
+    assert main(["doctor", "--json", "--precision", "int3"]) == 1
+    assert "unknown precision" in json.loads(capsys.readouterr().out)["problem"]
 
 
 def test_the_embedded_pair_says_that_it_answers(capsys: pytest.CaptureFixture[str]) -> None:
