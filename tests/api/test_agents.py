@@ -8,15 +8,10 @@ from typing import Any
 
 import pytest
 
-from spec_stack import Pruner, SpecStackGenerator
+from spec_stack import Pruner, Session, SpecStackGenerator
 
 FACT = "The red code for Greta is 48213.\n"
 REQUESTS = ["What is the red code for Greta?", "Give me the red code for Greta."]
-
-
-@pytest.fixture(scope="module")
-def pruner() -> Pruner:
-    return Pruner.from_pretrained(device="cpu")
 
 
 def report(rng: random.Random, num_lines: int) -> str:
@@ -27,34 +22,34 @@ def report(rng: random.Random, num_lines: int) -> str:
     )
 
 
-def loop(request: str, results: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+def loop(request: str, steps: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     """A request with the results of each of the assistant's steps."""
     chat = [{"role": "user", "content": request}]
-    for step in results:
-        chat += [{"role": "assistant", "content": "Let me read it."}, *({"role": "tool", "content": it} for it in step)]
+    for results in steps:
+        chat += [
+            {"role": "assistant", "content": "Let me read it."},
+            *({"role": "tool", "content": it} for it in results),
+        ]
     return chat
 
 
-def conversations(request: str) -> list[list[dict[str, str]]]:
-    rng = random.Random(request)
-    long = report(rng, 40) + FACT + report(rng, 40)
-    short = [[report(rng, 12)] for _ in range(4)]
-    return [loop(request, steps) for steps in ([*short, [long]], [[long], *short], [[report(rng, 30), long]])]
+def kept_in(session: Session) -> str:
+    ids, dropped = session.conversation.token_ids, set(session.dropped_positions)
+    return str(session.engine.pair.tokenizer.decode([each for at, each in enumerate(ids) if at not in dropped]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("request_text", REQUESTS)
-def test_the_evidence_is_kept_wherever_the_results_hold_it(
-    embedded: SpecStackGenerator, pruner: Pruner, request_text: str
-) -> None:
-    for chat in conversations(request_text):
+def test_the_evidence_is_kept_wherever_the_results_hold_it(embedded: SpecStackGenerator, request_text: str) -> None:
+    rng, pruner = random.Random(request_text), Pruner.from_pretrained(device="cpu")
+    long, short = report(rng, 40) + FACT + report(rng, 40), [[report(rng, 12)] for _ in range(4)]
+    for steps in ([*short, [long]], [[long], *short], [[report(rng, 30), long]]):
+        chat = loop(request_text, steps)
         kept = pruner.prune(chat, keep_rate=0.2).messages
         assert any(FACT.strip() in message["content"] for message in kept)
         with embedded.session() as session:
             session.generate(messages=chat, max_tokens=1, keep_rate=0.2, sparse_prefill="on")
-            ids, dropped = session.conversation.token_ids, set(session.dropped_positions)
-            text = embedded.tokenizer.decode([each for at, each in enumerate(ids) if at not in dropped])
-        assert FACT.strip() in text
+            assert FACT.strip() in kept_in(session)
 
 
 def test_a_later_result_in_a_session_is_pruned_by_the_first_request(embedded: SpecStackGenerator) -> None:
@@ -65,6 +60,4 @@ def test_a_later_result_in_a_session_is_pruned_by_the_first_request(embedded: Sp
         answer = session.generate(messages=chat, **options).text
         new = [{"role": "tool", "content": report(rng, 40) + FACT + report(rng, 40)}]
         session.generate(messages=[*chat, {"role": "assistant", "content": answer}, *new], **options)
-        ids, dropped = session.conversation.token_ids, set(session.dropped_positions)
-        text = embedded.tokenizer.decode([each for at, each in enumerate(ids) if at not in dropped])
-    assert FACT.strip() in text
+        assert FACT.strip() in kept_in(session)

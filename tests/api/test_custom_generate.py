@@ -15,13 +15,11 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
     TemperatureLogitsWarper,
     TextIteratorStreamer,
     TextStreamer,
     TopPLogitsWarper,
     WatermarkingConfig,
-    pipeline,
 )
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator, with_draft
@@ -32,6 +30,13 @@ from tests.support.models import VOCAB, make_model, random_prompt
 from tests.support.nightly import others_nightly
 
 PROMPT = "def read_lines(path):\n"
+
+
+def padded(*prompts: list[int]) -> dict[str, Any]:
+    """Prompts on the left of which zeros fill up 20 tokens."""
+    rows = [[0] * (20 - len(prompt)) + prompt for prompt in prompts]
+    masks = [[0] * (20 - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks), "pad_token_id": 0}
 
 
 def ids_of(length: int = 20, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -63,18 +68,14 @@ def test_greedy_sequences_are_those_of_plain_generate(
 def test_a_batch_with_left_padding_gives_the_rows_of_plain_generate(
     plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
-    prompts = [random_prompt(length, seed=length) for length in (5, 12, 12, 20)]
-    ids = torch.tensor([[0] * (20 - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (20 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
+    prompts = padded(*(random_prompt(length, seed=length) for length in (5, 12, 12, 20)))
+    options = {**prompts, "max_new_tokens": 24, "do_sample": False}
     expected = plain.generate(**options)
     assert torch.equal(target.generate(**options, custom_generate=with_draft(draft)), expected)
     # An end token that some rows meet and others do not: the shorter ones are filled up.
-    end = int(expected[1, 20 + 5])
-    ended = plain.generate(**options, eos_token_id=end, pad_token_id=0)
-    assert torch.equal(
-        target.generate(**options, eos_token_id=end, pad_token_id=0, custom_generate=with_draft(draft)), ended
-    )
+    options["eos_token_id"] = end = int(expected[1, 20 + 5])
+    ended = plain.generate(**options)
+    assert torch.equal(target.generate(**options, custom_generate=with_draft(draft)), ended)
     lengths = {(row == end).nonzero()[0].item() if bool((row[20:] == end).any()) else -1 for row in ended}
     assert len(lengths) > 1
 
@@ -82,18 +83,12 @@ def test_a_batch_with_left_padding_gives_the_rows_of_plain_generate(
 def test_the_models_own_end_token_ends_a_row_and_its_metrics_come_back(
     plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
-    inputs = ids_of()
-    end = int(plain.generate(**inputs, max_new_tokens=12, do_sample=False)[0, 20 + 6])
+    options = {**ids_of(), "max_new_tokens": 30, "do_sample": False}
+    end = int(plain.generate(**options)[0, 20 + 6])
     for model in (plain, target):
         model.generation_config.eos_token_id = end
-    expected = plain.generate(**inputs, max_new_tokens=30, do_sample=False)
-    ours = target.generate(
-        **inputs,
-        max_new_tokens=30,
-        do_sample=False,
-        return_dict_in_generate=True,
-        custom_generate=with_draft(draft, gamma=4),
-    )
+    expected = plain.generate(**options)
+    ours = target.generate(**options, return_dict_in_generate=True, custom_generate=with_draft(draft, gamma=4))
     assert torch.equal(ours.sequences, expected)
     assert expected.shape[1] < 50
     assert ours.metrics[0].num_tokens == expected.shape[1] - 20
@@ -131,16 +126,6 @@ def test_criteria_are_asked_after_every_token_and_end_a_row_inside_an_accepted_r
     assert ours.metrics == [None]
 
 
-def test_stop_strings_work_as_a_criterion(embedded: SpecStackGenerator) -> None:
-    model, tokenizer = embedded.target, embedded.tokenizer
-    inputs = tokenizer(PROMPT, return_tensors="pt")
-    options = {**inputs, "max_new_tokens": 48, "do_sample": False}
-    options["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, ["return"])])
-    expected = model.generate(**options)
-    assert expected.shape[1] < inputs.input_ids.shape[1] + 48
-    assert torch.equal(model.generate(**options, custom_generate=with_draft(embedded.draft)), expected)
-
-
 @pytest.mark.slow
 def test_sampling_is_reproducible_by_torchs_seed_and_stays_within_top_k(
     target: PreTrainedModel, draft: PreTrainedModel
@@ -165,18 +150,10 @@ def test_sampling_is_reproducible_by_torchs_seed_and_stays_within_top_k(
 
 @pytest.mark.slow
 def test_sampled_first_tokens_have_the_models_distribution(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    inputs = ids_of(8)
+    inputs, num = ids_of(8), 400
     torch.manual_seed(0)
-    num = 400
-    rows = target.generate(
-        **inputs,
-        max_new_tokens=1,
-        do_sample=True,
-        temperature=1.5,
-        top_k=4,
-        num_return_sequences=num,
-        custom_generate=with_draft(draft),
-    )
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 4, "num_return_sequences": num}
+    rows = target.generate(**inputs, **options, max_new_tokens=1, custom_generate=with_draft(draft))
     counts = torch.bincount(rows[:, -1], minlength=VOCAB).float()
     logits = target(inputs["input_ids"]).logits[0, -1] / 1.5
     best = logits.topk(4)
@@ -207,15 +184,10 @@ def test_sampled_first_tokens_have_the_models_distribution(target: PreTrainedMod
 def test_a_generation_configs_processors_apply_as_in_plain_generate(
     plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel, options: dict[str, Any]
 ) -> None:
-    prompts = [random_prompt(length, seed=length) for length in (9, 20)]
-    ids = torch.tensor([[0] * (20 - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (20 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    inputs = {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
-    expected = plain.generate(**inputs, max_new_tokens=30, do_sample=False, **options)
-    ours = target.generate(
-        **inputs, max_new_tokens=30, do_sample=False, custom_generate=with_draft(draft, gamma=3), **options
-    )
-    assert torch.equal(ours, expected)
+    prompts = padded(*(random_prompt(length, seed=length) for length in (9, 20)))
+    options = {**prompts, "max_new_tokens": 30, "do_sample": False, **options}
+    ours = target.generate(**options, custom_generate=with_draft(draft, gamma=3))
+    assert torch.equal(ours, plain.generate(**options))
 
 
 class Counting(LogitsProcessor):
@@ -268,15 +240,9 @@ STATEFUL: dict[str, Callable[[], dict[str, Any]]] = {
 def test_processors_and_criteria_see_one_row_as_in_plain_generate(
     plain: PreTrainedModel, target: PreTrainedModel, kind: str, length: int
 ) -> None:
-    inputs = {
-        "input_ids": torch.tensor([[0] * (20 - length) + random_prompt(length, seed=length)]),
-        "attention_mask": torch.tensor([[0] * (20 - length) + [1] * length]),
-        "pad_token_id": 0,
-        # Where there is none, plain generation goes on with a row that has ended.
-        "eos_token_id": 1,
-        "max_new_tokens": 24,
-        "do_sample": False,
-    }
+    # Where there is no end token, plain generation goes on with a row that has ended.
+    options = {"eos_token_id": 1, "max_new_tokens": 24, "do_sample": False}
+    inputs = padded(random_prompt(length, seed=length)) | options
     expected = plain.generate(**inputs, **STATEFUL[kind]())
     assert not torch.equal(expected, plain.generate(**inputs))
     # The target as its own draft: most of what is proposed is accepted.
@@ -285,18 +251,12 @@ def test_processors_and_criteria_see_one_row_as_in_plain_generate(
     assert torch.equal(ours.sequences, expected)
 
 
-def test_guidance_holds_and_is_not_shared(
-    plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel
-) -> None:
-    options = {"max_new_tokens": 24, "do_sample": False, "guidance_scale": 1.5}
-    expected = plain.generate(**ids_of(), **options)
-    call = {**options, "custom_generate": with_draft(draft, gamma=3), "return_dict_in_generate": True}
-    ours = target.generate(**ids_of(), **call)
-    assert torch.equal(ours.sequences, expected)
+def test_guidance_holds(plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    options = {**ids_of(), "max_new_tokens": 24, "do_sample": False, "guidance_scale": 1.5}
+    custom = with_draft(draft, gamma=3)
+    ours = target.generate(**options, custom_generate=custom, return_dict_in_generate=True)
+    assert torch.equal(ours.sequences, plain.generate(**options))
     assert "may keep state" in ours.metrics[0].decode_reason
-    ids = torch.tensor([random_prompt(6), random_prompt(6, 1)])
-    with pytest.raises(ValueError, match="cannot share UnbatchedClassifierFreeGuidance"):
-        target.generate(ids, **call)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +265,7 @@ def test_guidance_holds_and_is_not_shared(
         ({"logits_processor": [Counting()]}, "cannot share Counting"),
         ({"prefix_allowed_tokens_fn": allowed}, "cannot share PrefixConstrainedLogitsProcessor"),
         ({"stopping_criteria": [AfterCalls()], "no_repeat_ngram_size": 2}, "cannot share AfterCalls,"),
+        ({"guidance_scale": 1.5}, "cannot share UnbatchedClassifierFreeGuidance"),
     ],
 )
 def test_several_rows_share_no_state(
@@ -378,25 +339,12 @@ def test_a_streamer_under_its_own_name_is_put_prompt_and_text(
     thread.join()
 
 
-def test_a_pipeline_gives_the_same_text(embedded: SpecStackGenerator) -> None:
-    pipe = pipeline("text-generation", model=embedded.target, tokenizer=embedded.tokenizer)
-    options = {"max_new_tokens": 20, "do_sample": False}
-    plain_texts = pipe([PROMPT, "import os\n"], **options)
-    ours = pipe([PROMPT, "import os\n"], **options, custom_generate=with_draft(embedded.draft))
-    assert ours == plain_texts
-    assert ours[0][0]["generated_text"].startswith(PROMPT)
-
-
 def test_a_long_prompt_is_pruned_and_the_metrics_say_so(embedded: SpecStackGenerator) -> None:
     inputs = embedded.tokenizer("x = 1\n" * 400, return_tensors="pt")
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=512, on_scoring_failure="raise"))
-    outputs = embedded.target.generate(
-        **inputs,
-        max_new_tokens=8,
-        do_sample=False,
-        return_dict_in_generate=True,
-        custom_generate=with_draft(embedded.draft, keep_rate=0.3, config=config),
-    )
+    custom = with_draft(embedded.draft, keep_rate=0.3, config=config)
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    outputs = embedded.target.generate(**inputs, **options, custom_generate=custom)
     (metrics,) = outputs.metrics
     assert metrics.sparse_prefill
     assert metrics.num_kept_tokens < 0.5 * metrics.num_prompt_tokens
@@ -456,14 +404,9 @@ def test_right_padding_and_a_streamer_for_a_batch_are_refused(
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     with pytest.raises(ValueError, match="padded on the right"):
         target.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2, custom_generate=custom)
+    streamer = TextStreamer(embedded.tokenizer)
     with pytest.raises(ValueError, match="takes one row"):
-        target.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=2,
-            custom_generate=custom,
-            spec_streamer=TextStreamer(embedded.tokenizer),
-        )
+        target.generate(input_ids=ids, max_new_tokens=2, custom_generate=custom, spec_streamer=streamer)
     with pytest.raises(ValueError, match="neither a folder nor a hub id"):
         target.generate(**ids_of(), max_new_tokens=2, custom_generate=with_draft("./nowhere"))
 

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,53 +17,12 @@ from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, SessionConfi
 from spec_stack.config import LoadConfig
 
 JUNK: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    3,
-    10**30,
-    0.5,
-    -0.5,
-    1e-320,
-    float("nan"),
-    float("inf"),
-    float("-inf"),
-    1 + 2j,
-    "",
-    "x",
-    "\ud800",
-    "3",
-    b"x",
-    [],
-    [1],
-    [None],
-    [[]],
-    ["a", 3],
-    (1, 2),
-    {},
-    {"a": 1},
-    {1: "x"},
-    {1: float("nan")},
-    {-1: 2.0},
-    {10**9: 2.0},
-    [10**9],
-    [[10**9]],
-    [-1],
-    {1, 2},
-    range(3),
-    object(),
-    object,
-    len,
-    lambda: None,
-    np.array([1.5, 2]),
-    np.float64("nan"),
-    np.int64(-3),
-    torch.tensor(3),
-    torch.ones(2, 2),
-    iter([1, 2]),
-    Ellipsis,
+    *(None, True, False, Ellipsis, object(), object, len, lambda: None, iter([1, 2])),
+    *(0, -1, 3, 10**30, 0.5, -0.5, 1e-320, float("nan"), float("inf"), float("-inf"), 1 + 2j),
+    *("", "x", "\ud800", "3", b"x"),
+    *([], [1], [None], [[]], ["a", 3], (1, 2), [10**9], [[10**9]], [-1], {1, 2}, range(3)),
+    *({}, {"a": 1}, {1: "x"}, {1: float("nan")}, {-1: 2.0}, {10**9: 2.0}),
+    *(np.array([1.5, 2]), np.float64("nan"), np.int64(-3), torch.tensor(3), torch.ones(2, 2)),
 ]
 PROMPTS = ("prompt", "messages", "input_ids")
 # What an option may be called in a message about it beside its name.
@@ -91,18 +51,11 @@ def options_of(call: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(call).parameters if name not in ("self", *PROMPTS)]
 
 
-def try_call(generator: SpecStackGenerator, name: str, value: Any) -> str | None:
+def problem_of(call: Callable[[], object], refusal: Any, name: str, value: Any) -> str | None:
     """What is wrong with how a value is met; None where nothing is."""
-    options: dict[str, Any] = {"max_tokens": 2, name: value}
-    if name not in PROMPTS:
-        options["messages" if name in ("tools", "documents", "chat_template_kwargs") else "prompt"] = (
-            [{"role": "user", "content": "hi"}] if name in ("tools", "documents", "chat_template_kwargs") else "hi"
-        )
-    if name == "params":
-        del options["max_tokens"]
     try:
-        generator.generate(**options)
-    except (TypeError, ValueError) as error:
+        call()
+    except refusal as error:
         text = str(error)
         named = name in text.lower() or any(word in text for word in ALSO.get(name, ()))
         return None if named else f"{name}={value!r}: {type(error).__name__}: {text}"
@@ -111,16 +64,12 @@ def try_call(generator: SpecStackGenerator, name: str, value: Any) -> str | None
     return None
 
 
-def try_field(config: type, name: str, value: Any) -> str | None:
-    """The same of a field."""
-    try:
-        config(**{name: value})
-    except ValueError as error:
-        named = name in str(error) or any(word in str(error) for word in ALSO.get(name, ()))
-        return None if named else f"{name}={value!r}: {error}"
-    except Exception as error:
-        return f"{name}={value!r}: {type(error).__name__}: {error}"
-    return None
+def options_with(name: str, value: Any) -> dict[str, Any]:
+    """A call's options, of which this is one."""
+    options: dict[str, Any] = {name: value} if name == "params" else {"max_tokens": 2, name: value}
+    if name in ("tools", "documents", "chat_template_kwargs"):
+        return {"messages": [{"role": "user", "content": "hi"}]} | options
+    return options if name in PROMPTS else {"prompt": "hi"} | options
 
 
 @pytest.mark.parametrize("name", [*PROMPTS, *options_of(SpecStackGenerator.generate)])
@@ -130,7 +79,10 @@ def test_every_junk_value_of_a_call_is_named_or_works(
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        problems = [try_call(embedded, name, value) for value in JUNK]
+        problems = [
+            problem_of(partial(embedded.generate, **options_with(name, value)), (TypeError, ValueError), name, value)
+            for value in JUNK
+        ]
     assert not [problem for problem in problems if problem]
     # And nothing of it stays behind.
     assert embedded.generate("def main():", max_tokens=3, gamma=2).finish_reason == "length"
@@ -138,5 +90,9 @@ def test_every_junk_value_of_a_call_is_named_or_works(
 
 @pytest.mark.parametrize("config", [PrefillConfig, DecodeConfig, SamplingParams, SessionConfig, LoadConfig])
 def test_every_junk_value_of_a_configuration_is_named_or_accepted(config: type) -> None:
-    problems = [try_field(config, entry.name, value) for entry in fields(config) for value in JUNK]
+    problems = [
+        problem_of(partial(config, **{entry.name: value}), ValueError, entry.name, value)
+        for entry in fields(config)
+        for value in JUNK
+    ]
     assert not [problem for problem in problems if problem]

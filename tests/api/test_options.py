@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
 import re
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from spec_stack import SamplingParams, SessionConfig, SpecStackGenerator
+from spec_stack import SamplingParams, SpecStackGenerator, with_draft
+from spec_stack.api.unknown_options import ALIASES
 from spec_stack.config import DecodeConfig, LoadConfig, PrefillConfig
 from spec_stack.settings.options import meaning
 from tests.support.models import random_prompt
@@ -68,10 +71,6 @@ def test_params_beside_single_options_are_refused(embedded: SpecStackGenerator) 
         embedded.generate("x", params=wrong)
 
 
-def test_one_stop_string_is_as_good_as_a_list_of_it() -> None:
-    assert SamplingParams(stop="ab").stop_strings == SamplingParams(stop=["ab"]).stop_strings == ("ab",)
-
-
 def test_numbers_of_numpy_are_as_good_as_pythons(embedded: SpecStackGenerator) -> None:
     result = embedded.generate(
         input_ids=np.array([5, 6, 7]),
@@ -87,12 +86,51 @@ def test_numbers_of_numpy_are_as_good_as_pythons(embedded: SpecStackGenerator) -
     )
     assert len(result.token_ids) <= 4
     json.dumps(result.metrics.as_dict())
-    assert type(PrefillConfig(keep_rate=np.float64(0.5)).keep_rate) is float
-    assert type(DecodeConfig(gamma=np.int64(3)).gamma) is int
-    assert type(SessionConfig(max_recalled_chunks=np.int64(3)).max_recalled_chunks) is int
 
 
 def test_the_largest_bias_and_penalty_are_sampled_at_the_lowest_temperature(embedded: SpecStackGenerator) -> None:
     shaping: dict[str, Any] = {"logit_bias": {5: 1e15, 6: 1e15, 7: -math.inf}, "repetition_penalty": 1e-15}
     result = embedded.generate(input_ids=[5, 6, 7], max_tokens=4, temperature=0.001, seed=1, **shaping)
     assert set(result.token_ids) <= {5, 6}
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "do_sample", "typical_p", "prune", "inputs", "keeprate"])
+def test_an_option_of_another_name_is_refused_by_naming_the_option(embedded: SpecStackGenerator, name: str) -> None:
+    asked: dict[str, Any] = {name: None}
+    nearest = ALIASES.get(name, "keep_rate")
+    for call in (embedded.generate, embedded.stream, embedded.session().generate, embedded.agenerate):
+        expected = rf"{call.__name__}\(\) has no option '{name}'; did you mean {nearest}=\?"
+        with pytest.raises(TypeError, match=expected):
+            asyncio.run(call("x", **asked)) if call == embedded.agenerate else call("x", **asked)
+
+
+@pytest.mark.parametrize(
+    ("call", "option", "said"),
+    [
+        ("generate", "assistant_model", "; the draft is given once, to SpecStackGenerator"),
+        ("generate", "stopping_criteria", "; .*closing a stream"),
+        ("generate", "num_beams", "; .*n= samples several"),
+        ("generate", "past_key_values", "; .*session"),
+        ("generate", "zzz", "; it has prompt, messages"),
+        *(("stream", option, r": generate\(\)") for option in ("streamer", "n", "records", "return_records")),
+        ("from_pretrained", "load_in_4bit", r"; did you mean precision=\?"),
+        ("from_pretrained", "torch_dtype", r"; did you mean precision=\?"),
+        ("from_pretrained", "pretrained_model_name_or_path", r"; did you mean target=\?"),
+    ],
+)
+def test_what_does_the_same_elsewhere_is_named(embedded: SpecStackGenerator, call: str, option: str, said: str) -> None:
+    with pytest.raises(TypeError, match=rf"{call}\(\) has no option '{option}'{said}"):
+        getattr(embedded, call)(**{option: 2})
+
+
+def test_a_former_field_is_refused() -> None:
+    for make in (PrefillConfig, partial(with_draft, "draft")):
+        with pytest.raises(TypeError, match="prune"):
+            make(prune="both")  # type: ignore[call-arg, operator]
+
+
+def test_no_alias_is_an_option_or_stands_for_one_that_is_none() -> None:
+    functions = (SpecStackGenerator.generate, SpecStackGenerator.from_pretrained)
+    known = {name for function in functions for name in inspect.signature(function).parameters}
+    assert not set(ALIASES) & known
+    assert set(ALIASES.values()) <= known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -26,17 +27,9 @@ def read(messages: Any, **body: Any) -> list[dict[str, Any]]:
         {"role": "user", "content": [{"type": "text", "text": "Look.", "cache_control": {"type": "ephemeral"}}]},
         {"role": "user", "content": "Look.", "name": "alice"},
         {"role": "user", "content": "Look.", "id": "m1", "timestamp": 7},
-        {
-            "role": "user",
-            "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "Look."}],
-        },
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}}, {"type": "text", "text": "Look."}]},
         {"role": "user", "content": "Look.", "reasoning_content": "Hm.", "tool_calls": None, "refusal": None},
-        {
-            "role": "user",
-            "content": [{"type": "input_text", "text": "Look."}],
-            "type": "message",
-            "status": "completed",
-        },
+        {"role": "user", "content": [{"type": "input_text", "text": "Look."}], "type": "message", "status": "x"},
         {"role": "user", "content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Look."}]},
     ],
 )
@@ -108,22 +101,9 @@ def test_items_of_responses_are_the_chat_that_they_stand_for() -> None:
 
 
 def test_shorter_texts_go_where_they_stood_and_the_body_stays() -> None:
-    body: dict[str, Any] = {
-        "messages": [
-            USER,
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "content": [{"type": "image"}, {"type": "text", "text": "one", "x": 1}]},
-                    {"type": "image"},
-                    {"type": "text", "text": "two"},
-                    {"type": "tool_result", "content": "three"},
-                    {"type": "text", "text": "four"},
-                ],
-            },
-        ],
-        "stream": True,
-    }
+    result = {"type": "tool_result", "content": [{"type": "image"}, {"type": "text", "text": "one", "x": 1}]}
+    parts = [result, {"type": "image"}, {"type": "text", "text": "two"}, {"type": "tool_result", "content": "three"}]
+    body: dict[str, Any] = {"messages": [USER, {"role": "user", "content": parts}], "stream": True}
     before = copy.deepcopy(body)
     prompt = find_prompt(body)
 
@@ -133,22 +113,10 @@ def test_shorter_texts_go_where_they_stood_and_the_body_stays() -> None:
             return {**message, "content": content.upper()}
         return {**message, "content": [{**part, "text": part["text"].upper()} for part in content]}
 
-    assert prompt.shortened([*map(shortened, prompt.chat)]) == {  # type: ignore[arg-type]
-        "messages": [
-            {"role": "user", "content": "LOOK."},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "content": [{"type": "image"}, {"type": "text", "text": "ONE", "x": 1}]},
-                    {"type": "image"},
-                    {"type": "text", "text": "TWO"},
-                    {"type": "tool_result", "content": "THREE"},
-                    {"type": "text", "text": "FOUR"},
-                ],
-            },
-        ],
-        "stream": True,
-    }
+    expected = json.dumps(body)
+    for text in ("Look.", "one", "two", "three"):
+        expected = expected.replace(f'"{text}"', f'"{text.upper()}"')
+    assert json.dumps(prompt.shortened([*map(shortened, prompt.chat)])) == expected  # type: ignore[arg-type]
     assert body == before
 
 

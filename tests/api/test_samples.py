@@ -46,9 +46,7 @@ def test_logprobs_are_those_of_plain_rows(options: dict[str, Any], gamma: int, t
         assert [token_id for token_id, _ in each.warped_top] == warped.topk(3).indices.tolist()
 
 
-def test_a_streams_logprobs_are_those_of_generate_and_forbidden_tokens_have_none(
-    embedded: SpecStackGenerator,
-) -> None:
+def test_a_streams_logprobs_are_those_of_generate_and_forbidden_tokens_have_none(embedded: SpecStackGenerator) -> None:
     options: dict[str, Any] = {"max_tokens": 12, "gamma": 4, "logprobs": 0}
     outputs = list(embedded.stream("def main():", **options))
     assert all(len(output.logprobs or []) == len(output.token_ids) for output in outputs)
@@ -80,28 +78,24 @@ def test_samples_share_the_prefill(target: PreTrainedModel, draft: PreTrainedMod
 
 def test_samples_go_by_their_own_seeds_and_share_no_state(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     generator, prompt = SpecStackGenerator(target, draft), random_prompt(40)
-
     options: dict[str, Any] = {"input_ids": prompt, "max_tokens": 10, "temperature": 1.0, "gamma": 0}
     several = generator.generate(n=3, seed=7, **options)
     for index, choice in enumerate(several.choices):
         alone = generator.generate(seed=7 + index, **options)
         assert choice.token_ids == alone.token_ids
+    # In a session the first one is its answer.
+    with generator.session() as session:
+        first = session.generate(n=3, seed=7, **options)
+        longer = [*prompt, *first.token_ids, 5, 6]
+        after = session.generate(input_ids=longer, max_tokens=8, gamma=2)
+    assert after.metrics.num_cached_tokens == len(prompt) + 9
+    assert after.token_ids == reference.greedy(make_model(seed=1), longer, 8)
 
     def closing(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores + len(prompt)
 
     with pytest.raises(ValueError, match=r"cannot share .*closing"):
         generator.generate(n=2, logits_processor=closing, **options)
-
-
-def test_samples_in_a_session_leave_the_first_as_its_answer(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    generator, prompt = SpecStackGenerator(target, draft), random_prompt(40)
-    session = generator.session()
-    result = session.generate(input_ids=prompt, max_tokens=8, temperature=1.0, seed=1, n=3, gamma=2)
-    longer = [*prompt, *result.token_ids, 5, 6]
-    after = session.generate(input_ids=longer, max_tokens=8, gamma=2)
-    assert after.metrics.num_cached_tokens == len(prompt) + 7
-    assert after.token_ids == reference.greedy(make_model(seed=1), longer, 8)
 
 
 @pytest.mark.slow
@@ -143,9 +137,8 @@ def test_the_checkpoints_own_settings_are_taken_when_asked_for_and_said_to_be_ig
     given = generator.generate(input_ids=prompt, sampling="model", max_tokens=5, gamma=3)
     assert given.token_ids == expected[:5]
     target.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9)
-    sampled = generator.engine.plan  # the plan tells what is drawn from
-    request = sampled(Call(input_ids=prompt, sampling="model"))
-    params = request.params
+    # The plan tells what is drawn from.
+    params = generator.engine.plan(Call(input_ids=prompt, sampling="model")).params
     assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.6, 50, 0.9, 1.5)
     target.generation_config.update(no_repeat_ngram_size=3)
     with pytest.raises(ValueError, match="no_repeat_ngram_size"):

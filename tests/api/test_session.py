@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackG
 from spec_stack.api.session import Session
 from spec_stack.config import DraftStep, Positions
 from spec_stack.hf.prompt import encode_messages
-from spec_stack.prefill.prompt_text import clip_spans
 from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.segments import ChunkSegments
@@ -68,9 +67,15 @@ def test_a_session_at_keep_rate_one_is_dense_multi_turn_whatever_is_edited_regen
         trace.answers.append(result.token_ids)
 
 
-@pytest.mark.parametrize("seed", others_nightly(range(20), usual=range(4)))
-def test_a_pruned_session_is_one_plain_forward_over_its_slots_in_the_order_written(seed: int) -> None:
-    session = make_generator().session()
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"draft_window": 24, "draft_sinks": 8}, {"draft_window": (330, 24), "draft_sinks": 8}, {"scorer": "bm25"}],
+)
+@pytest.mark.parametrize("seed", others_nightly(range(20), usual=range(3)))
+def test_a_pruned_session_is_one_plain_forward_over_its_slots_in_the_order_written(
+    seed: int, options: dict[str, Any]
+) -> None:
+    session = make_generator(replace(SPARSE, **options)).session()
     plain = make_model(seed=1)
     trace, num_restored = Trace(seed, VOCAB, num_turns=7, document=300), 0
     for action, prompt, max_tokens in trace:
@@ -87,7 +92,7 @@ def test_a_pruned_session_is_one_plain_forward_over_its_slots_in_the_order_writt
             again = branch.generate(input_ids=prompt, max_tokens=max_tokens)
             assert again.token_ids == result.token_ids
             assert slots(branch) == (ids, positions)
-    if seed == 0:
+    if seed == 0 and not options:
         assert num_restored
 
 
@@ -132,17 +137,6 @@ def test_the_threshold_counts_new_text_alone_and_a_long_one_is_pruned_alone() ->
     assert set(range(start, start + 8)) <= held
 
 
-def test_protected_spans_of_new_text_are_kept() -> None:
-    session = make_generator().session()
-    first = session.generate(input_ids=random_prompt(60), max_tokens=2, sparse_prefill="off")
-    prompt = [*random_prompt(60), *first.token_ids, *random_prompt(150, seed=5)]
-    protected = [(90, 117), (150, 153)]
-    session.generate(input_ids=prompt, protected=protected, max_tokens=2, keep_rate=0.05)
-    held = set(slots(session)[1])
-    assert {*range(90, 117), *range(150, 153)} <= held
-    assert not set(range(120, 145)) <= held
-
-
 @pytest.mark.parametrize("recall_word_threshold", [None, 0.4, 0.9])
 def test_what_is_restored_follows_the_slow_rule(recall_word_threshold: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -151,36 +145,21 @@ def test_what_is_restored_follows_the_slow_rule(recall_word_threshold: float | N
         anchors = torch.rand(-(-length // size), generator=generator)
         held = [at for at in range(num_cached) if at // 3 % 3 == 0]
         for threshold, most in ((0.0, 100), (1.0, 5), (1.3, 100), (0.9, 1), (99.0, 4), (0.0, 1)):
-            config = SessionConfig(
-                recall_threshold=threshold,
-                max_recalled_chunks=most,
-                recall_word_threshold=recall_word_threshold,
-            )
+            config = SessionConfig(recall_threshold=threshold, max_recalled_chunks=most)
+            config = replace(config, recall_word_threshold=recall_word_threshold)
             votes = None if recall_word_threshold is None else anchors.tolist()
             expected = reference_session.dropped_chunks_to_restore(
-                importance.tolist(),
-                held,
-                num_cached,
-                size,
-                threshold,
-                most,
-                votes,
-                recall_word_threshold or 0.0,
+                importance.tolist(), held, num_cached, size, threshold, most, votes, recall_word_threshold or 0.0
             )
-            units = ChunkSegments(num_cached, size)
-            assert (
-                recall(importance, held, units, replace(SPARSE, chunk_size=size), config, anchors[: len(units)])
-                == expected
-            )
+            units, prefill = ChunkSegments(num_cached, size), replace(SPARSE, chunk_size=size)
+            assert recall(importance, held, units, prefill, config, anchors[: len(units)]) == expected
 
 
 def test_rare_words_of_the_question_bring_their_chunk_back_whatever_attention_says() -> None:
     """A draft whose attention wants nothing: what comes back, comes by the words that it shares with the question."""
-    config = SpecStackConfig(SPARSE, session=SessionConfig(recall_threshold=1e6, recall_word_threshold=1.0))
-    generator = SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config)
+    session = make_generator(session=SessionConfig(recall_threshold=1e6, recall_word_threshold=1.0)).session()
     document = random_prompt(240, vocab=40)
     document[100:103] = [50, 51, 52]
-    session = generator.session()
     # The first chunk and the last are kept, and one of those between.
     first = session.generate(input_ids=document, max_tokens=2, keep_rate=0.01)
     assert 100 not in slots(session)[1]
@@ -209,11 +188,6 @@ def test_recalled_tokens_see_earlier_text_alone_in_pieces_and_beside_fixed_shape
         prompt = [*prompt, *result.token_ids, *random_prompt(3, seed=seed)]
     # With three new tokens they fit into a fixed forward of 16.
     assert 0 < min(count for count in recalled if count) <= 12
-
-
-def test_spans_are_clipped_to_the_new_text() -> None:
-    assert clip_spans([(0, 3), (5, 9), (12, 14)], 7) == [(0, 2), (5, 7)]
-    assert clip_spans([(0, 7)], 7) == []
 
 
 def test_restoration_is_off_on_request_and_then_short_turns_are_not_scored() -> None:
@@ -334,9 +308,8 @@ def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(po
 
 
 def test_a_scoring_error_takes_the_new_text_whole_and_the_session_goes_on() -> None:
-    generator = make_generator(PrefillConfig(granularity="chunks", chunk_size=8, min_prompt_tokens=24, keep_rate=0.3))
+    generator, prompt = make_generator(replace(SPARSE, on_scoring_failure="dense")), random_prompt(100)
     session = generator.session(SessionConfig(recall=False))
-    prompt = random_prompt(100)
     answer = session.generate(input_ids=prompt, max_tokens=3).token_ids
     prompt = [*prompt, *answer, *random_prompt(100, seed=1)]
     failure = RuntimeError("no memory")
@@ -423,14 +396,8 @@ def test_sessions_of_one_generator_run_side_by_side() -> None:
     together: list[list[list[int]]] = [[] for _ in prompts]
     for prompt, answers in zip(prompts, alone, strict=True):
         converse(prompt, answers)
-    threads = [
-        threading.Thread(target=converse, args=(prompt, answers))
-        for prompt, answers in zip(prompts, together, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        list(pool.map(converse, prompts, together))
     assert together == alone
 
 
@@ -452,20 +419,6 @@ def test_forty_turns_leave_no_more_behind_than_one() -> None:
         turn(seed)
     assert num_tensors() <= before + 2
     assert session.num_cached_tokens <= 112
-
-
-def test_sampling_in_a_session_is_reproducible_by_its_seed() -> None:
-    generator = make_generator()
-    prompt = random_prompt(100)
-    answers = []
-    for _ in range(2):
-        session = generator.session()
-        first = session.generate(input_ids=prompt, max_tokens=10, temperature=1.0, seed=3)
-        second = session.generate(
-            input_ids=[*prompt, *first.token_ids, *random_prompt(9, seed=1)], max_tokens=10, temperature=1.0, seed=4
-        )
-        answers.append((first.token_ids, second.token_ids))
-    assert answers[0] == answers[1]
 
 
 def test_a_chat_goes_on_from_the_answer_it_gave(embedded: SpecStackGenerator) -> None:
@@ -580,9 +533,8 @@ def test_restored_tokens_see_through_windows_by_position(name: str) -> None:
     assert num_restored > 100
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5", "Llama"])
-def test_an_error_in_a_turn_costs_no_more_than_time(name: str) -> None:
-    models = tiny_architectures.make_model(name), tiny_architectures.make_model(name, disturbed=True)
+def test_an_error_in_a_turn_of_a_recurrent_pair_costs_no_more_than_time() -> None:
+    models = [tiny_architectures.make_model("Qwen3.5", disturbed=disturbed) for disturbed in (False, True)]
     generator = SpecStackGenerator(*models, config=SpecStackConfig(PrefillConfig(keep_rate=1.0)))
     prompt = random_prompt(40, vocab=tiny_architectures.VOCAB)
     session = generator.session()
@@ -645,28 +597,6 @@ def test_edits_and_forks_leave_a_draft_with_another_tokenizer_as_if_it_had_read_
         assert reference_session.answers_by_slots(plain, ids, positions, len(result.token_ids)) == result.token_ids
         # Half characters and specials apart, every text can be scored.
         trace.answers.append([min(token_id, 10) for token_id in result.token_ids])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"draft_window": 24, "draft_sinks": 8},
-        {"draft_window": (330, 24), "draft_sinks": 8},
-        {"scorer": "bm25"},
-    ],
-)
-@pytest.mark.parametrize("seed", others_nightly(range(8), usual=range(3)))
-def test_a_session_is_one_plain_forward_over_its_slots_with_a_window_and_with_bm25_too(
-    seed: int, options: dict[str, Any]
-) -> None:
-    session = make_generator(replace(SPARSE, **options)).session()
-    plain = make_model(seed=1)
-    trace = Trace(seed, VOCAB, num_turns=5, document=300)
-    for _, prompt, max_tokens in trace:
-        result = session.generate(input_ids=prompt, max_tokens=max_tokens)
-        trace.answers.append(result.token_ids)
-        ids, positions = slots(session)
-        assert reference_session.answers_by_slots(plain, ids, positions, len(result.token_ids)) == result.token_ids
 
 
 def test_a_turn_that_is_scored_by_bm25_does_not_run_the_draft() -> None:

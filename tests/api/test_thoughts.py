@@ -10,15 +10,7 @@ import pytest
 
 from spec_stack import SpecStackGenerator
 from tests.support.nightly import others_nightly
-from tests.support.thinking import (
-    ANSWER,
-    MARKED,
-    REASONING,
-    THOUGHT,
-    Script,
-    marked_generator,
-    thinker,
-)
+from tests.support.thinking import ANSWER, MARKED, REASONING, THOUGHT, Script, marked_generator, thinker
 from tests.support.tools import TOOLS
 
 pytest.importorskip("llguidance", reason="needs the extra `structured`")
@@ -49,12 +41,6 @@ def test_the_format_holds_behind_the_thought(form: dict[str, Any], gamma: int, g
         assert result.content in ("yes, it is", "no, it is", "<yes>", "<no>")
     streamed = generator.stream(messages=CHAT, response_format=form, max_tokens=64, gamma=gamma)
     assert "".join(output.text for output in streamed) == result.text
-
-
-def test_any_object_comes_as_the_content(generator: SpecStackGenerator) -> None:
-    result = generator.generate(messages=CHAT, response_format={"type": "json_object"}, max_tokens=24)
-    assert result.content.startswith("{")
-    assert result.reasoning
 
 
 def test_a_call_is_forced_behind_the_thought(generator: SpecStackGenerator) -> None:
