@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from spec_stack import SpecStackGenerator
-from spec_stack.cli.chat import Chat
 from spec_stack.cli.main import main
 from tests.entry_points.conftest import Expected
-from tests.entry_points.prompts import DOCUMENT, RATE, ROWS, Reads, lines_of, lines_of_prompt, rendered
+from tests.entry_points.prompts import RATE, ROWS, Reads, lines_of, lines_of_prompt, rendered
 
 PAIR = ("--device", "cpu")
 TYPED = ("--precision", "fp32")
@@ -43,23 +40,6 @@ def test_prune(expected: Expected, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["prune", *PAIR, "--keep-rate", str(RATE), "--quiet", *options, str(file)]) == 0
     shown = capsys.readouterr().out
     assert lines_of_prompt(json.loads(shown) if row.messages else shown) == expected(name)
-
-
-@pytest.mark.parametrize("name", [name for name in PROMPTS if DOCUMENT in str(ROWS[name].messages[-1:])])
-def test_chat(generator: SpecStackGenerator, expected: Expected, name: str) -> None:
-    row, reads = ROWS[name], Reads(generator)
-    system, request = (each["content"] for each in row.messages)
-    typed: list[str] = [request.removeprefix(f"{DOCUMENT}\n\n")]
-
-    def read(prompt: str) -> str:
-        if not typed:
-            raise EOFError
-        return typed.pop()
-
-    options: dict[str, Any] = {"max_tokens": 1, "question": row.question}
-    with reads.of():
-        Chat(generator, options, system, [DOCUMENT], read, io.StringIO()).run()
-    assert lines_of(reads.text()) == expected(name)
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.protected and not row.question])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack import Pruner, SpecStackGenerator
+from spec_stack import SpecStackGenerator
 from spec_stack.cli.chat import Chat
 from spec_stack.sglang.decide import KnownTexts, Prompt
 from spec_stack.sglang.server_args import ServerConfig
@@ -63,12 +63,6 @@ def test_the_chat_of_the_command_line(generator: SpecStackGenerator, session: tu
     with reads.of():
         Chat(generator, {"max_tokens": 1}, FIRST[0]["content"], [DOCUMENT], read, io.StringIO()).run()
     assert lines_of(reads.text()) == session[1]
-
-
-def test_a_pruner(pruner: Pruner, session: tuple[str, frozenset[str]]) -> None:
-    conversation = pruner.conversation()
-    conversation.prune(FIRST, keep_rate=RATE)
-    assert lines_of_prompt(conversation.prune(second(session[0]), keep_rate=RATE).messages) == session[1]
 
 
 def test_a_proxy(proxy: RunningApp, upstream: FakeUpstream, session: tuple[str, frozenset[str]]) -> None:

@@ -27,29 +27,21 @@ TAKEN: dict[str, list[Any]] = {
     "a byte order mark": [{"role": "user", "content": f"\ufeff{TEXT}\r\n"}],
     "a custom call and results without ids": [
         {"role": "user", "content": TEXT},
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "a", "type": "custom", "custom": {"name": "f", "input": "room 7"}}],
-        },
+        {"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f", "input": "room 7"}}]},
         {"role": "tool", "content": "62"},
         {"role": "tool", "content": "63"},
     ],
     "two users in a row": [{"role": "user", "content": TEXT}, {"role": "user", "content": TEXT}],
 }
 REFUSED: dict[str, Any] = {
-    "a number for a text": [{"role": "user", "content": 0}],
-    "nothing for a user's text": [{"role": "user", "content": None}],
-    "an object for a text": [{"role": "user", "content": {"text": TEXT}}],
-    "a number among parts": [{"role": "user", "content": [TEXT, 5]}],
-    "a part without its text": [{"role": "user", "content": [{"type": "text"}, {"type": "text", "text": TEXT}]}],
-    "a part with a number for its text": [{"role": "user", "content": [{"type": "text", "text": 5}, TEXT]}],
+    **{
+        f"content {content!r}": [{"role": "user", "content": content}]
+        for content in (0, None, {"text": TEXT}, [TEXT, 5], [{"type": "text"}, TEXT], [{"type": "text", "text": 5}])
+    },
     "no role": [{"content": TEXT}],
     "a number for a role": [{"role": 1, "content": TEXT}],
     "a text among messages": [{"role": "user", "content": TEXT}, "hello"],
-    "a call without a function": [
-        {"role": "user", "content": TEXT},
-        {"role": "assistant", "tool_calls": [{"id": "x"}]},
-    ],
+    "a call without a function": [{"role": "user", "content": TEXT}, {"role": "assistant", "tool_calls": [{"id": 1}]}],
     "no message": [],
 }
 
