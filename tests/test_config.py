@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection, SessionConfig
 from spec_stack.calibrate.config import CalibrateConfig
@@ -88,10 +89,11 @@ def test_the_help_of_max_tokens_names_the_default() -> None:
 
 def test_numbers_and_lists_of_other_kinds_are_taken() -> None:
     assert CalibrateConfig([2048, 4096]).lengths == (2048, 4096)
-    torch = pytest.importorskip("torch")
     for four in (torch.tensor(4), np.int64(4), np.array(4)):
-        assert SamplingParams(max_tokens=four).max_tokens == 4
-    assert SamplingParams(temperature=torch.tensor(0.5)).temperature == 0.5
+        assert type(SamplingParams(max_tokens=four).max_tokens) is int
+    for half in (torch.tensor(0.5), np.float64(0.5)):
+        assert type(SamplingParams(temperature=half).temperature) is float
+    assert SamplingParams(stop="ab").stop_strings == SamplingParams(stop=["ab"]).stop_strings == ("ab",)
 
 
 @pytest.mark.parametrize(

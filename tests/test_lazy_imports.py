@@ -9,28 +9,10 @@ import pytest
 
 # Of torch and transformers: what loading a model needs. Of others: what an extra, or an experiment, brings.
 HEAVY = (
-    "transformers.modeling_utils",
-    "transformers.masking_utils",
-    "transformers.generation.utils",
-    "transformers.models.auto.modeling_auto",
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "sympy",
-    "scipy",
-    "sklearn",
-    "pandas",
-    "pyarrow",
-    "matplotlib",
-    "bitsandbytes",
-    "accelerate",
-    "peft",
-    "fastapi",
-    "uvicorn",
-    "openai",
-    "prometheus_client",
-    "llguidance",
-    "outlines",
+    *("transformers.modeling_utils", "transformers.masking_utils", "transformers.generation.utils"),
+    *("transformers.models.auto.modeling_auto", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"),
+    *("sympy", "scipy", "sklearn", "pandas", "pyarrow", "matplotlib", "bitsandbytes", "accelerate", "peft", "fastapi"),
+    *("uvicorn", "openai", "prometheus_client", "llguidance", "outlines"),
 )
 
 
