@@ -389,6 +389,19 @@ def test_the_limit_is_the_targets_and_inclusive(target: PreTrainedModel, draft: 
         generator.stream(input_ids=random_prompt(60), max_tokens=5)
 
 
+def test_a_fallback_starts_from_a_fresh_draft(target: PreTrainedModel) -> None:
+    twin = make_model(seed=1)
+    generator = SpecStackGenerator(
+        target,
+        twin,
+        config=SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, scoring_queries="look_ahead")),
+    )
+    failure = RuntimeError("inside the model")
+    with failing(twin.model.layers[1], 2, failure), pytest.warns(UserWarning, match="inside the model"):
+        result = generator.generate(input_ids=random_prompt(100), max_tokens=30, sparse_prefill="on", gamma=4)
+    assert result.metrics.acceptance_rate == 1.0
+
+
 def test_the_look_ahead_does_not_depend_on_the_seed(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     generator = generator_of(target, draft, replace(CHUNKS, keep_rate=0.3, chunk_size=4))
     options: dict[str, Any] = {"temperature": 5.0, "max_tokens": 1, "sparse_prefill": "on"}

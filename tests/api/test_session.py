@@ -13,6 +13,7 @@ from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackG
 from spec_stack.api.session import Session
 from spec_stack.config import DraftStep, Positions
 from spec_stack.hf.prompt import encode_messages
+from spec_stack.prefill.prompt_text import clip_spans
 from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.segments import ChunkSegments
@@ -188,6 +189,11 @@ def test_recalled_tokens_see_earlier_text_alone_in_pieces_and_beside_fixed_shape
         prompt = [*prompt, *result.token_ids, *random_prompt(3, seed=seed)]
     # With three new tokens they fit into a fixed forward of 16.
     assert 0 < min(count for count in recalled if count) <= 12
+
+
+def test_spans_are_clipped_to_the_new_text() -> None:
+    assert clip_spans([(0, 3), (5, 9), (12, 14)], 7) == [(0, 2), (5, 7)]
+    assert clip_spans([(0, 7)], 7) == []
 
 
 def test_restoration_is_off_on_request_and_then_short_turns_are_not_scored() -> None:
