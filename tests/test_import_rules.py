@@ -30,7 +30,8 @@ ALLOWED = {
     "http": "binomial config settings",
     "serve": "config settings types hf.prompt hf.structured hf.answer_parser http api",
     "proxy": "config settings api.pruner api.request_body http",
-    "sglang": "config devices settings types controller prefill tokenizers hf.loading hf.prompt http.audits http.config",
+    "sglang": "config devices settings types controller prefill tokenizers hf.loading hf.prompt http.audits "
+    "http.config",
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "bench": "config types records controller prefill hf engine api calibrate",
     "explain": "config types controller.base records prefill decode hf engine api",
