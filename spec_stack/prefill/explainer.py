@@ -28,7 +28,6 @@ class Explainer(Observer):
         self._reasons: dict[int, str] = {}
 
     def scored(self, inputs: ScoringInputs) -> None:
-        """Note the importance and the scoring queries."""
         by_words = self._config.scorer == "bm25"
         weights = inputs.weights_by_words(self._first) if by_words else inputs.weights_by_attention(self._config)
         starts = self._starts()
@@ -37,7 +36,6 @@ class Explainer(Observer):
         self._importance = None if inputs.importance is None else inputs.importance.tolist()
 
     def part(self, name: str, scores: torch.Tensor) -> None:
-        """Note scores (num_segments,) after what is named raised them."""
         self._parts[name] = scores.cpu()
 
     def chosen(
@@ -66,7 +64,6 @@ class Explainer(Observer):
             self._reasons[self._first + position] = reason
 
     def explanation(self, held: Sequence[int], selection: Selection) -> Explanation:
-        """The explanation of a selection. held: positions in the target's cache before the prefill."""
         reasons = dict.fromkeys(selection.positions, "recalled") | dict.fromkeys(held, "cached")
         is_pruned = selection.num_new < selection.num_prompt_tokens - self._first
         new = selection.positions[len(selection.positions) - selection.num_new :]

@@ -87,12 +87,9 @@ class Candidates:
             start=max(self.start, min(borders)),
         )
 
-    def is_of_request(self, segment: Span) -> bool:
-        return self.request[0] <= segment[0] < self.request[1]
-
     def is_of_earlier_request(self, segment: Span) -> bool:
         """Whether a segment is of the last user message, and other turns are behind that."""
-        return self.is_of_request(segment) and self.request[1] <= self.start
+        return self.request[0] <= segment[0] < self.request[1] <= self.start
 
     def asking(self, question: Span) -> Candidates:
         """The candidates with a question that the caller names, in the prompt or behind it."""
@@ -175,9 +172,8 @@ def _asking(request: list[Span], begin: int, pieces: Sequence[str] | None, marke
         paragraphs[-1].append(each)
     near, before = paragraphs[0], [*paragraphs, []][1]
     asking: dict[Span, bool] = {}
-    for each in request[:1]:
-        if each[0] == begin and _ends_paragraph(pieces, each[1]):
-            asking[each] = False
+    if request and request[0][0] == begin and _ends_paragraph(pieces, request[0][1]):
+        asking[request[0]] = False
     for each in near:
         if each != near[0] and ((asking[near[0]] and each not in marked) or near[0][1] - each[0] > _LEAD):
             break

@@ -59,8 +59,7 @@ class NamedSegments:
     def of(cls, inputs: ScoringInputs, segments: Segments) -> NamedSegments:
         """Of a prompt; without text nothing is named."""
         shared = torch.zeros(len(segments)) if inputs.pieces is None else shared_rare_words(inputs, segments)
-        heads = torch.tensor([segments.head(at) for at in range(len(segments))])
-        return cls(shared / shared.max().clamp(min=torch.finfo(shared.dtype).tiny), heads)
+        return cls(shared / shared.max().clamp(min=torch.finfo(shared.dtype).tiny), torch.tensor(segments.heads))
 
     def raised_by_words(self, scores: torch.Tensor) -> torch.Tensor:
         return scores * (1 + _RARE_WORDS * self.shares.to(scores))

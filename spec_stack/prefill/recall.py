@@ -15,10 +15,7 @@ from spec_stack.prefill.segments import Segments, make_segments
 def recall_dropped(
     inputs: ScoringInputs, held: Sequence[int], num_old: int, prefill: PrefillConfig, config: SessionConfig
 ) -> list[int]:
-    """Recalled positions of a conversation, increasing; by words alone where the rule had no attention.
-
-    held: old positions that the target has. num_old: length of the old text.
-    """
+    """`recall` by a rule's inputs; by words alone where it had no attention. num_old: length of the old text."""
     segments = make_segments(num_old, inputs.pieces, prefill)
     words = None if config.recall_word_threshold is None else score_for_recall(inputs, segments)
     return recall(inputs.importance, held, segments, prefill, config, words)

@@ -30,8 +30,8 @@ class Segments:
     """
 
     def __init__(self, borders: Sequence[int], heads: Sequence[int] = (), labels: Collection[int] = ()) -> None:
-        self.borders = list(borders)
-        self._heads, self._labels = heads, labels
+        self.borders, self._labels = list(borders), labels
+        self.heads = list(heads) or [-1] * len(self)
         sizes = torch.tensor(self.borders).diff()
         self.owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
 
@@ -105,12 +105,8 @@ class Segments:
         chain: list[int] = []
         while segment >= 0 and segment not in chain:
             chain.append(segment)
-            segment = self.head(segment)
+            segment = self.heads[segment]
         return chain
-
-    def head(self, segment: int) -> int:
-        """The segment that is kept with this one, or -1."""
-        return self._heads[segment] if self._heads else -1
 
 
 class ChunkSegments(Segments):

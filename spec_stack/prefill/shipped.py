@@ -32,8 +32,7 @@ def sketch(embedding: torch.Tensor) -> tuple[float, ...]:
     if embedding.is_meta:
         return ()
     rows = torch.tensor(_rows(embedding.shape[0]), device=embedding.device)
-    values = embedding.detach()[rows, :_COLUMNS].float().flatten().tolist()
-    return tuple(float(f"{value:.3g}") for value in values)
+    return _three_digits(embedding.detach()[rows, :_COLUMNS])
 
 
 def sketch_of_files(source: str | Path) -> tuple[float, ...]:
@@ -52,8 +51,7 @@ def sketch_of_files(source: str | Path) -> tuple[float, ...]:
             picked = [rows[row : row + 1, :_COLUMNS] for row in _rows(rows.get_shape()[0])]
     except (OSError, SafetensorError):
         return ()
-    values = torch.cat(picked).float().flatten().tolist()
-    return tuple(float(f"{value:.3g}") for value in values)
+    return _three_digits(torch.cat(picked))
 
 
 def is_same(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -117,6 +115,10 @@ def find_shipped(config: Any, weights: Sequence[float]) -> Calibration | None:
 def shipped() -> tuple[Calibration, ...]:
     files = sorted(FOLDER.glob("*.json"))
     return tuple(replace(Calibration.load(file), origin=f"what ships for {file.stem}") for file in files)
+
+
+def _three_digits(values: torch.Tensor) -> tuple[float, ...]:
+    return tuple(float(f"{value:.3g}") for value in values.float().flatten().tolist())
 
 
 def _rows(num_rows: int) -> list[int]:

@@ -31,10 +31,6 @@ def evidence_of(pieces: Sequence[str] | None, num_tokens: int) -> tuple[ScoringI
     return evidence, make_segments(num_tokens, pieces, PrefillConfig())
 
 
-def heads_of(segments: Segments) -> list[int]:
-    return [[*segments.chain(at), -1][1] for at in range(len(segments))]
-
-
 def line_of(segments: Segments, pieces: Sequence[str], word: str) -> int:
     return next(at for at, (start, stop) in enumerate(segments) if word in pieces[start:stop])
 
@@ -71,20 +67,8 @@ def test_scores_are_those_by_hand(question: str) -> None:
     worth = torch.rand(2, len(segments), generator=torch.Generator().manual_seed(3))
     asked = question_tokens(evidence.candidates)
     for own, raised in zip(worth, raise_named(worth, evidence, segments), strict=True):
-        expected = reference_question.raised(own.tolist(), pieces, list(segments), heads_of(segments), asked)
+        expected = reference_question.raised(own.tolist(), pieces, list(segments), segments.heads, asked)
         assert raised.tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("texts", "question"),
-    [(FUNCTIONS, "By which factor does fetch multiply its value?"), (SECTIONS, "How many workers does fetch run?")],
-)
-def test_lines_below_the_named_heading_come_before_the_same_lines_below_others(texts: list[str], question: str) -> None:
-    pieces = pieces_of("".join(texts) + question)
-    evidence, segments = evidence_of(pieces, len(pieces))
-    scores = make_rule("attention").score(evidence, segments, PrefillConfig())
-    values = {name: scores[line_of(segments, pieces, str(9 + at))] for at, name in enumerate(NAMES)}
-    assert values.pop("fetch") > 1.5 * max(values.values())
 
 
 def test_tokens_without_text_count_by_attention_alone() -> None:
@@ -113,18 +97,10 @@ def recall_scores(old: str, new: str) -> tuple[list[str], Segments, ScoringInput
 def test_recall_scores_are_those_by_hand(question: str) -> None:
     pieces, segments, inputs = recall_scores("".join(PROMPTS.get(question, RECORDS)), question)
     asked = question_tokens(inputs.candidates.reaching(segments.num_tokens))
-    spans, heads = list(segments), heads_of(segments)
-    expected = reference_question.shared(pieces, spans, heads, asked, short_word=0.5, power=0.5, most_units=6)
+    expected = reference_question.shared(
+        pieces, list(segments), segments.heads, asked, short_word=0.5, power=0.5, most_units=6
+    )
     assert score_for_recall(inputs, segments).tolist() == pytest.approx(expected)
-
-
-def test_a_follow_up_that_names_a_heading_recalls_its_section() -> None:
-    pieces, segments, inputs = recall_scores("".join(SECTIONS), "And fetch?")
-    wanted = {at for at, score in enumerate(score_for_recall(inputs, segments).tolist()) if score >= 1}
-    fetch = NAMES.index("fetch")
-    heading, next_heading = (line_of(segments, pieces, name) for name in NAMES[fetch : fetch + 2])
-    assert wanted == set(range(heading, next_heading))
-    assert line_of(segments, pieces, str(9 + fetch)) in wanted
 
 
 @pytest.mark.parametrize("new", ["Thanks! Can you say that more briefly?", "Why?", "Are you sure about that?"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import replace
 
@@ -79,35 +78,37 @@ def test_a_sentence_ends_with_its_stops_and_a_line_with_its_breaks() -> None:
     assert (lines.borders, lines.heads, lines.shifts[2]) == ([0, 3, 4, 5, 7], [2, 2, -1, -1], 2)
 
 
-def test_a_stop_inside_a_number_a_name_or_a_string_ends_nothing() -> None:
-    for whole in (
-        '{"total": 759.41, "paid": true}\n',
-        "see self.segments.borders in segments.py, v2.5\n",
-        'raise E("no.", 3)\n',
-    ):
-        assert texts_of(characters(whole)) == [whole]
-    assert texts_of(characters('"It broke." (Twice.) So?')) == ['"It broke."', " (Twice.)", " So?"]
+# Units by "¦".
+UNITS = {
+    "stops in numbers": '{"total": 759.41, "paid": true}\n',
+    "stops in names": "see self.segments.borders in segments.py, v2.5\n",
+    "stops in strings": 'raise E("no.", 3)\n',
+    "stops in quotes and brackets": '"It broke."¦ (Twice.)¦ So?',
+    "code": "def area(width, height):\n¦    return width * height\n\n\n¦SIZE = 12\n",
+    "a log": "12:00:01 WARN disk full\n¦12:00:02 INFO ok\n",
+    "records": '{"id": 0, "city": "Perrin"}\n¦{"id": 1, "city": "Perrin"}\n',
+    "rows": "| name | sum |\n|---|---|\n¦| oak | 12 |\n¦| fir | 9 |\n",
+    "stops of scripts without spaces": "昨日は雨だった。¦今日は晴れ。\n¦明日は?",
+    "an instruction": "COPY . /app\n",
+    "ordinals and streets": "Sie kam am 3. Oktober.¦ Er wohnt in der Hauptstr. 7.¦ Es waren 5.¦ Danach ging er.\n",
+    "words of a list": "Ant\n¦Bee\n¦Cow",
+    "small words of a list": "ant\n¦bee",
+    "pairs": "Kind: List\n¦items:",
+    "words of a list without capitals": "苹果\n¦香蕉",
+    "a cell of several lines": "| name | note |\n|---|---|\n¦| Ada | not |\n|  | paid |\n¦| Bob | paid |\n",
+    "one sentence": "It is not\ntrue that the bridge is old.\n",
+    "one sentence before a name": "The committee denied that\nThe Baron had paid.\n",
+    "one sentence with a clause": "If the buyer is a company,\nthe tax is 0 %.\n",
+    "one sentence before a number": "The code of the vault is\n4711 for all of them.\n",
+    "one sentence without spaces": "他没有说\n密码是4711。\n",
+    "one sentence of a numbered clause": "5.3 It ends in June, unless\nthe Buyer renews it.\n",
+    "a number": "7" * 300,
+}
 
 
-def test_lines_of_code_stay_whole() -> None:
-    code = "def area(width, height):\n    return width * height\n\n\nSIZE = 12\n"
-    assert "SIZE = 12\n" in texts_of(characters(code))
-
-
-def test_a_line_of_a_log_is_one_unit_as_long_as_it_has_no_stop() -> None:
-    lines = ["12:00:01 WARN disk full\n", "12:00:02 INFO ok\n"]
-    assert texts_of(characters("".join(lines))) == lines
-
-
-def test_records_of_json_lines_are_units_of_their_own() -> None:
-    records = [json.dumps({"id": number, "city": "Perrin"}) + "\n" for number in range(3)]
-    assert texts_of(characters("".join(records))) == records
-
-
-def test_rows_of_a_table_are_units_of_their_own() -> None:
-    rows = ["| name | sum |\n|---|---|\n", "| oak | 12 |\n", "| fir | 9 |\n"]
-    assert texts_of(characters("".join(rows))) == rows
-    assert find_lines(characters("".join(rows))).heads == [-1, 0, 0]
+@pytest.mark.parametrize("kind", UNITS)
+def test_what_means_something_alone_is_a_unit(kind: str) -> None:
+    assert texts_of(characters(UNITS[kind].replace("¦", ""))) == UNITS[kind].split("¦")
 
 
 def heads_of(text: str) -> dict[str, str]:
@@ -163,21 +164,9 @@ def test_what_stands_below_a_heading_needs_it() -> None:
     assert heads_of("# a comment\n\nx = 1\n") == {}
 
 
-def test_short_lines_of_one_sentence_are_one_unit_and_words_of_a_list_are_not() -> None:
-    for sentence in (
-        "It is not\ntrue that the bridge is old.",
-        "The committee denied that\nThe Baron had paid.",
-        "If the buyer is a company,\nthe tax is 0 %.",
-        "The code of the vault is\n4711 for all of them.",
-        "他没有说\n密码是4711。",
-        "5.3 It ends in June, unless\nthe Buyer renews it.",
-    ):
-        assert texts_of(characters(f"{sentence}\n")) == [f"{sentence}\n"]
+def test_wrapped_lines_of_one_sentence_are_one_unit() -> None:
     wrapped = "This line of the text is as long as the next\none is, but nobody says that the painter\nAda took\nit.\n"
     assert texts_of([wrapped[at : at + 4] for at in range(0, len(wrapped), 4)]) == [wrapped]
-    for lines in (["ant", "bee"], ["Ant", "Bee", "Cow"], ["Kind: List", "items:"], ["苹果", "香蕉"]):
-        assert texts_of(characters("\n".join(lines))) == [f"{line}\n" for line in lines[:-1]] + lines[-1:]
-    assert texts_of(characters("COPY . /app\n")) == ["COPY . /app\n"]
 
 
 def test_a_fenced_block_has_its_own_sections_and_ends_none_outside() -> None:
@@ -204,33 +193,19 @@ def test_a_heading_needs_the_one_that_it_stands_below() -> None:
     assert heads_of(text) == {"### Old": "## A", "It rains": "### Old", "It is dry": "# Title"}
 
 
-def test_cells_of_several_lines_stay_together_and_units_stand_below_names() -> None:
-    grid = "| name | note |\n|---|---|\n| Ada | not |\n|  | paid |\n| Bob | paid |\n"
-    assert "| Ada | not |\n|  | paid |\n" in texts_of(characters(grid))
-    assert heads_of("time,flow\ns,l/min\n0,3.1\n1,3.0\n2,2.7\n")["1,3.0"] == "time,flow\ns,l/min"
-
-
 def test_rows_of_latex_and_of_several_lines_need_their_head() -> None:
     latex = "\\hline\nName & Age \\\\\n\\hline\nAda & 36 \\\\\nBob & 41 \\\\\n"
     head = "\\hline\nName & Age \\\\\n\\hline"
     assert heads_of(latex) == {"Ada & 36 \\\\": head, "Bob & 41 \\\\": head}
     rows = ['1,"It rains.\nIt pours."', '2,"It is dry.\n\nIt stays so."', "3,none"]
     assert heads_of("id,note\n" + "\n".join(rows) + "\n") == dict.fromkeys(rows, "id,note")
+    # Units stand below names.
+    assert heads_of("time,flow\ns,l/min\n0,3.1\n1,3.0\n2,2.7\n")["1,3.0"] == "time,flow\ns,l/min"
 
 
 def test_items_of_yaml_need_the_key_that_they_stand_below_without_indentation() -> None:
     items = [f"- port: {at}\n  tags:\n  - a\n  - b" for at in range(3)]
     assert heads_of("servers:\n" + "\n".join(items) + "\n") == dict.fromkeys(items, "servers:")
-
-
-def test_ordinals_and_streets_end_no_sentence() -> None:
-    text = "Sie kam am 3. Oktober. Er wohnt in der Hauptstr. 7. Es waren 5. Danach ging er.\n"
-    assert [each.strip() for each in texts_of(characters(text)) if each.strip()] == [
-        "Sie kam am 3. Oktober.",
-        "Er wohnt in der Hauptstr. 7.",
-        "Es waren 5.",
-        "Danach ging er.",
-    ]
 
 
 def test_rows_of_markup_and_tuples_of_a_long_line_stay_whole() -> None:
@@ -242,14 +217,6 @@ def test_rows_of_markup_and_tuples_of_a_long_line_stay_whole() -> None:
     ):
         found = texts_of(characters(text))
         assert sum(each.count(part) for each in found for part in parts) == len(parts)
-
-
-def test_text_without_spaces_is_split_at_its_own_stops() -> None:
-    assert texts_of(characters("昨日は雨だった。今日は晴れ。\n明日は?")) == [
-        "昨日は雨だった。",
-        "今日は晴れ。\n",
-        "明日は?",
-    ]
 
 
 def test_one_endless_line_is_cut_between_what_means_something_alone() -> None:
@@ -268,10 +235,6 @@ def test_one_endless_line_is_cut_between_what_means_something_alone() -> None:
         assert "".join(found) == text
         assert max(map(len, found)) <= LONGEST_UNIT
         assert sum(each.count(kept) for each in found) == text.count(kept)
-
-
-def test_a_number_is_never_cut() -> None:
-    assert texts_of(characters("7" * 300)) == ["7" * 300]
 
 
 def test_a_character_of_several_tokens_is_never_parted() -> None:
@@ -293,8 +256,8 @@ def test_the_first_tokens_of_a_longer_text_have_its_lines() -> None:
     for num_tokens in range(len(pieces)):
         first = make_segments(num_tokens, pieces, LINES)
         assert first.borders == [*(border for border in whole.borders if border < num_tokens), num_tokens]
-        assert [first.head(at) for at in range(len(first))] == [whole.head(at) for at in range(len(first))]
-    assert 0 in (whole.head(at) for at in range(len(whole)))
+        assert first.heads == whole.heads[: len(first)]
+    assert 0 in whole.heads
 
 
 settings_of_a_selection = {
@@ -361,15 +324,6 @@ def test_tokens_that_are_kept_anyway_carry_no_line() -> None:
     importance[0], importance[12], importance[39] = 9.0, 1.0, 9.0
     means = make_segments(40, pieces, LINES).mean_importance(importance, LINES)
     torch.testing.assert_close(means, torch.tensor([0.0, 0.1, 0.0, 0.0]))
-
-
-def test_a_dropped_line_comes_back_whole() -> None:
-    pieces = characters("aaaaaaaaa\nbbbbbbbbb\nccccccccc\n")
-    importance = torch.zeros(40)
-    importance[12] = 1.0
-    segments = make_segments(30, pieces, LINES)
-    session = replace(PrefillConfig(), chunk_size=8)
-    assert recall(importance, [], segments, session, SessionConfig(recall_threshold=1.0)) == [*range(10, 20)]
 
 
 def test_lines_come_back_within_as_many_tokens_as_the_chunks_that_are_looked_at() -> None:
