@@ -47,11 +47,7 @@ class Engine:
         self._warnings = OnceEach()
         self._model_samples = ignored_sampling(pair.target.generation_config, SamplingParams()) != ""
 
-    def plan(
-        self,
-        call: Call,
-        known: EncodedPrompt | None = None,
-    ) -> Request:
+    def plan(self, call: Call, known: EncodedPrompt | None = None) -> Request:
         """Check and plan a call (see `plan_request`)."""
         request = plan_request(self.pair, self.config, self._pool, call, known)
         self._warn_of_what_is_ignored(call, request, known is not None)

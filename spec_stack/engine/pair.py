@@ -16,13 +16,7 @@ from spec_stack.hf.architectures import end_token_ids, is_supported, max_positio
 from spec_stack.hf.attention import install
 from spec_stack.hf.contiguous import ContiguousModel
 from spec_stack.hf.fixed_step import FixedStep
-from spec_stack.hf.loading import (
-    DeviceMap,
-    check_pair,
-    find_predictors,
-    load_tokenizers,
-    open_pair,
-)
+from spec_stack.hf.loading import DeviceMap, check_pair, find_predictors, load_tokenizers, open_pair
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.precision import precision_of, skeleton, warm_up_quantized
 from spec_stack.hf.prompt import EncodedPrompt

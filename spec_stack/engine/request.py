@@ -246,15 +246,13 @@ def _drafting(pair: ModelPair, prefill: PrefillConfig, prompt_ids: Sequence[int]
 def _check(call: Call) -> None:
     """Raise ValueError for a bad value of an option without a check elsewhere."""
     sampling, request_id, task = call.get("sampling"), call.get("request_id"), call.get("task", "")
-    on_progress = call.get("on_progress")
+    question, explain, on_progress = call.get("question"), call.get("explain", False), call.get("on_progress")
     is_known = sampling is None or (isinstance(sampling, str) and sampling == "model")
+    is_callable = on_progress is None or callable(on_progress)
     require(is_known, f'sampling must be "model" (the checkpoint\'s own) or None, got {sampling!r}')
     require(isinstance(request_id, str | None), f"request_id must be a string, got {request_id!r}")
     require(isinstance(task, str), f"task must be a string, got {task!r}")
-    question = call.get("question")
     require(isinstance(question, str | None), f"question must be a text, got {question!r}")
-    is_callable = on_progress is None or callable(on_progress)
-    explain = call.get("explain", False)
     require(isinstance(explain, bool), f"explain must be True or False, got {explain!r}")
     require(is_callable, f"on_progress must be a callable over (num_done, num_total, phase), got {on_progress!r}")
 
@@ -272,10 +270,10 @@ def _prompt_source(call: Call) -> PromptSource:
 
 def _sampling_params(call: Call) -> SamplingParams:
     """The sampling options of a call. Raises ValueError where both the object and single options are given."""
-    given = {name: value for name, value in call.items() if name in _OF_SAMPLING}
-    if given.get("stop") is None:
-        given.pop("stop", None)
-    single = SamplingParams(**cast(dict[str, Any], given))
+    given: dict[str, Any] = {
+        name: value for name, value in call.items() if name in _OF_SAMPLING and (name != "stop" or value is not None)
+    }
+    single = SamplingParams(**given)
     params = call.get("params")
     if params is None:
         return single

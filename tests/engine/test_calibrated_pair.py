@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,6 +38,8 @@ def test_it_is_found_beside_the_draft_and_completes_the_configuration(folders: t
     own = SpecStackConfig(PrefillConfig(keep_rate=0.5, chunk_size=16))
     mixed = SpecStackGenerator.from_pretrained(*folders, device="cpu", config=own).config.prefill
     assert (mixed.keep_rate, mixed.chunk_size, mixed.draft_window) == (0.5, 16, (2048, 64))
+    named = SpecStackGenerator.from_pretrained(device="cpu", calibration=folders[1] / FILE_NAME)
+    assert named.config.prefill.scorer == "bm25"
     assert "draft_window=(2048, 64)" in diagnose(*map(str, folders), "auto", "cpu")["calibration"]
 
 
@@ -63,13 +64,6 @@ def test_the_embedded_pair_s_own_is_taken_by_default_and_keeps_a_hidden_fact_of_
     result = generator.generate(messages=fact.messages, max_tokens=32)
     assert result.metrics.keep_rate < 0.2
     assert fact.is_answered_by(result.text)
-
-
-def test_it_can_be_named_or_left_out(folders: tuple[Path, Path]) -> None:
-    none: Any = {"device": "cpu", "calibration": False}
-    assert SpecStackGenerator.from_pretrained(*folders, **none).config.prefill == PrefillConfig()
-    named = SpecStackGenerator.from_pretrained(device="cpu", calibration=folders[1] / FILE_NAME)
-    assert named.config.prefill.scorer == "bm25"
 
 
 def test_one_of_another_pair_is_refused_by_name_and_left_aside_with_a_warning_otherwise(

@@ -32,38 +32,22 @@ from tests.support.nightly import others_nightly
 from tests.support.tiny_architectures import DENSE, VOCAB, random_prompt
 
 _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+_SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 # Tokens from which the long RoPE has other angles.
 SWITCH = 48
 # Architectures that original positions refuse.
 OTHERS: dict[str, Any] = {
     "Bloom": BloomConfig(**_TOKENS, hidden_size=32, n_layer=3, n_head=4),
     "MPT": MptConfig(**_TOKENS, d_model=32, n_layers=3, n_heads=4, max_seq_len=512),
-    "Falcon, ALiBi": FalconConfig(
-        **_TOKENS,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        alibi=True,
-        new_decoder_architecture=False,
-    ),
+    "Falcon, ALiBi": FalconConfig(**_TOKENS, **_SHAPE, alibi=True, new_decoder_architecture=False),
     "GPT-2": GPT2Config(**_TOKENS, n_embd=32, n_layer=3, n_head=4, n_positions=512),
-    "OPT": OPTConfig(
-        **_TOKENS,
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-    ),
+    "OPT": OPTConfig(**_TOKENS, **_SHAPE, word_embed_proj_dim=32, ffn_dim=48, max_position_embeddings=512),
     "Gemma2": Gemma2Config(**DENSE, sliding_window=16, query_pre_attn_scalar=24),
     "DeepSeek-V3": DeepseekV3Config(
         **_TOKENS,
-        hidden_size=32,
+        **_SHAPE,
         intermediate_size=48,
         moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
         num_key_value_heads=4,
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -236,9 +220,3 @@ def test_a_draft_scores_at_its_own_positions_whatever_the_targets_are() -> None:
         SpecStackGenerator(
             make_model("Llama"), make_model("Bloom"), config=SpecStackConfig(PrefillConfig(positions="contiguous"))
         )
-
-
-@pytest.mark.parametrize("value", ["Original", None, 1, ""])
-def test_positions_are_one_of_two(value: Any) -> None:
-    with pytest.raises(ValueError, match="positions must be one of"):
-        PrefillConfig(positions=value)

@@ -160,7 +160,7 @@ OTHER = "not those that were saved"
         (lambda metadata, tensors: tensors.pop("draft.cache.1.keys"), OTHER),
         (lambda metadata, tensors: tensors.update({"draft.cache.7.keys": torch.zeros(1)}), OTHER),
         (_set("token_ids", lambda tensor: tensor[:50].clone()), OTHER),
-        (_set("draft.positions", lambda tensor: tensor.float()), OTHER),
+        (_set("draft.positions", lambda tensor: tensor.view(torch.float64)), OTHER),
         (_set("target.recalled_end", lambda tensor: torch.zeros(1, 1)), OTHER),
         (_set("target.cache.0.keys", lambda tensor: tensor * float("nan")), OTHER),
     ],

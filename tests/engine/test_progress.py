@@ -31,17 +31,15 @@ def test_every_chunk_is_told(pruned: bool, target: PreTrainedModel, draft: PreTr
     prefill = [each for each in told if each[2] == "prefill"]
     scoring = [each for each in told if each[2] == "scoring"]
     assert told == scoring + prefill
-    for phase, total in ((prefill, kept), (scoring, 200)):
-        if phase or phase is prefill:
-            assert [done for done, _, _ in phase] == sorted({done for done, _, _ in phase})
-            assert phase[0][0] == 0
-            assert phase[-1][:2] == (total, total)
-            assert len(phase) >= total // 32
     assert bool(scoring) is pruned
+    for phase, total in [(prefill, kept), (scoring, 200)][: 1 + pruned]:
+        assert [done for done, _, _ in phase] == sorted({done for done, _, _ in phase})
+        assert (phase[0][0], phase[-1][:2]) == (0, (total, total))
+        assert len(phase) >= total // 32
 
 
 @pytest.mark.parametrize("phase", ["scoring", "prefill"])
-@pytest.mark.parametrize("how", ["close", "thread", "raise"])
+@pytest.mark.parametrize("how", ["close", "raise"])
 def test_a_prefill_can_be_ended_between_two_chunks(
     phase: str, how: str, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
@@ -51,12 +49,9 @@ def test_a_prefill_can_be_ended_between_two_chunks(
         if at == phase and num_done >= 64:
             if how == "raise":
                 raise RuntimeError("enough")
-            if how == "close":
-                stream.close()
-            else:
-                thread = threading.Thread(target=stream.close)
-                thread.start()
-                thread.join()
+            thread = threading.Thread(target=stream.close)
+            thread.start()
+            thread.join()
 
     stream = generator.stream(input_ids=prompt, sparse_prefill="on" if phase == "scoring" else "off", on_progress=end)
     with forwards_of(target, draft) as fed:

@@ -37,25 +37,18 @@ def generator(target: PreTrainedModel, draft: PreTrainedModel) -> SpecStackGener
         usual=[{"policy": "throughput"}, {"gamma": 2, "proposer": "both"}],
     ),
 )
-@pytest.mark.parametrize("seed", others_nightly([0, 1], usual=[1]))
+# A draft that is often right, so that slots are renewed after accepted and rejected tokens, and a random one.
+@pytest.mark.parametrize("draft_seed", [1, 2])
 def test_greedy_tokens_are_the_targets_own_while_the_slots_are_chosen_anew(
-    options: dict[str, object], seed: int, target: PreTrainedModel
+    options: dict[str, object], draft_seed: int, target: PreTrainedModel
 ) -> None:
-    prompt = random_prompt(90, seed)
-    # A draft that is often right, so that slots are renewed after accepted and rejected tokens.
-    result = generator(target, make_model(seed=1)).generate(
+    prompt = random_prompt(90, 1)
+    result = generator(target, make_model(seed=draft_seed)).generate(
         input_ids=prompt, max_tokens=80, sparse_prefill="draft_only", **options
     )  # type: ignore[arg-type]
     assert result.token_ids == reference.greedy(make_model(seed=1), prompt, 80)
     assert not result.metrics.sparse_prefill
     assert result.metrics.num_kept_tokens == len(prompt)
-
-
-@pytest.mark.parametrize("seed", others_nightly([0, 3], usual=[3]))
-def test_a_random_draft_costs_no_token_either(seed: int, target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    prompt = random_prompt(100, seed)
-    result = generator(target, draft).generate(input_ids=prompt, max_tokens=70, gamma=3, sparse_prefill="draft_only")
-    assert result.token_ids == reference.greedy(make_model(seed=1), prompt, 70)
 
 
 def test_the_draft_reads_no_more_of_the_prompt_than_its_slots(target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -109,15 +102,19 @@ def slotted(choose: Callable[[Text, int], Sequence[int]] = CHOOSE) -> tuple[Slot
     return SlottedDraft(noted, DraftKVBudget(SLOTS, choose)), noted, random_prompt(120)
 
 
+def logits_over(text: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
+    """The last logits of a plain forward over these tokens of a text, at their positions."""
+    ids = torch.tensor([[text[slot] for slot in slots]])
+    logits: torch.Tensor = make_model(seed=2)(input_ids=ids, position_ids=torch.tensor([list(slots)])).logits
+    return logits[0, -1]
+
+
 def test_the_first_logits_are_a_plain_forwards_over_the_chosen_tokens_at_their_positions() -> None:
     draft, _, prompt = slotted()
     start = draft.next_position
     logits = draft.forward(prompt[start:], range(start, len(prompt)), num_logits=1)
     slots = chosen_slots(prompt, SLOTS, 8, 8)
-    expected = make_model(seed=2)(
-        input_ids=torch.tensor([[prompt[slot] for slot in slots]]), position_ids=torch.tensor([slots])
-    ).logits[0, -1]
-    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[0], logits_over(prompt, slots), atol=1e-4, rtol=1e-4)
     assert draft.num_cached == len(slots)
 
 
@@ -129,10 +126,7 @@ def test_a_choice_that_keeps_no_slot_held_is_a_forward_over_the_chosen_tokens_al
         draft.rollback(0)
     slots = list(range(len(grown) - SLOTS, len(grown)))
     assert noted.positions == slots
-    expected = make_model(seed=2)(
-        input_ids=torch.tensor([[grown[slot] for slot in slots]]), position_ids=torch.tensor([slots])
-    ).logits[0, -1]
-    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[0], logits_over(grown, slots), atol=1e-4, rtol=1e-4)
 
 
 def test_slots_stay_bounded_however_long_the_answer_and_whatever_is_rejected() -> None:
@@ -296,28 +290,13 @@ def test_a_turn_that_asks_for_a_dense_target_has_one_though_earlier_ones_were_pr
         again = session.generate(input_ids=third, max_tokens=10, sparse_prefill=switch)  # type: ignore[arg-type]
     assert second.token_ids == reference.greedy(make_model(seed=1), longer, 30)
     assert second.metrics.num_kept_tokens == len(longer)
+    assert f'sparse_prefill="{switch}"' in second.metrics.sparse_prefill_reason
     assert again.metrics.num_cached_tokens >= len(longer)
     assert again.token_ids == reference.greedy(make_model(seed=1), third, 10)
 
 
-def test_a_session_and_a_stored_prompt_give_the_same(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    prompt = random_prompt(100)
+def test_a_bad_switch_or_budget_is_named(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     own = generator(target, draft)
-    with own.session() as session:
-        first = session.generate(input_ids=prompt, max_tokens=20, gamma=3, sparse_prefill="draft_only").token_ids
-        longer = [*prompt, *first, *random_prompt(30, seed=4)]
-        second = session.generate(input_ids=longer, max_tokens=40, gamma=3, sparse_prefill="draft_only")
-    assert first == reference.greedy(make_model(seed=1), prompt, 20)
-    assert second.token_ids == reference.greedy(make_model(seed=1), longer, 40)
-    assert second.metrics.num_cached_tokens >= len(prompt)
-
-
-def test_sparse_prefill_is_one_of_four(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    own = generator(target, draft)
-    assert own.generate(input_ids=random_prompt(100), max_tokens=2, sparse_prefill="on").metrics.sparse_prefill
-    for switch in ("draft_only", "off"):
-        metrics = own.generate(input_ids=random_prompt(100), max_tokens=2, sparse_prefill=switch).metrics  # type: ignore[arg-type]
-        assert f'sparse_prefill="{switch}"' in metrics.sparse_prefill_reason
     with pytest.raises(ValueError, match="sparse_prefill must be one of"):
         own.generate(input_ids=random_prompt(9), max_tokens=2, sparse_prefill="target")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="draft_kv_budget must be"):

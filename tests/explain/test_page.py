@@ -153,10 +153,8 @@ def test_the_command_names_title_and_file_after_the_prompt(
 
 
 def record(gamma: int, num_accepted: int, num_tokens: int | None = None, **more: Any) -> StepRecord:
-    signals, num_tokens = (
-        DraftSignals([1.0] * gamma, [0.5] * gamma),
-        num_accepted + 1 if num_tokens is None else num_tokens,
-    )
+    signals = DraftSignals([1.0] * gamma, [0.5] * gamma)
+    num_tokens = num_accepted + 1 if num_tokens is None else num_tokens
     return StepRecord(
         "one", 1, "fixed", "fp32", "code", False, 0.25, gamma, num_accepted, num_tokens, signals, 0.1, 0.2, 0.0, **more
     )
