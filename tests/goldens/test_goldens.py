@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator, with_draft
+from tests.support.forwards import forwards_of
 from tests.support.models import make_model, make_tokenizer, random_prompt
 from tests.support.nightly import others_nightly
 
@@ -103,16 +104,12 @@ def long_chat() -> list[dict[str, str]]:
 
 def kept_spans(target: PreTrainedModel, run: Callable[[], Any]) -> tuple[Any, list[list[int]]]:
     """What `run` returns, and the half-open spans of the prompt's positions that the target prefilled."""
+    with forwards_of(target) as fed:
+        result = run()
     positions: list[int] = []
-
-    def note(module: Any, args: Any, options: dict[str, Any]) -> None:
-        given = options["position_ids"][0].tolist()
-        if not positions or given[0] > positions[-1]:
-            positions.extend(given)
-
-    handle = target.register_forward_pre_hook(note, with_kwargs=True)
-    result = run()
-    handle.remove()
+    for each in fed:
+        if not positions or each.positions[0] > positions[-1]:
+            positions += each.positions
     spans: list[list[int]] = []
     for position in sorted(p for p in positions if p < result.metrics.num_prompt_tokens):
         if spans and spans[-1][1] == position:
