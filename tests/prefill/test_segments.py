@@ -199,6 +199,8 @@ def test_rows_of_latex_and_of_several_lines_need_their_head() -> None:
     assert heads_of(latex) == {"Ada & 36 \\\\": head, "Bob & 41 \\\\": head}
     rows = ['1,"It rains.\nIt pours."', '2,"It is dry.\n\nIt stays so."', "3,none"]
     assert heads_of("id,note\n" + "\n".join(rows) + "\n") == dict.fromkeys(rows, "id,note")
+    # A table ends at a blank line.
+    assert heads_of("id,note\n1,oak\n2,fir\n\n3,elm\n") == {"1,oak": "id,note", "2,fir": "id,note"}
     # Units stand below names.
     assert heads_of("time,flow\ns,l/min\n0,3.1\n1,3.0\n2,2.7\n")["1,3.0"] == "time,flow\ns,l/min"
 
