@@ -216,13 +216,13 @@ def scoring_obstacle(
     """
     if not has_texts and config.granularity == "lines":
         return "there is no tokenizer, without which a prompt has no lines; give one, or granularity='chunks'"
-    if not needs_draft(config):
-        return ""
     num_repeated = MOST_REPEATED if config.queries_from_prompt else 0
     num_checked = 0 if config.max_dropped_attention is None else config.check_tokens
     num_behind = max(num_repeated or config.look_ahead, num_checked)
     if num_draft_tokens + max(num_repeated, num_checked) > max_positions:
-        return f"the prompt has {num_draft_tokens} tokens, and the draft {max_positions} positions"
-    if scoring_limit is not None and num_draft_tokens + num_behind > scoring_limit:
-        return f"every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
-    return ""
+        obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {max_positions} positions"
+    elif scoring_limit is not None and num_draft_tokens + num_behind > scoring_limit:
+        obstacle = f"every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
+    else:
+        return ""
+    return obstacle if needs_draft(config) else ""
