@@ -75,16 +75,6 @@ def setting_of(name: str) -> ByLength:
     return lambda content: {length: own[name] for length, own in content["lengths"].items()}
 
 
-def _longbench(content: Content) -> list[Figure]:
-    names = {"calibrated 0.1": "calibrated at 0.1", "random 0.2": "random lines at 0.2"}
-    names |= {"dense, other rounding": "other rounding"}
-    arms, found = content["arms"], []
-    for at, (name, shown) in enumerate(names.items()):
-        what = f"LongBench{'' if at else ' to 4K, score over dense'}: {shown}"
-        found.append((what, around(arms[name]["share_of_dense"]), arms[name]["n"]))
-    return found
-
-
 def _humaneval(content: Content) -> list[Figure]:
     batched, spec = content["batched"], content["spec"]
     shares = [around([arm["pass_at_1"], *arm["interval"]], ".3f") for arm in (batched, spec)]
@@ -127,7 +117,6 @@ FIRST_TOKENS = (
 )
 LENGTHS = ("2048", "4096", "8192")
 ROWS = (
-    Row("real_quality", ("longbench",), _longbench),
     Row("real_humaneval", ("humaneval",), _humaneval),
     Row("session_suite_real", ("session_suite_real",), _conversations),
     Row("real_agents", ("real_agents_cold", "real_agents"), _agents),

@@ -41,7 +41,7 @@ def test_a_rule_put_into_the_package_has_a_name_on_the_command_line(tmp_path: Pa
     check_that_it_selects(tmp_path, tmp_path)
 
 
-# By day tests/serve/test_plugins.py starts a server with a module of the user.
+# By day tests/serving/test_plugins.py starts a server with a module of the user.
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_rule_in_a_module_of_ones_own_has_a_name_on_the_command_line(
