@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic
 
 from experiments.common import script
-from experiments.common.front_page import LENGTHS, ROWS, cells_of
+from experiments.common.front_page import ANSWERS, LENGTHS, ROWS, cells_of
 from experiments.common.headlines import CALIBRATION, RESULTS, ROOT
 from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill.calibration import FILE_NAME
@@ -43,7 +43,7 @@ class Size:
 
 
 SMALL = Size(1, (2, 1, 1), (6, 4, 4), ("64",), ("2048",), 1, 32)
-WHOLE = Size(2, (12, 6, 4), (104, 24, 21), ("64",), ("2048", "4096", "8192"), 5, 128)
+WHOLE = Size(2, (12, 6, 4), (99, 24, 21), ("64",), ("2048", "4096", "8192"), 5, 128)
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,16 @@ def commands(pair: Pair, size: Size, out: Path) -> Iterator[tuple[str, list[str]
     yield "real_speed", ["real.speed", *speed, "--tokens", *lengths, *to("real_speed")]
     end = [*timed, "--arms", "theirs", "pruned", "--answers", *size.answers, "--prompts", str(size.repeats)]
     yield "real_end_to_end", ["real.end_to_end", *end, "--lengths", *size.end_to_end, *to("real_end_to_end")]
-    asked = zip(LENGTHS, lengths, size.documents, size.prompts, ("313", "312", "333"), strict=True)
-    for length, num_tokens, documents, prompts, seed in asked:
+    asked = zip(LENGTHS, lengths, size.documents, size.prompts, ("313", "312", "333"), ANSWERS, strict=True)
+    for length, num_tokens, documents, prompts, seed, answers in asked:
         texts = [*models, *calibration, "--data", str(out / "texts"), "--num-tokens", num_tokens, "--seed", seed]
         shapes = ["--shapes", "--per-shape", "1", "--documents", str(documents)]
         name = f"evidence_shapes_qwen_{length}"
         long = ["--draft-window", *window, "--precision", pair.precision] if window and length == "8k" else []
         yield name, ["real.evidence", *texts, *shapes, *long, *to(name)]
-        name = f"answers_positions_{length}"
         asks = ["--shapes", "bare", "briefly", "json", "ahead", "--limit", str(prompts), "--precision", pair.precision]
-        yield name, ["real.answers", *texts, *asks, "--documents", "16", "--max-tokens", "32", *to(name)]
+        asks += ["--documents", "32", "--max-tokens", "32", "--no-contiguous"]
+        yield answers, ["real.answers", *texts, *asks, *to(answers)]
     decode = [*timed, "--arms", "plain", "default", "draft", "look-up 10", "--per-task", str(size.per_task)]
     yield "real_decode", ["real.decode", *decode, "--tokens", str(size.new_tokens), *to("real_decode")]
 
