@@ -397,9 +397,11 @@ def test_a_fallback_starts_from_a_fresh_draft(target: PreTrainedModel) -> None:
         config=SpecStackConfig(PrefillConfig(granularity="chunks", chunk_size=8, scoring_queries="look_ahead")),
     )
     failure = RuntimeError("inside the model")
-    with failing(twin.model.layers[1], 2, failure), pytest.warns(UserWarning, match="inside the model"):
+    with forwards_of(twin) as fed, failing(twin.model.layers[1], 2, failure), pytest.warns(UserWarning, match="inside"):
         result = generator.generate(input_ids=random_prompt(100), max_tokens=30, sparse_prefill="on", gamma=4)
     assert result.metrics.acceptance_rate == 1.0
+    # Once to be scored, and once more.
+    assert positions_of(fed).count(0) == 2
 
 
 def test_the_look_ahead_does_not_depend_on_the_seed(target: PreTrainedModel, draft: PreTrainedModel) -> None:
