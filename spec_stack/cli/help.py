@@ -110,6 +110,8 @@ class Parser(argparse.ArgumentParser):
                 args = [*flags_in(named.config, self._actions, [each.partition("=")[0] for each in args]), *args]
         known, left = super().parse_known_args(args, namespace)
         if left:
-            near = get_close_matches(left[0].partition("=")[0], self._option_string_actions, 1)
-            self.error(f"unrecognized arguments: {' '.join(left)}{f'; did you mean {near[0]}?' if near else ''}")
+            # Without dashes, which would make short names alike.
+            flags = {flag.lstrip("-"): flag for flag in self._option_string_actions}
+            near = get_close_matches(left[0].partition("=")[0].lstrip("-"), flags, 1)
+            self.error(f"unrecognized arguments: {' '.join(left)}{f'; did you mean {flags[near[0]]}?' if near else ''}")
         return known, left

@@ -53,6 +53,12 @@ def test_a_misspelt_flag_is_named_with_the_nearest(flag: str, meant: str, capsys
     assert f"unrecognized arguments: {flag}; did you mean {meant}?" in capsys.readouterr().err
 
 
+def test_dashes_make_no_flag_near_another(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["prune", "--file=notes.txt"])
+    assert "did you mean" not in capsys.readouterr().err
+
+
 def test_a_misspelt_command_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generat", "x"]) == 2
     assert "unknown command 'generat'; did you mean 'generate'?" in capsys.readouterr().err
