@@ -10,6 +10,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -225,9 +226,13 @@ class Server:
         """Every Prometheus sample, summed over its labels."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=600) as reply:
             lines = [line.rsplit(" ", 1) for line in reply.read().decode().splitlines() if not line.startswith("#")]
+        samples = {name: float(value) for name, value in lines}
         found: dict[str, float] = {}
-        for name, value in lines:
-            found[name.split("{")[0]] = found.get(name.split("{")[0], 0.0) + float(value)
+        for name, value in samples.items():
+            # SGLang's queues have a sample for each priority and one, of none, for them all.
+            total = re.sub(r'priority="[^"]*"', 'priority=""', name)
+            if total == name or total not in samples:
+                found[name.split("{")[0]] = found.get(name.split("{")[0], 0.0) + value
         return found
 
     def generate_all(self, requests: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -257,7 +262,7 @@ def kept_positions(reply: dict[str, Any]) -> list[int]:
     return [position for start, stop in report_of(reply)["kept_spans"] for position in range(start, stop)]
 
 
-def wait_until(reached: Callable[[], bool], seconds: float = 600) -> None:
+def wait_until(reached: Callable[[], bool], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline
