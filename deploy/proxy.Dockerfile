@@ -1,6 +1,7 @@
 # `spec-stack proxy` on a CPU, in front of any OpenAI-compatible server. From the repository's root:
 #   docker build -f deploy/proxy.Dockerfile --build-arg TORCH_CPU_INDEX=URL -t spec-stack-proxy .
-#   docker run -p 127.0.0.1:8001:8001 -v models:/models spec-stack-proxy --upstream http://HOST:8000
+#   docker run -p 127.0.0.1:8001:8001 -v models:/models spec-stack-proxy \
+#     --upstream http://HOST:8000 --draft Qwen/Qwen2.5-Coder-0.5B-Instruct
 FROM python:3.11-slim
 # An index with PyTorch's CPU builds; without it the image holds gigabytes of CUDA.
 ARG TORCH_CPU_INDEX=""

@@ -111,9 +111,9 @@ def _agents(cold: Content, warm: Content) -> list[Figure]:
 FIRST_TOKENS = (
     FirstToken("calibrated, 0.1 (8K: window of 512)", "real_speed", shipped),
     FirstToken("the same without the window", "real_speed", setting_of("calibrated 0.1")),
-    FirstToken("default (not calibrated), 0.2", "real_speed", setting_of("default 0.2")),
+    FirstToken("not calibrated, 0.2", "real_speed", setting_of("default 0.2")),
     FirstToken("SpecPrefill's rule, 0.2", "real_speed", setting_of("paper 0.2")),
-    FirstToken("SmolLM2 135M as the draft, default, 0.2", "real_speed_smollm2", setting_of("default 0.2")),
+    FirstToken("SmolLM2 135M as the draft, not calibrated, 0.2", "real_speed_smollm2", setting_of("default 0.2")),
 )
 LENGTHS = ("2048", "4096", "8192")
 ROWS = (

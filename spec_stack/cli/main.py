@@ -212,6 +212,8 @@ def _proxy(arguments: argparse.Namespace) -> int:
     pruner = _load_pruner(arguments, prefill)
     draft = f"{arguments.draft or 'the embedded draft'} ({pruner.precision}) on {pruner.device}"
     logger.info("spec-stack: %s in front of %s; %s", draft, config.upstream, describe_pruning(pruner.config))
+    if arguments.draft is None:
+        logger.warning("spec-stack: the embedded test draft, a tiny model of Python code, prunes; --draft names yours")
     serve_proxy(pruner, config)
     return 0
 

@@ -58,6 +58,7 @@ def test_it_begins_with_a_warning_before_a_server_that_is_not_there_yet_and_ends
         assert f"{nobody} does not answer yet" in said.read_text()
         pruning = "of prompts of 512 tokens and more a share of 0.2 is kept, which is lossy"
         assert f"on cpu in front of {nobody}; {pruning}\n" in said.read_text()
+        assert "the embedded test draft, a tiny model of Python code, prunes; --draft" in said.read_text()
     finally:
         process.kill()
         process.wait()

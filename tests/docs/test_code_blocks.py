@@ -163,7 +163,7 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
     assert {name: default.strip() for name, default in rows.items()} == shown
     (file,) = [block.code for block in blocks(page) if block.language == "json"]
     settings = ServerConfig.from_mapping(json.loads(file))
-    assert (settings.prefill.look_ahead, settings.gammas) == (4, (0, 2, 4, 8))
+    assert (settings.prefill.prefill_chunk, settings.gammas) == (2048, (0, 2, 4, 8))
 
 
 def test_the_pages_are_short() -> None:

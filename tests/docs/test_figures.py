@@ -20,16 +20,19 @@ def test_the_front_page_has_the_table_of_the_committed_results() -> None:
 def test_the_loss_in_the_front_pages_first_lines_is_the_tables() -> None:
     found, speed = headlines.load("evidence_shapes_qwen_2k"), headlines.load("real_speed")["lengths"]
     n = found["num_prompts"]
-    num_lost = round(n * (1 - found["whole"]["calibrated"]["0.1"][0]))
+    lost = {
+        rule: [round(n * (1 - found["whole"][rule][rate][0])) for rate in ("0.1", "0.2")]
+        for rule in ("calibrated", "default")
+    }
     default = [f"{speed[length]['default 0.2']['ttft_ratio'][0]:.2f}" for length in ("2048", "8192")]
     text = front_page.PAGE.read_text(encoding="utf-8")
-    assert f"{num_lost} of {n} prompts lose evidence" in text
+    assert f"{lost['calibrated'][0]} of {n} prompts lose evidence" in text
     sooner, decoding = speed["2048"]["calibrated 0.1"]["ttft_ratio"][0], headlines.load("real_decode")["all"]["default"]
     assert f"with 10 % kept the first token of a 2K prompt comes {sooner:.1f}× sooner" in text
     assert f"{decoding['speed_over_plain'][0]:.1f}× on short prompts" in text
-    at_0_2 = round(n * (1 - found["whole"]["calibrated"]["0.2"][0]))
     page = (ROOT / "docs" / "loss.md").read_text(encoding="utf-8")
-    assert f"of {n} prompts of 2K, {num_lost} with 10 % kept and {at_0_2} with 20 %" in page
+    told = "of {} prompts of 2K, calibrated, {} with 10 % kept and {} with 20 %; else {} and {}."
+    assert told.format(n, *lost["calibrated"], *lost["default"]) in page
     assert f"20 % kept, first tokens gain [{' to '.join(default)}×]" in text
 
 

@@ -20,12 +20,9 @@ def row(values: Iterable[str]) -> str:
 
 
 def evidence_by_shape() -> list[str]:
-    found = load("evidence_shapes_qwen_2k")
-    shapes = {"all": found["whole"], **found["shape"]}
-    return [
-        row([name, *(f"{rules[rule][rate][0]:.2f}" for rate in RATES[:2] for rule in RULES[:-1])])
-        for name, rules in shapes.items()
-    ]
+    columns = [(rule, rate) for rule in RULES[:2] for rate in RATES[:2]] + [(rule, "0.1") for rule in RULES[2:4]]
+    shapes = load("evidence_shapes_qwen_2k")["shape"]
+    return [row([name, *(f"{rules[rule][rate][0]:.2f}" for rule, rate in columns)]) for name, rules in shapes.items()]
 
 
 def shapes_that_miss_the_aims() -> list[str]:
@@ -80,15 +77,22 @@ def answers() -> list[str]:
     return rows
 
 
-def evidence_at_other_lengths() -> list[str]:
-    found = []
-    for name in ("qwen_4k", "qwen_8k"):
-        rules = load(f"evidence_shapes_{name}")["whole"]
-        whole = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in map(rules["calibrated"].get, RATES[:2])]
-        shown = {"uncalibrated": rules["default"], "BM25": rules["BM25"]}
-        others = [f"{rule} {' / '.join(f'{own[rate][0]:.2f}' for rate in RATES[:2])}" for rule, own in shown.items()]
-        found.append(", ".join([f"calibrated {' / '.join(whole)}", *others]))
-    return found
+def evidence_by_prompts() -> list[str]:
+    of_rules = {
+        ("2K, thirteen shapes", 120): load("evidence_shapes_qwen_2k")["whole"],
+        ("1K, instructions, agents, languages", 104): load("selection_judged")["judge"]["judge"],
+        ("4K, earlier", 60): load("evidence_shapes_qwen_4k")["whole"],
+        ("8K, earlier", 40): load("evidence_shapes_qwen_8k")["whole"],
+    }
+    rows = []
+    for (name, number), rules in of_rules.items():
+        for rate in RATES[:2]:
+            # The files round the shares of so many prompts.
+            found = {rule: [round(own[rate][0] * number) / number, *own[rate][1:]] for rule, own in rules.items()}
+            wide = [around(found[rule]) for rule in RULES[:2]]
+            rows.append(row([name, str(number), rate, *wide, *(f"{found[rule][0]:.2f}" for rule in RULES[2:4])]))
+    weak = load("evidence_shapes_smollm2_2k")["whole"]["default"]
+    return [*rows, f"uncalibrated, earlier: {' / '.join(f'{weak[rate][0]:.2f}' for rate in RATES[:2])}."]
 
 
 def whole_answers() -> list[str]:
@@ -129,16 +133,13 @@ def turns_on_a_server() -> list[str]:
 
 def answers_to_multi_hop_questions() -> list[str]:
     arms = load("answers_musique")["arms"]
-    over = {name: around(own["over_dense"], "+.2f") for name, own in arms.items()}
-    found = [
-        "; ".join(over[f"{rule} {rate}"] for rate in rates)
-        for rule, rates in (("calibrated", RATES), ("default", RATES[:2]))
-    ]
-    found += [
-        f"BM25 0.2 {over['BM25 0.2']}, random lines 0.2 {over['random 0.2']}",
-        f"dense {arms['dense']['score']:.3f};",
-    ]
-    return found
+    names = {"default": "uncalibrated", "random": "random lines"}
+    rows = [row(["dense", f"{arms.pop('dense')['score']:.3f}", ""]).replace("|  |", "| |")]
+    for arm, own in arms.items():
+        rule, rate = arm.split()
+        over = around(own["over_dense"], "+.2f")
+        rows.append(row([f"{names.get(rule, rule)} {rate}", f"{own['score']:.3f}", over]))
+    return rows
 
 
 def turns_behind_the_proxy() -> list[str]:
@@ -176,7 +177,7 @@ def steps_on_a_gpu() -> list[str]:
         evidence_of_multi_hop_questions,
         evidence_without_a_draft,
         answers,
-        evidence_at_other_lengths,
+        evidence_by_prompts,
         whole_answers,
         decoding_by_task,
         turns_on_a_server,
