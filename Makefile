@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 NEWEST_SGLANG := $(shell sed -n 's/^sglang==//p' tests/serving/requirements.txt)
 SGLANG ?= $(NEWEST_SGLANG)
 SERVING := .venv-serving$(if $(filter-out $(NEWEST_SGLANG),$(SGLANG)),-$(SGLANG))
+# What SGLang to 0.5.21 pins.
+OF_OLDER_SGLANG := -e 's/^transformers==.*/transformers==5.12.1/' -e 's/^tokenizers==.*/tokenizers==0.22.2/'
 # Named by its content: a copy of an environment from elsewhere may be newer than files that have changed since.
 SUPPORT := $(SERVING)/.support-$(shell cat tests/serving/support/* | cksum | cut -d' ' -f1)
 DOCS := .venv-docs
@@ -86,7 +88,7 @@ $(SERVING)/.ready: $(SUPPORT)
 $(SERVING)/.packages: pyproject.toml tests/serving/requirements.txt
 	$(PYTHON) -m venv $(SERVING)
 	$(call TORCH_FIRST,$(SERVING),tests/serving/requirements.txt)
-	sed 's/^sglang==.*/sglang==$(SGLANG)/' tests/serving/requirements.txt > $(SERVING)/requirements.txt
+	sed -e 's/^sglang==.*/sglang==$(SGLANG)/' $(if $(filter 0.5.20 0.5.21,$(SGLANG)),$(OF_OLDER_SGLANG)) tests/serving/requirements.txt > $(SERVING)/requirements.txt
 	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps -r $(SERVING)/requirements.txt
 	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps --editable .
 	touch $@
