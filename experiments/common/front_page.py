@@ -80,7 +80,7 @@ _SHAPES = tuple(f"evidence_shapes_qwen_{length}" for length in LENGTHS)
 ANSWERS = ("answers_2k", "answers_positions_4k", "answers_positions_8k")
 ROWS = (
     Row("time to first token, dense over ours", "real_speed", ("real_speed",) * 3, _first_token),
-    Row("answer of 64 tokens, Transformers over ours", "real_end_to_end", ("real_end_to_end",) * 3, _whole_answer),
+    Row("64 tokens about code, Transformers over ours", "real_end_to_end", ("real_end_to_end",) * 3, _whole_answer),
     Row("prompts with all evidence kept", "evidence", _SHAPES, _evidence("calibrated")),
     Row("the same, BM25 in place of the draft", "evidence", _SHAPES, _evidence("BM25")),
     Row("the same, SpecPrefill's rule", "evidence", _SHAPES, _evidence("paper")),
