@@ -24,7 +24,7 @@ from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import find_lines
-from spec_stack.prefill.turn import Held, NeedsScore, plan_scored, plan_turn, scoring_obstacle
+from spec_stack.prefill.turn import Cached, NeedsScore, plan_scored, plan_turn, scoring_obstacle
 from spec_stack.settings.checks import plain, require_config
 from spec_stack.types import Selection, TriedRate
 
@@ -334,12 +334,12 @@ class PrunerConversation:
             raise ValueError(f"protect must be a list of strings, got {protect!r}")
         prompt, num_old = self._read(messages, question, protect)
         num_tokens = len(prompt.read)
-        held = Held(num_old, sorted(at for at in self._kept if at < num_old))
-        kept, num_recalled = {*held.positions, *range(num_old, num_tokens)}, 0
+        cached = Cached(num_old, sorted(at for at in self._kept if at < num_old))
+        kept, num_recalled = {*cached.positions, *range(num_old, num_tokens)}, 0
         # The same prompt again keeps what it kept.
         recall = None if list(prompt.read.token_ids) == list(self._token_ids) else self._session
         obstacle = scoring_obstacle(config, num_tokens, self._pair.max_positions[1], self._pair.scoring_limit)
-        turn = plan_turn(prompt.read.token_ids, lambda: prompt.read, held, config, recall, obstacle)
+        turn = plan_turn(prompt.read.token_ids, lambda: prompt.read, cached, config, recall, obstacle)
         reason = turn.reason
         if max_tokens is not None and len(kept) <= max_tokens and not obstacle:
             reason = f"off: {len(kept)} tokens are no more than max_tokens={max_tokens}"
@@ -351,7 +351,7 @@ class PrunerConversation:
         for own_marker in (None, "") if marker is None and max_tokens is not None else (marker,):
             if needed is not None and inputs is not None:
                 selection = self._select(prompt, needed, inputs, config, max_tokens, own_marker)
-                kept, num_recalled = {*held.positions, *selection.positions}, selection.num_recalled
+                kept, num_recalled = {*cached.positions, *selection.positions}, selection.num_recalled
                 tried = selection.tried
             whole = _whole(prompt, kept, own_marker)
             texts = _kept_texts(prompt, whole, own_marker)
@@ -387,7 +387,7 @@ class PrunerConversation:
         marker: str | None,
     ) -> Selection:
         """What is kept of the new text, and recalled."""
-        held, num_old, room = turn.held.positions, turn.held.num_tokens, 0
+        cached, num_old, room = turn.cached.positions, turn.cached.num_tokens, 0
         num_new = len(prompt.read) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.read.kept, num_old))
         if max_tokens is None or not turn.prunes:
@@ -399,10 +399,10 @@ class PrunerConversation:
         for attempt in range(_MOST_TRIES):
             selection = plan_scored(turn, inputs, config, self._session).selection
             if not attempt:
-                room = max(1, max_tokens - len(held) - selection.num_recalled - num_protected)
+                room = max(1, max_tokens - len(cached) - selection.num_recalled - num_protected)
                 config = replace(config, keep_rate=min(1.0, room / num_new))
                 selection = plan_scored(turn, inputs, config, self._session).selection
-            whole = _whole(prompt, {*held, *selection.positions}, marker)
+            whole = _whole(prompt, {*cached, *selection.positions}, marker)
             num_left = max_tokens - len(self._written(prompt, whole, _kept_texts(prompt, whole, marker)))
             if num_left >= 0 and (best is None or num_left < best[0]):
                 best = num_left, selection

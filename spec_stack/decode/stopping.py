@@ -93,7 +93,7 @@ class StopChecker:
         self._is_late = is_late
         self._stop = tuple(stop)
         self._text = text
-        self._held = ""
+        self._buffered = ""
 
     def cut(self, token_ids: list[int]) -> tuple[list[int], str, FinishReason | None]:
         """The counted tokens of this step, their text, and the finish reason, if any."""
@@ -109,7 +109,7 @@ class StopChecker:
             text = self._text.push(written)
         self.num_left -= len(kept)
         if self._text and reason is not None and num_written is None:
-            text += self._held + self._text.flush()
+            text += self._buffered + self._text.flush()
         return kept, text, reason
 
     def _cut_tokens(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
@@ -131,21 +131,21 @@ class StopChecker:
             found = [index for index in map(seen.find, self._stop) if index >= 0]
             if found:
                 return num, text + seen[: min(found)]
-            release = len(self._held) - self._longest_stop_start()
-            text, self._held = text + self._held[:release], self._held[release:]
+            release = len(self._buffered) - self._longest_stop_start()
+            text, self._buffered = text + self._buffered[:release], self._buffered[release:]
         return None, text
 
     def _see(self, token_id: int) -> str:
-        """Add a token; return the held text, incomplete characters excluded."""
+        """Add a token; return the buffered text, incomplete characters excluded."""
         if self._text is None:
             return ""
-        self._held += self._text.push([token_id])
-        return self._held + self._text.flush().rstrip(_INCOMPLETE)
+        self._buffered += self._text.push([token_id])
+        return self._buffered + self._text.flush().rstrip(_INCOMPLETE)
 
     def _longest_stop_start(self) -> int:
-        """Length of the longest suffix of the held text that begins a stop string."""
-        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+        """Length of the longest suffix of the buffered text that begins a stop string."""
+        longest = min(len(self._buffered), max(map(len, self._stop)) - 1)
         for length in range(longest, 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+            if any(stop.startswith(self._buffered[-length:]) for stop in self._stop):
                 return length
         return 0

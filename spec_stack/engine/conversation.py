@@ -18,7 +18,7 @@ from spec_stack.prefill.draft_kv_budget import DraftKVBudget
 from spec_stack.prefill.explainer import Explainer
 from spec_stack.prefill.rule import Observer, ScoringInputs
 from spec_stack.prefill.scoring import LookAhead, drop_unselected, gather_inputs
-from spec_stack.prefill.turn import Held, NeedsScore, Plan, RecallPlace, plan_scored, plan_turn
+from spec_stack.prefill.turn import Cached, NeedsScore, Plan, RecallPlace, plan_scored, plan_turn
 from spec_stack.types import Proposal
 
 _NO_RECALL = SessionConfig(recall=False)
@@ -46,8 +46,8 @@ class Conversation:
     @property
     def num_dense(self) -> int:
         """Length of the prefix that the target holds in order, without a gap."""
-        held = self.target.positions
-        return next((slot for slot, position in enumerate(held) if slot != position), len(held))
+        positions = self.target.positions
+        return next((slot for slot, position in enumerate(positions) if slot != position), len(positions))
 
     def fork(self) -> Conversation:
         other = Conversation(self._pair, self._prefill_chunk, self._ngram_cache)
@@ -70,14 +70,14 @@ class Conversation:
         self._forget_from(num_cached, min(num_shared(self.draft_cache.token_ids, prompt_ids), last))
         # Behind the answer, whose last token is not cached. An edited question belongs to the turn of the earlier one.
         start = num_cached + 1 if num_cached >= self.last_turn[1] else min(num_cached, self.last_turn[0])
-        return Turn(self, self._pair, request, config, Held(num_cached, list(self.target.positions), start))
+        return Turn(self, self._pair, request, config, Cached(num_cached, list(self.target.positions), start))
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Add a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
         token_ids = [*request.prompt_ids, *answer_ids]
         if self._ngram_cache is not None:
             self._ngram_cache.remember(request.prompt_ids, answer_ids)
-        self.last_turn = (turn.held.start or 0, len(request.prompt_ids))
+        self.last_turn = (turn.cached.start or 0, len(request.prompt_ids))
         # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
         self._forget_from(len(self.token_ids))
@@ -92,11 +92,11 @@ class Conversation:
         self.slotted = None
         if self.draft_cache.is_stateful:
             self.draft_cache = self._pair.new_draft_cache(self._prefill_chunk)
-        held = turn.held.positions
-        num_same = num_shared(held, self.target.positions)
-        if self.target.is_stateful or num_same < len(held):
+        positions = turn.cached.positions
+        num_same = num_shared(positions, self.target.positions)
+        if self.target.is_stateful or num_same < len(positions):
             # A recurrent state is unknown, and slots behind recalled text are gone: the next turn computes all again.
-            self.target.reset_to(self.token_ids, held)
+            self.target.reset_to(self.token_ids, positions)
         else:
             self.target.rollback(self.target.num_cached - num_same)
 
@@ -120,19 +120,19 @@ class Turn:
         pair: ModelPair,
         request: Request,
         config: SessionConfig,
-        held: Held,
+        cached: Cached,
         keeps_draft_cache: bool = True,
         observer: Observer | None = None,
     ) -> None:
-        self.held, self._keeps_draft_cache = held, keeps_draft_cache
+        self.cached, self._keeps_draft_cache = cached, keeps_draft_cache
         self._conversation, self._pair, self._request, self._config = conversation, pair, request, config
         self.target, self.lookups = conversation.target, conversation.lookups
         self.draft: DraftModel = pair.draft_in_target_vocab(conversation.draft_cache, request.tokenization)
         if request.explained is not None:
-            observer = Explainer(request.explained, request.prefill, held.num_tokens)
+            observer = Explainer(request.explained, request.prefill, cached.num_tokens)
         self.observer = observer
         recall = config if self.target.can_recall else None
-        self.plan = plan_turn(request.prompt_ids, request.read, held, request.prefill, recall, request.obstacle)
+        self.plan = plan_turn(request.prompt_ids, request.read, cached, request.prefill, recall, request.obstacle)
 
     def score(self, needs: NeedsScore, look_ahead: LookAhead) -> tuple[Plan, Proposal]:
         """Score the prompt: what the target prefills, and the first proposal."""
@@ -149,7 +149,7 @@ class Turn:
         place: RecallPlace = "in_text" if self._pair.positions == "contiguous" else "last"
         plan = plan_scored(needs, inputs, prefill, self._config, place)
         selection = plan.selection
-        self.target.rollback(len(self.held.positions) - selection.num_held)
+        self.target.rollback(len(self.cached.positions) - selection.num_held)
         if not self._keeps_draft_cache:
             drop_unselected(self.draft, inputs, selection)
         return plan, proposal
@@ -178,7 +178,7 @@ class Turn:
 def single_turn(pair: ModelPair, request: Request, observer: Observer | None = None) -> Turn:
     """A request with caches of its own, whose draft drops what the selection drops."""
     conversation = Conversation(pair, request.prefill.prefill_chunk)
-    return Turn(conversation, pair, request, _NO_RECALL, Held(), keeps_draft_cache=False, observer=observer)
+    return Turn(conversation, pair, request, _NO_RECALL, Cached(), keeps_draft_cache=False, observer=observer)
 
 
 class SlottedDraft:
@@ -241,8 +241,8 @@ class SlottedDraft:
 
     def _renew(self) -> list[int]:
         """Choose the slots anew and drop the others; the positions to prefill, in order."""
-        held = np.array(self._draft.positions, dtype=np.int64)
-        stays, missing = self._budget.renew(self._text, held, self._draft.next_position)
+        cached = np.array(self._draft.positions, dtype=np.int64)
+        stays, missing = self._budget.renew(self._text, cached, self._draft.next_position)
         self._draft.keep_slots(np.flatnonzero(stays).tolist())
         positions: list[int] = missing.tolist()
         return positions

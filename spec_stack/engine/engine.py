@@ -27,7 +27,7 @@ from spec_stack.hf.processors import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.cost import with_threshold
 from spec_stack.prefill.rule import Observer
-from spec_stack.prefill.turn import Held, NeedsScore, Plan, why_whole
+from spec_stack.prefill.turn import Cached, NeedsScore, Plan, why_whole
 from spec_stack.settings.warning import OnceEach
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
@@ -81,8 +81,8 @@ class Engine:
         clock.resume()
         with request.policy.lend() as policy, self._ngram_policies.lend() as ngram_policy:
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
-            observer, held = caches.observer, caches.held.positions
-            explanation = None if observer is None else observer.explanation(held, selection)
+            observer, cached = caches.observer, caches.cached.positions
+            explanation = None if observer is None else observer.explanation(cached, selection)
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_for_dense()
             proposer = Proposer(request, draft, ngram_policy, caches.lookups)
             steps = decode(request, caches.target, selection, proposal, policy, proposer)
@@ -121,11 +121,13 @@ class Engine:
                 plan = plan.unscored(reason)
             else:
                 (plan, proposal), num_scored_tokens = scored, len(request.prompt_ids)
-        return plan.selection, proposal, self._begin_metrics(request, caches.held, plan, num_scored_tokens, policy)
+        return plan.selection, proposal, self._begin_metrics(request, caches.cached, plan, num_scored_tokens, policy)
 
-    def _begin_metrics(self, request: Request, held: Held, plan: Plan, num_scored_tokens: int, policy: str) -> Metrics:
+    def _begin_metrics(
+        self, request: Request, cached: Cached, plan: Plan, num_scored_tokens: int, policy: str
+    ) -> Metrics:
         """A request's metrics before its first step."""
-        selection, num_new = plan.selection, len(request.prompt_ids) - held.num_tokens
+        selection, num_new = plan.selection, len(request.prompt_ids) - cached.num_tokens
         return Metrics(
             num_prompt_tokens=len(request.prompt_ids),
             num_kept_tokens=selection.num_held + len(selection.positions),
@@ -138,7 +140,7 @@ class Engine:
             seed=None if request.sampler.is_greedy else request.params.seed,
             proposer=request.proposer,
             num_new_tokens=num_new,
-            num_cached_tokens=held.num_tokens,
+            num_cached_tokens=cached.num_tokens,
             num_recalled_tokens=selection.num_recalled,
             num_recomputed_tokens=selection.num_recomputed,
             decode_reason=request.decode_note,

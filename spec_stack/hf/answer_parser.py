@@ -331,8 +331,8 @@ class AnswerParser:
 def _settled(kind: Literal["content", "reasoning"], text: str, mark: str, is_end: bool) -> Iterator[AnswerPart]:
     """The text without a suffix that may start a marker, or whitespace before one."""
     if mark and not is_end:
-        held = max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
-        text = text[: len(text) - held].rstrip()
+        num_matched = max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+        text = text[: len(text) - num_matched].rstrip()
     yield AnswerPart(kind, text)
 
 

@@ -66,10 +66,10 @@ class ContiguousModel(CachedModel):
     def _take(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> tuple[list[int], list[int]]:
         """The tokens to run, including all cached tokens if their RoPE angles changed."""
         new_ids, at = super()._take(token_ids, positions, num_logits)
-        num_held = len(self.positions)
-        was_long = getattr(self._cache, "is_long", num_held > self._switch)
-        is_long = num_held + len(new_ids) > self._switch
-        if num_held and was_long != is_long:
+        num_cached = len(self.positions)
+        was_long = getattr(self._cache, "is_long", num_cached > self._switch)
+        is_long = num_cached + len(new_ids) > self._switch
+        if num_cached and was_long != is_long:
             new_ids, at = [*self.token_ids, *new_ids], [*self.positions, *at]
             self.reset_to((), ())
         self._cache.is_long = is_long

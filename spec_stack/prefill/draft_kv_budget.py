@@ -53,15 +53,15 @@ class DraftKVBudget:
         self.num_known = len(text_ids)
         return np.array(self._choose(text_ids, self.num_slots), dtype=np.int64)
 
-    def renew(self, text_ids: Text, held: Ints, num_read: int) -> tuple[npt.NDArray[np.bool_], Ints]:
-        """Which of the held positions stay, and those to prefill behind them: recalled ones, then unread ones.
+    def renew(self, text_ids: Text, cached: Ints, num_read: int) -> tuple[npt.NDArray[np.bool_], Ints]:
+        """Which of the cached positions stay, and those to prefill behind them: recalled ones, then unread ones.
 
-        held: the cache's positions, in its order. num_read: tokens that the draft has read.
+        cached: the cache's positions, in its order. num_read: tokens that the draft has read.
         """
         chosen = self.choose(text_ids)
-        missing = np.setdiff1d(chosen, held)
+        missing = np.setdiff1d(chosen, cached)
         is_old = missing < num_read
-        return np.isin(held, chosen), np.append(missing[is_old][:MOST_RESTORED], missing[~is_old])
+        return np.isin(cached, chosen), np.append(missing[is_old][:MOST_RESTORED], missing[~is_old])
 
 
 def choose_slots(text_ids: Text, num_slots: int, chunk_size: int, num_sinks: int) -> list[int]:

@@ -63,8 +63,8 @@ class Explainer(Observer):
             reason = "protected" if position in always else "ends" if position in ends else names[owner[position]]
             self._reasons[self._first + position] = reason
 
-    def explanation(self, held: Sequence[int], selection: Selection) -> Explanation:
-        reasons = dict.fromkeys(selection.positions, "recalled") | dict.fromkeys(held, "cached")
+    def explanation(self, cached: Sequence[int], selection: Selection) -> Explanation:
+        reasons = dict.fromkeys(selection.positions, "recalled") | dict.fromkeys(cached, "cached")
         is_pruned = selection.num_new < selection.num_prompt_tokens - self._first
         new = selection.positions[len(selection.positions) - selection.num_new :]
         reasons |= {position: self._reasons[position] if is_pruned else "dense" for position in new}

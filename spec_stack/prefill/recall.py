@@ -13,17 +13,17 @@ from spec_stack.prefill.segments import Segments, make_segments
 
 
 def recall_dropped(
-    inputs: ScoringInputs, held: Sequence[int], num_old: int, prefill: PrefillConfig, config: SessionConfig
+    inputs: ScoringInputs, cached: Sequence[int], num_old: int, prefill: PrefillConfig, config: SessionConfig
 ) -> list[int]:
     """`recall` by a rule's inputs; by words alone where it had no attention. num_old: length of the old text."""
     segments = make_segments(num_old, inputs.pieces, prefill)
     words = None if config.recall_word_threshold is None else score_for_recall(inputs, segments)
-    return recall(inputs.importance, held, segments, prefill, config, words)
+    return recall(inputs.importance, cached, segments, prefill, config, words)
 
 
 def recall(
     importance: torch.Tensor | None,
-    held: Sequence[int],
+    cached: Sequence[int],
     segments: Segments,
     prefill: PrefillConfig,
     config: SessionConfig,
@@ -31,7 +31,7 @@ def recall(
 ) -> list[int]:
     """Recalled positions, increasing: dropped segments with high attention, or words in common with the new text.
 
-    importance: (num_prompt_tokens,), of the whole conversation. held: old positions that the target has. segments: of
+    importance: (num_prompt_tokens,), of the whole conversation. cached: old positions that the target has. segments: of
     the old text. words: (num_segments,), of `score_for_recall`.
     """
     most_tokens = config.max_recalled_chunks * prefill.chunk_size
@@ -40,7 +40,7 @@ def recall(
         wanted += _by_attention(importance, segments, config.recall_threshold, most_tokens)
     if words is not None and config.recall_word_threshold is not None:
         wanted += _best(words, config.recall_word_threshold, segments, most_tokens)
-    return sorted(segments.with_heads(wanted).difference(held))
+    return sorted(segments.with_heads(wanted).difference(cached))
 
 
 def _by_attention(importance: torch.Tensor, segments: Segments, threshold: float, most_tokens: int) -> list[int]:

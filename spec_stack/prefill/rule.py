@@ -43,8 +43,8 @@ class Observer:
     ) -> None:
         """Receive the rule's scores (num_segments,), the kept tokens, and those kept for their place or always."""
 
-    def explanation(self, held: Sequence[int], selection: Selection) -> Explanation | None:
-        """The explanation, if this observer makes one. held: positions in the target's cache before the prefill."""
+    def explanation(self, cached: Sequence[int], selection: Selection) -> Explanation | None:
+        """The explanation, if this observer makes one. cached: positions in the target's cache before the prefill."""
         return None
 
 

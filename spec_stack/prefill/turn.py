@@ -26,7 +26,7 @@ order."""
 
 
 @dataclass(frozen=True)
-class Held:
+class Cached:
     """What the target has of a text: num_tokens of it are from earlier turns, and those at `positions` are in the
     cache, in write order. start: where the turn's own text begins; None is behind the earlier turns."""
 
@@ -35,7 +35,7 @@ class Held:
     start: int | None = None
 
     @classmethod
-    def dense(cls, num_tokens: int) -> Held:
+    def dense(cls, num_tokens: int) -> Cached:
         return cls(num_tokens, tuple(range(num_tokens)))
 
     @property
@@ -56,7 +56,7 @@ class NeedsScore:
     """The text is scored first. prunes: the new text is pruned. recalls: dropped text may come back."""
 
     text: PromptText
-    held: Held
+    cached: Cached
     prunes: bool
     recalls: bool
     reason: str
@@ -72,46 +72,46 @@ class NeedsScore:
         if self.prunes:
             return 0
         # The answer's last token is not cached.
-        return self.held.num_tokens + 1 if self.held.start is None else self.held.start
+        return self.cached.num_tokens + 1 if self.cached.start is None else self.cached.start
 
     @property
     def num_to_score(self) -> int:
         """Tokens that the score decides about."""
-        num_old = self.held.num_tokens
+        num_old = self.cached.num_tokens
         return num_old * self.recalls + (len(self.text) - num_old) * self.prunes
 
     def unscored(self, reason: str) -> Plan:
-        """The plan where scoring failed: what is held stays, and all of the new text is prefilled."""
-        return Plan(select_turn(self.text, self.held), reason)
+        """The plan where scoring failed: what is cached stays, and all of the new text is prefilled."""
+        return Plan(select_turn(self.text, self.cached), reason)
 
 
 def plan_turn(
     token_ids: Sequence[int],
     read: Callable[[], PromptText],
-    held: Held,
+    cached: Cached,
     config: PrefillConfig,
     recall: SessionConfig | None = None,
     obstacle: str = "",
 ) -> Plan | NeedsScore:
     """Decide for a prompt, or the new text of a turn.
 
-    token_ids: the whole prompt, which `read` reads where it may be scored. held: what earlier turns left of it. recall:
-    rules for dropped text; None leaves it. obstacle: why the draft cannot score the prompt, if so
+    token_ids: the whole prompt, which `read` reads where it may be scored. cached: what earlier turns left of it.
+    recall: rules for dropped text; None leaves it. obstacle: why the draft cannot score the prompt, if so
     (`scoring_obstacle`).
     """
-    num_new, what = len(token_ids) - held.num_tokens, "new text" if held.num_tokens else "prompt"
+    num_new, what = len(token_ids) - cached.num_tokens, "new text" if cached.num_tokens else "prompt"
     off = why_whole(config, num_new, obstacle, what)
-    recalls = recall is not None and recall.recall and not held.is_dense and not obstacle
+    recalls = recall is not None and recall.recall and not cached.is_dense and not obstacle
     if off and not recalls:
-        return Plan(select_turn(PromptText(token_ids), held), off)
+        return Plan(select_turn(PromptText(token_ids), cached), off)
     text = read()
-    num_prunable = num_new - sum(stop - start for start, stop in clip_spans(text.kept, held.num_tokens))
+    num_prunable = num_new - sum(stop - start for start, stop in clip_spans(text.kept, cached.num_tokens))
     if not off and num_prunable <= sum(config.forced_tokens):
         off = f"off: no more than {num_prunable} of {num_new} {what} tokens could be pruned"
     if off and not recalls:
-        return Plan(select_turn(text, held), off)
+        return Plan(select_turn(text, cached), off)
     on = "; ".join(filter(None, [why_pruned(config, what), text.note]))
-    return NeedsScore(text, held, not off, recalls, off or on)
+    return NeedsScore(text, cached, not off, recalls, off or on)
 
 
 def plan_scored(
@@ -122,46 +122,46 @@ def plan_scored(
     place: RecallPlace = "last",
 ) -> Plan:
     """What the target prefills, by the score: recalled text, then what is kept of the new text."""
-    held, recalled, dropped = needs.held, list[int](), list[int]()
+    cached, recalled, dropped = needs.cached, list[int](), list[int]()
     if needs.recalls and recall is not None:
-        recalled = recall_dropped(inputs, held.positions, held.num_tokens, config, recall)
-        dropped = sorted({*range(held.num_tokens)}.difference(held.positions))
+        recalled = recall_dropped(inputs, cached.positions, cached.num_tokens, config, recall)
+        dropped = sorted({*range(cached.num_tokens)}.difference(cached.positions))
 
     def by(rule: PrefillConfig) -> Selection:
         own = (inputs, rule) if needs.prunes else None
-        return select_turn(needs.text, held, recalled, own, place)
+        return select_turn(needs.text, cached, recalled, own, place)
 
     def everything() -> Selection:
-        return select_turn(needs.text, held, dropped, None, place)
+        return select_turn(needs.text, cached, dropped, None, place)
 
     def lost_to(selection: Selection) -> float:
-        seen = [*held.positions[: selection.num_held], *selection.positions]
+        seen = [*cached.positions[: selection.num_held], *selection.positions]
         return dropped_attention(inputs, seen, config)
 
-    num_new, reason = len(needs.text) - held.num_tokens, needs.reason
+    num_new, reason = len(needs.text) - cached.num_tokens, needs.reason
     selection = checked_selection(config, num_new, by, everything, lost_to, needs.prunes)
     is_whole = selection.num_new == num_new
     if selection.tried:
         reason = told(selection.tried, not is_whole if needs.prunes else selection.keep_rate < 1, reason)
     elif needs.prunes and is_whole:
-        what = "new text" if held.num_tokens else "prompt"
+        what = "new text" if cached.num_tokens else "prompt"
         reason += f", but chunks and protected spans cover the whole {what}"
     return Plan(selection, reason)
 
 
 def select_turn(
     text: PromptText,
-    held: Held,
+    cached: Cached,
     recalled: Sequence[int] = (),
     by: tuple[ScoringInputs, PrefillConfig] | None = None,
     place: RecallPlace = "last",
 ) -> Selection:
     """Select the target's prefill in a turn: recalled old text, then the kept new text.
 
-    recalled: increasing. by: None keeps all of the new text. The selection's num_held says how many held slots stay;
+    recalled: increasing. by: None keeps all of the new text. The selection's num_held says how many cached slots stay;
     the others are rolled back, and are part of it.
     """
-    positions, num_old, token_ids = held.positions, held.num_tokens, text.token_ids
+    positions, num_old, token_ids = cached.positions, cached.num_tokens, text.token_ids
     num_unchanged = bisect_left(positions, recalled[0]) if recalled and place == "in_text" else len(positions)
     back = sorted([*positions[num_unchanged:], *recalled])
     kept: Sequence[int] = range(num_old, len(token_ids))

@@ -22,7 +22,7 @@ from spec_stack.prefill.draft_kv_budget import Ints
 from spec_stack.prefill.prompt_text import PromptText, union
 from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.turn import Held, NeedsScore, Plan, plan_scored, plan_turn, scoring_obstacle, why_whole
+from spec_stack.prefill.turn import Cached, NeedsScore, Plan, plan_scored, plan_turn, scoring_obstacle, why_whole
 from spec_stack.sglang.draft_prefixes import num_equal
 from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
@@ -150,17 +150,17 @@ class TurnStore:
     def clear(self) -> None:
         self._turns.clear()
 
-    def find(self, tenant: Hashable, prompt_ids: Sequence[int]) -> Held:
+    def find(self, tenant: Hashable, prompt_ids: Sequence[int]) -> Cached:
         """The longest prefix of a prompt that a turn had; of equal ones the latest turn's."""
         # A prompt's last token is new.
         ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
         lengths = [turn.num_continued(tenant, ids) for turn in self._turns]
         longest = max(lengths, default=0)
         if not longest:
-            return Held()
+            return Cached()
         turn = self._turns.pop(max(at for at, length in enumerate(lengths) if length == longest))
         self._turns.append(turn)
-        return Held(longest, (*turn.positions, *range(len(turn.token_ids), longest)))
+        return Cached(longest, (*turn.positions, *range(len(turn.token_ids), longest)))
 
 
 class KnownTexts:
@@ -218,13 +218,13 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
     refusal = refusal or scoring_obstacle(config, num_tokens, known.max_positions, has_texts=has_texts)
     if refusal:
         return Decision.dense(prompt, f"off: {refusal}", "unsupported")
-    held, is_cached = _reused_prefix(prompt, known)
-    if is_cached and num_tokens - held.num_tokens < config.min_prompt_tokens:
-        return Decision.dense(prompt, f"off: {held.num_tokens} of {num_tokens} tokens are cached", "cached")
+    cached, in_radix_cache = _reused_prefix(prompt, known)
+    if in_radix_cache and num_tokens - cached.num_tokens < config.min_prompt_tokens:
+        return Decision.dense(prompt, f"off: {cached.num_tokens} of {num_tokens} tokens are cached", "cached")
     # Found after the cache has had its say: the template is searched for in all of a long history.
     text = known.read(prompt)
     prompt = replace(prompt, text=text)
-    turn = plan_turn(prompt.token_ids, lambda: text, Held(), config)
+    turn = plan_turn(prompt.token_ids, lambda: text, Cached(), config)
     if isinstance(turn, Plan):
         return Decision.dense(prompt, turn.reason, "disabled")
     if prompt.options.whole:
@@ -232,29 +232,29 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
     if prompt in known.decisions:
         # Its route is another's.
         return replace(known.decisions[prompt], prompt=prompt)
-    if _LEAST_SHARE * held.num_tokens >= num_tokens:
+    if _LEAST_SHARE * cached.num_tokens >= num_tokens:
         recall = known.config.recall if prompt.follow_up == "recall" else None
-        found = plan_turn(prompt.token_ids, lambda: text, held, config, recall)
-        turn = found if isinstance(found, NeedsScore) else NeedsScore(text, held, False, False, found.reason)
+        found = plan_turn(prompt.token_ids, lambda: text, cached, config, recall)
+        turn = found if isinstance(found, NeedsScore) else NeedsScore(text, cached, False, False, found.reason)
     if known.reader.turns.openings and not text.turns:
         turn = replace(turn, reason=f"{turn.reason}; {_NO_TURN}")
-    unscored = UnscoredPrompt(text, turn.held, turn.prunes, turn.recalls, turn.reason, prompt)
+    unscored = UnscoredPrompt(text, turn.cached, turn.prunes, turn.recalls, turn.reason, prompt)
     if (turn.prunes or turn.recalls) and needs_draft(config):
         return unscored
     return decide_scored(unscored, None, 0, known)
 
 
-def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[Held, bool]:
+def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[Cached, bool]:
     """The inherited prefix, and whether it is a dense one in the radix cache: the longer one, or else the dense one."""
     if prompt.follow_up == "afresh":
-        return Held(), False
+        return Cached(), False
     inherited = known.turns.find(prompt.tenant, prompt.token_ids)
     if prompt.config.sparse_prefill == "on":
         return inherited, False
     num_cached = known.num_cached(prompt)
     if num_cached < inherited.num_tokens:
         return inherited, False
-    return Held.dense(num_cached), True
+    return Cached.dense(num_cached), True
 
 
 def decide_scored(
@@ -269,30 +269,30 @@ def decide_scored(
 
     The target prefills again what stands behind the first recalled token.
     """
-    prompt, held, num_tokens = unscored.prompt, unscored.held, len(unscored.text)
+    prompt, cached, num_tokens = unscored.prompt, unscored.cached, len(unscored.text)
     inputs = ScoringInputs(known.text_of(prompt), importance=importance, answer_attention=answer_attention)
     plan = plan_scored(unscored, inputs, prompt.config, known.config.recall, "in_text")
     selection, tried = plan.selection, plan.selection.tried
-    positions = (*held.positions[: selection.num_held], *selection.positions)
+    positions = (*cached.positions[: selection.num_held], *selection.positions)
     reason, outcome = plan.reason, "pruned"
     if len(positions) == num_tokens:
         outcome = "too_much_dropped" if tried else "nothing_to_prune"
-    elif held.num_tokens:
-        origin = "cached and kept" if held.is_dense else f"of earlier turns: {prompt.follow_up}"
-        reason = f"{reason}; {held.num_tokens} of {num_tokens} tokens are {origin}"
+    elif cached.num_tokens:
+        origin = "cached and kept" if cached.is_dense else f"of earlier turns: {prompt.follow_up}"
+        reason = f"{reason}; {cached.num_tokens} of {num_tokens} tokens are {origin}"
     num_scored = 0 if importance is None else unscored.num_to_score
     counts = selection.num_recalled, num_scored, num_draft_tokens
-    return Decision(prompt, positions, reason, outcome, held.num_tokens, *counts, tried)
+    return Decision(prompt, positions, reason, outcome, cached.num_tokens, *counts, tried)
 
 
 def decide_unscored(unscored: UnscoredPrompt, why: str, outcome: str) -> Decision:
     """The decision where scoring failed: an earlier turn's selection, and all of the new text."""
-    prompt, held = unscored.prompt, unscored.held
-    if held.is_dense:
+    prompt, cached = unscored.prompt, unscored.cached
+    if cached.is_dense:
         return Decision.dense(prompt, f"off: {why}", outcome)
-    positions = (*held.positions, *range(held.num_tokens, len(prompt.token_ids)))
+    positions = (*cached.positions, *range(cached.num_tokens, len(prompt.token_ids)))
     reason = f"on for earlier turns, without recall; new text is kept whole: {why}"
-    return Decision(prompt, positions, reason, outcome, held.num_tokens)
+    return Decision(prompt, positions, reason, outcome, cached.num_tokens)
 
 
 def apply(request: RunningRequest, decision: Decision, known: KnownTexts, scoring_s: float = 0.0) -> None:

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from spec_stack.prefill.attention import Parts, run
 from spec_stack.prefill.registry import needs_draft
-from spec_stack.prefill.turn import Held
+from spec_stack.prefill.turn import Cached
 from spec_stack.sglang.decide import (
     Decision,
     KnownTexts,
@@ -459,7 +459,7 @@ class SparsePrefillManager:
         try:
             prompt = Prompt(self._any_text(), NAME, None, config, "recall")
             self._num_cached(prompt)
-            needs = UnscoredPrompt(self._known.text_of(prompt), Held(), True, False, "", prompt)
+            needs = UnscoredPrompt(self._known.text_of(prompt), Cached(), True, False, "", prompt)
             if needs_draft(config):
                 with self._scorer.working(self._scheduler):
                     run(self._scorer.decide(needs, self._known, lambda chunk: chunk))

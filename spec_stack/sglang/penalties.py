@@ -42,15 +42,15 @@ class Penalties:
         self._counted: _OutputCounts | None = None
 
     def correct_step(
-        self, requests: Sequence[RunningRequest], sampling_info: Any, newest: torch.Tensor, num_held: torch.Tensor
+        self, requests: Sequence[RunningRequest], sampling_info: Any, newest: torch.Tensor, seq_lens: torch.Tensor
     ) -> None:
-        """Correct a decode step. newest: (num_requests,), the last tokens. num_held: (num_requests,), tokens before."""
+        """Correct a decode step. newest: (num_requests,), the last tokens. seq_lens: (num_requests,), tokens before."""
         counted, self._counted = self._counted, None
         with log_and_continue(*_COUNTING):
             if counted is None or not counted.is_of(requests):
-                counted = _OutputCounts.of(requests, sampling_info, num_held.device)
+                counted = _OutputCounts.of(requests, sampling_info, seq_lens.device)
             if counted is not None:
-                counted.correct(sampling_info, newest, num_held + 1 - counted.num_prompt_tokens)
+                counted.correct(sampling_info, newest, seq_lens + 1 - counted.num_prompt_tokens)
                 self._counted = counted
 
     def correct_prefill(self, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> None:

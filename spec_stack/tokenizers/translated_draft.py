@@ -31,10 +31,10 @@ class TranslatedDraft:
 
     def _go_on(self) -> None:
         """Roll back to the last prompt token up to which the draft's cached tokens match."""
-        held = num_shared(self._draft.token_ids, self._tokenization.token_ids)
+        num_matching = num_shared(self._draft.token_ids, self._tokenization.token_ids)
         # The last target token must yield logits.
         ends = [self._prompt_end(position) for position in range(len(self._tokenization.ranges) - 1)]
-        self._ends = ends[: bisect_right(ends, held)]
+        self._ends = ends[: bisect_right(ends, num_matching)]
         self._draft.truncate(self._ends[-1] if self._ends else 0)
 
     @property

@@ -130,12 +130,12 @@ def test_the_threshold_counts_new_text_alone_and_a_long_one_is_pruned_alone() ->
     long = session.generate(input_ids=prompt, max_tokens=4)
     assert long.metrics.sparse_prefill
     assert long.metrics.num_new_tokens == 161
-    held = set(slots(session)[1])
-    assert kept <= held
-    new = [position for position in held if start <= position < len(prompt)]
+    cached = set(slots(session)[1])
+    assert kept <= cached
+    new = [position for position in cached if start <= position < len(prompt)]
     # ceil(0.3 * 21 chunks) of 8 tokens, the last of them with a single one.
     assert len(new) == 6 * 8 + 1
-    assert set(range(start, start + 8)) <= held
+    assert set(range(start, start + 8)) <= cached
 
 
 @pytest.mark.parametrize("recall_word_threshold", [None, 0.4, 0.9])
@@ -144,16 +144,16 @@ def test_what_is_restored_follows_the_slow_rule(recall_word_threshold: float | N
     for length, num_cached, size in ((200, 150, 8), (64, 64, 32), (70, 33, 32), (90, 1, 4)):
         importance = torch.rand(length, generator=generator) ** 4
         anchors = torch.rand(-(-length // size), generator=generator)
-        held = [at for at in range(num_cached) if at // 3 % 3 == 0]
+        cached = [at for at in range(num_cached) if at // 3 % 3 == 0]
         for threshold, most in ((0.0, 100), (1.0, 5), (1.3, 100), (0.9, 1), (99.0, 4), (0.0, 1)):
             config = SessionConfig(recall_threshold=threshold, max_recalled_chunks=most)
             config = replace(config, recall_word_threshold=recall_word_threshold)
             votes = None if recall_word_threshold is None else anchors.tolist()
             expected = reference_session.dropped_chunks_to_restore(
-                importance.tolist(), held, num_cached, size, threshold, most, votes, recall_word_threshold or 0.0
+                importance.tolist(), cached, num_cached, size, threshold, most, votes, recall_word_threshold or 0.0
             )
             units, prefill = ChunkSegments(num_cached, size), replace(SPARSE, chunk_size=size)
-            assert recall(importance, held, units, prefill, config, anchors[: len(units)]) == expected
+            assert recall(importance, cached, units, prefill, config, anchors[: len(units)]) == expected
 
 
 def test_rare_words_of_the_question_bring_their_chunk_back_whatever_attention_says() -> None:
@@ -214,11 +214,11 @@ def test_a_restored_chunk_stays_when_text_behind_it_is_edited() -> None:
     session = make_generator(session=config).session()
     prompt = random_prompt(200)
     first = session.generate(input_ids=prompt, max_tokens=3)
-    held = set(slots(session)[1])
+    cached = set(slots(session)[1])
     longer = [*prompt, *first.token_ids, *random_prompt(5, seed=8)]
     restored = session.generate(input_ids=longer, max_tokens=3).metrics.num_recalled_tokens
     assert not session.dropped_positions
-    assert restored == 200 - len([position for position in held if position < 200])
+    assert restored == 200 - len([position for position in cached if position < 200])
     # The same question again: what it restored was written before it.
     session.generate(input_ids=[*longer[:-1], 9], max_tokens=3)
     assert not session.dropped_positions
@@ -234,12 +234,12 @@ def test_recalled_tokens_and_the_new_text_are_one_forward_and_nothing_is_prefill
     generator = make_generator(session=replace(EAGER, max_recalled_chunks=12))
     session = generator.session()
     prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3).token_ids, *question]
-    held, num_cached = slots(session)[1], 202
+    cached, num_cached = slots(session)[1], 202
     with forwards_of(generator.target) as fed:
         result = session.generate(input_ids=prompt_2, max_tokens=3, gamma=0)
-    restored = sorted({*range(num_cached)} & {*slots(session)[1]} - {*held})
+    restored = sorted({*range(num_cached)} & {*slots(session)[1]} - {*cached})
     assert result.metrics.num_recalled_tokens == len(restored) > 0
-    assert slots(session)[1] == [*held, *restored, *range(num_cached, 210)]
+    assert slots(session)[1] == [*cached, *restored, *range(num_cached, 210)]
     assert sizes_of(fed) == [len(restored) + len(prompt_2) - num_cached, 1, 1]
     assert result.metrics.num_recomputed_tokens == 0
 
@@ -278,10 +278,10 @@ def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(positi
     loaded = generator.load_session(tmp_path / "session.safetensors")
     for each in (session.fork(), session, loaded):
         result = each.generate(input_ids=third, max_tokens=6)
-        ids, held = slots(each)
+        ids, cached = slots(each)
         # The first turn's last chunk, and its answer.
-        assert {*range(192, 203)} <= set(held)
-        at = held if positions == "original" else list(range(len(held)))
+        assert {*range(192, 203)} <= set(cached)
+        at = cached if positions == "original" else list(range(len(cached)))
         assert reference_session.answers_by_slots(make_model(seed=1), ids, at, 6) == result.token_ids
 
 

@@ -78,16 +78,16 @@ def test_a_prompt_that_the_slots_hold_is_read_whole_and_a_longer_one_is_not(
 
 
 class Noted(CachedModel):
-    """Notes what was held before every forward, what went in, and the last logits."""
+    """Notes what was cached before every forward, what went in, and the last logits."""
 
     def __init__(self, model: PreTrainedModel, prefill_chunk: int) -> None:
         super().__init__(model, prefill_chunk)
         self.writes: list[tuple[list[int], list[int], list[int], torch.Tensor]] = []
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        held = list(self.positions)
+        cached = list(self.positions)
         logits = super().forward(token_ids, positions, num_logits)
-        self.writes.append((held, list(token_ids), list(positions), logits[-1]))
+        self.writes.append((cached, list(token_ids), list(positions), logits[-1]))
         return logits
 
 
@@ -118,7 +118,7 @@ def test_the_first_logits_are_a_plain_forwards_over_the_chosen_tokens_at_their_p
     assert draft.num_cached == len(slots)
 
 
-def test_a_choice_that_keeps_no_slot_held_is_a_forward_over_the_chosen_tokens_alone() -> None:
+def test_a_choice_that_keeps_no_cached_slot_is_a_forward_over_the_chosen_tokens_alone() -> None:
     draft, noted, text = slotted(lambda text_ids, num_slots: range(len(text_ids) - num_slots, len(text_ids)))
     for grown in (text, [*text, *random_prompt(2 * SLOTS, seed=3)]):
         start = draft.next_position
@@ -143,7 +143,7 @@ def test_slots_stay_bounded_however_long_the_answer_and_whatever_is_rejected() -
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_is_chosen_anew_sees_what_was_written_before_it_and_nothing_else(seed: int) -> None:
-    """By one forward over all that was ever written, with a mask that says what was held when."""
+    """By one forward over all that was ever written, with a mask that says what was cached when."""
     draft, noted, text = slotted()
     answer = [*random_prompt(60, seed), *text[24:60], *random_prompt(40, seed + 5), *text[64:90]]
     for step, token in enumerate(answer):
@@ -152,7 +152,7 @@ def test_what_is_chosen_anew_sees_what_was_written_before_it_and_nothing_else(se
             draft.forward([drafted + 2], [draft.next_position], num_logits=1)
         draft.rollback(draft.next_position - len(text))
         text.append(token)
-    came_back = [positions for held, _, positions, _ in noted.writes if held and positions[0] < max(held)]
+    came_back = [positions for cached, _, positions, _ in noted.writes if cached and positions[0] < max(cached)]
     assert came_back
     expected = logits_in_order_of_writing(make_model(seed=2), [write[:3] for write in noted.writes])
     torch.testing.assert_close(torch.stack([write[3] for write in noted.writes]), expected, atol=1e-4, rtol=1e-4)
@@ -235,7 +235,7 @@ def test_slots_that_an_index_holds_are_not_read_again() -> None:
     logits = draft.forward(prompt[110:], range(110, 120), num_logits=1)
     assert fork.writes[0][2] == list(range(110, 120))
     assert draft.num_cached == len(chosen_slots(prompt, SLOTS, 8, 8))
-    # What is held was written over the whole text, so this is no forward over the slots alone.
+    # What is cached was written over the whole text, so this is no forward over the slots alone.
     expected = index.forward(prompt[110:], range(110, 120), num_logits=1)
     assert not torch.allclose(logits, expected, atol=1e-4)
 

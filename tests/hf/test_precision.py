@@ -285,9 +285,9 @@ def test_requests_leave_quantized_weights_where_they_are(precision: str) -> None
         layers = [
             layer for layer in generator.target.modules() if type(layer).__name__ in ("Linear8bitLt", "Linear4bit")
         ]
-        held = [layer.state.CB if precision == "int8" else layer.weight for layer in layers]
-        assert held
-        return [weight.data_ptr() for weight in held]
+        weights = [layer.state.CB if precision == "int8" else layer.weight for layer in layers]
+        assert weights
+        return [weight.data_ptr() for weight in weights]
 
     before = places()
     generator.generate(PROMPT, max_tokens=3)

@@ -34,7 +34,7 @@ def test_the_choice_in_a_long_text_takes_milliseconds() -> None:
 
 def test_a_renewal_recalls_a_bounded_number_of_slots_and_all_unread_text() -> None:
     budget = DraftKVBudget(200, lambda text_ids, num_slots: range(100, 100 + num_slots))
-    held = np.array([0, 1, *range(100, 110)])
-    stays, missing = budget.renew(range(300), held, num_read=280)
-    assert held[stays].tolist() == list(range(100, 110))
+    cached = np.array([0, 1, *range(100, 110)])
+    stays, missing = budget.renew(range(300), cached, num_read=280)
+    assert cached[stays].tolist() == list(range(100, 110))
     assert missing.tolist() == [*range(110, 110 + MOST_RESTORED), *range(280, 300)]

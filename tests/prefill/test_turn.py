@@ -13,21 +13,21 @@ from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.segments import make_segments
-from spec_stack.prefill.turn import Held, NeedsScore, Plan, plan_scored, plan_turn, scoring_obstacle, select_turn
+from spec_stack.prefill.turn import Cached, NeedsScore, Plan, plan_scored, plan_turn, scoring_obstacle, select_turn
 
 CONFIG = PrefillConfig(min_prompt_tokens=400, granularity="chunks", keep_rate=0.2)
-DROPPED = Held(400, (*range(50), *range(350, 400)))
+DROPPED = Cached(400, (*range(50), *range(350, 400)))
 TEXT = PromptText(range(900))
 PIECES = [*(["word ", "of ", "text\n"] * 200), "Which ", "word ", "is ", "it?"]
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "held", "recalls", "obstacle", "expected"),
+    ("num_tokens", "cached", "recalls", "obstacle", "expected"),
     [
-        (399, Held(), True, "", (None, "shorter than min_prompt_tokens=400")),
-        (400, Held(), True, "", ((True, False), "on: the prompt")),
-        (400, Held(), True, "no room", (None, "off: no room")),
-        (799, Held.dense(400), True, "", (None, "the new text is shorter")),
+        (399, Cached(), True, "", (None, "shorter than min_prompt_tokens=400")),
+        (400, Cached(), True, "", ((True, False), "on: the prompt")),
+        (400, Cached(), True, "no room", (None, "off: no room")),
+        (799, Cached.dense(400), True, "", (None, "the new text is shorter")),
         (799, DROPPED, True, "", ((False, True), "the new text is shorter")),
         (799, DROPPED, False, "", (None, "the new text is shorter")),
         (799, DROPPED, True, "no room", (None, "no room")),
@@ -35,16 +35,16 @@ PIECES = [*(["word ", "of ", "text\n"] * 200), "Which ", "word ", "is ", "it?"]
     ],
 )
 def test_a_text_is_scored_where_it_is_pruned_or_recalls(
-    num_tokens: int, held: Held, recalls: bool, obstacle: str, expected: tuple[tuple[bool, bool] | None, str]
+    num_tokens: int, cached: Cached, recalls: bool, obstacle: str, expected: tuple[tuple[bool, bool] | None, str]
 ) -> None:
     recall = SessionConfig() if recalls else None
-    turn = plan_turn(range(num_tokens), lambda: PromptText(range(num_tokens)), held, CONFIG, recall, obstacle)
+    turn = plan_turn(range(num_tokens), lambda: PromptText(range(num_tokens)), cached, CONFIG, recall, obstacle)
     does, reason = expected
     assert reason in turn.reason or (obstacle and isinstance(turn, Plan))
     if does is None:
-        # What was held stays, and all of the new text is prefilled.
+        # What was cached stays, and all of the new text is prefilled.
         assert isinstance(turn, Plan)
-        assert turn.selection.positions == [*range(held.num_tokens, num_tokens)]
+        assert turn.selection.positions == [*range(cached.num_tokens, num_tokens)]
     else:
         assert isinstance(turn, NeedsScore)
         assert (turn.prunes, turn.recalls) == does
@@ -102,15 +102,15 @@ def test_what_comes_back_is_written_last_or_in_its_place(seed: int) -> None:
     rng = random.Random(seed)
     num_cached = rng.choice([50, 400, 1500])
     dropped = sorted(rng.sample(range(num_cached), rng.randint(1, num_cached // 2)))
-    held = [position for position in range(num_cached) if position not in dropped]
+    cached = [position for position in range(num_cached) if position not in dropped]
     restored = sorted(rng.sample(dropped, rng.randint(0, len(dropped) - 1)))
-    text, left = PromptText(range(num_cached + 1)), Held(num_cached, held)
+    text, left = PromptText(range(num_cached + 1)), Cached(num_cached, cached)
     last = select_turn(text, left, restored)
-    assert (last.num_held, last.positions) == (len(held), [*restored, num_cached])
+    assert (last.num_held, last.positions) == (len(cached), [*restored, num_cached])
     in_text = select_turn(text, left, restored, place="in_text")
-    assert [*held[: in_text.num_held], *in_text.positions] == sorted([*held, *restored, num_cached])
+    assert [*cached[: in_text.num_held], *in_text.positions] == sorted([*cached, *restored, num_cached])
     assert in_text.positions[0] == [*restored, num_cached][0]
-    assert (in_text.num_recalled, in_text.num_held + in_text.num_recomputed) == (len(restored), len(held))
+    assert (in_text.num_recalled, in_text.num_held + in_text.num_recomputed) == (len(restored), len(cached))
 
 
 def test_text_without_any_attention_is_not_recalled() -> None:
@@ -124,7 +124,7 @@ def test_protected_spans_of_a_turn_are_kept_where_they_stand_in_the_conversation
     # Across the border to the new text, and within it.
     protected = [(30, 50), (90, 97)]
     inputs = ScoringInputs(PromptText(range(200), protected=protected), importance=torch.zeros(200))
-    turn = select_turn(inputs.text, Held.dense(40), by=(inputs, config))
+    turn = select_turn(inputs.text, Cached.dense(40), by=(inputs, config))
     forced = [*range(40, 44), *range(196, 200)]
     assert {*range(40, 50), *range(90, 97), *forced} <= set(turn.positions)
     assert len(turn.positions) < 50

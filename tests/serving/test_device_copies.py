@@ -69,7 +69,7 @@ def launch_of(context_len: int) -> Any:
 
 
 def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: Callable[[int], int]) -> Any:
-    from spec_stack.prefill.turn import Held
+    from spec_stack.prefill.turn import Cached
     from spec_stack.sglang.decide import KnownTexts, Prompt, UnscoredPrompt
     from spec_stack.sglang.draft_pool import DraftScoringRunner
     from spec_stack.sglang.scoring import DraftScorer
@@ -79,7 +79,7 @@ def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: 
     scorer = DraftScorer(launch, DraftScoringRunner(runner, num_tokens + 100))
     prompt = Prompt((5,) * num_tokens, None, None, config, "recall")
     known = KnownTexts(ServerConfig(), None, None, lambda prompt: 0, num_tokens)
-    needs = UnscoredPrompt(known.text_of(prompt), Held(), True, False, "", prompt)
+    needs = UnscoredPrompt(known.text_of(prompt), Cached(), True, False, "", prompt)
     return scorer.decide(needs, known, most_of_a_part)
 
 

@@ -197,7 +197,7 @@ def slotted_without_layers(num_rows: int) -> tuple[Any, _Nothing]:
 
 def batch_of(draft: Any, lengths: dict[int, int], num_said: int = 1) -> Any:
     """A batch of requests by row, each with so many tokens that the target has."""
-    rows, num_held = torch.tensor(list(lengths)), torch.tensor(list(lengths.values()))
+    rows, seq_lens = torch.tensor(list(lengths)), torch.tensor(list(lengths.values()))
     requests = []
     for row, length in lengths.items():
         words = random.Random(row)
@@ -207,9 +207,9 @@ def batch_of(draft: Any, lengths: dict[int, int], num_said: int = 1) -> Any:
         reqs=requests,
         req_pool_indices=rows,
         req_pool_indices_cpu=rows,
-        seq_lens=num_held,
-        seq_lens_cpu=num_held,
-        seq_lens_sum=int(num_held.sum()),
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+        seq_lens_sum=int(seq_lens.sum()),
         out_cache_loc=torch.zeros(0, dtype=torch.int64),
         prefix_lens=[0] * len(lengths),
         extend_lens=list(lengths.values()),
@@ -283,7 +283,7 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
     later = batch_of(draft, {2: 503, 0: 103, 1: 93}, num_said=4)
     draft.begin_step(later)
     texts = zip(later.reqs, later.seq_lens.tolist(), strict=True)
-    known = [[*request.origin_input_ids, *request.output_ids][:num_held] for request, num_held in texts]
+    known = [[*request.origin_input_ids, *request.output_ids][:num_tokens] for request, num_tokens in texts]
     expected = [len(DraftKVBudget.of(CONFIG).choose(text_ids)) + 1 for text_ids in known]
     assert lengths_in_the_draft(draft, later) == (expected, expected)
     assert num_failures() == num_failed

@@ -81,7 +81,7 @@ def test_an_empty_cache_and_a_pause_find_no_scoring_in_their_way(server: Server,
     """Slots that a scoring holds are given back before SGLang empties its pools; it begins anew after the pause."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    num_held = 0
+    num_waiting = 0
     # A machine may score all of them between two looks: then others are asked for.
     for attempt in range(5):
         prompts = [reference.prompt(1500, seed=600 + 8 * attempt + number) for number in range(8)]
@@ -93,12 +93,12 @@ def test_an_empty_cache_and_a_pause_find_no_scoring_in_their_way(server: Server,
                 # SGLang 0.5.20 empties nothing while requests wait, paused or not.
                 if "ignore_waiting" in signature(Scheduler.is_fully_idle).parameters:
                     server.flush()
-                num_held = _num_waiting(server)
+                num_waiting = _num_waiting(server)
         scored = [reply.result()["meta_info"]["spec_stack"]["num_scored_tokens"] for reply in replies]
         assert scored == [len(prompt) for prompt in prompts]
         for prompt, reply in list(zip(prompts, replies, strict=True))[::3]:
             assert reply.result()["output_ids"] == reference.tokens(prompt, sparse_prefill="on")[:8]
-        if num_held:
+        if num_waiting:
             return
     pytest.skip("this machine scores eight prompts sooner than it can be asked to pause")
 

@@ -61,8 +61,8 @@ def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], A
     info = _info(len(rows), 9.0, 9.0)
     # SGLang forbids an end of the reply here.
     info.acc_additive_penalties[:, 3] = -torch.inf
-    num_held = torch.tensor([3 + len(said) - 1 for said, _, _ in requests])
-    Penalties().correct_step(rows, info, torch.tensor([said[-1] for said, _, _ in requests]), num_held)
+    seq_lens = torch.tensor([3 + len(said) - 1 for said, _, _ in requests])
+    Penalties().correct_step(rows, info, torch.tensor([said[-1] for said, _, _ in requests]), seq_lens)
     for row, (said, it, _) in enumerate(requests):
         if not has_penalties(rows[row]):
             assert info.acc_additive_penalties[row, 0] == 9
@@ -106,8 +106,8 @@ def test_what_is_added_step_by_step_is_what_was_said(
             penalties.correct_prefill([], None, torch.device("cpu"))
         info = _info(len(rows))
         info.acc_additive_penalties[:, 3] = -torch.inf
-        num_held = torch.tensor([3 + len(ids) - 1 for ids in said])
-        penalties.correct_step(rows, info, torch.tensor([ids[-1] for ids in said], dtype=torch.int32), num_held)
+        seq_lens = torch.tensor([3 + len(ids) - 1 for ids in said])
+        penalties.correct_step(rows, info, torch.tensor([ids[-1] for ids in said], dtype=torch.int32), seq_lens)
         for row, (ids, it) in enumerate(zip(said, settings, strict=True)):
             if not has_penalties(rows[row]):
                 assert info.acc_additive_penalties[row, 0] == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.turn import Held
+from spec_stack.prefill.turn import Cached
 from spec_stack.sglang.decide import KnownTexts, Prompt, TurnStore, UnscoredPrompt, decide_scored
 from spec_stack.sglang.request import RequestOptions
 from spec_stack.sglang.server_args import ServerConfig
@@ -24,7 +24,7 @@ RECALLING = SessionConfig(recall_threshold=1.0, max_recalled_chunks=3, recall_wo
 
 def _kept(
     prompt_ids: Sequence[int],
-    beginning: Held,
+    beginning: Cached,
     importance: torch.Tensor | None,
     prunes: bool,
     recall: SessionConfig | None,
@@ -77,12 +77,12 @@ def test_the_beginning_is_the_longest_turn_whose_prompt_the_text_has(rng: random
 def test_a_reply_is_part_of_its_turn_as_it_grows_but_for_its_last_token() -> None:
     turns, reply = TurnStore(100), array("q", [7])
     turns.add("", [1, 2, 3], (0, 2), reply)
-    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Held(3, (0, 2))
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Cached(3, (0, 2))
     reply.extend([8, 9])
-    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Held(5, (0, 2, 3, 4))
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Cached(5, (0, 2, 3, 4))
     # What a step wrote beyond the end was sent to nobody.
     reply.append(6)
-    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Held(5, (0, 2, 3, 4))
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Cached(5, (0, 2, 3, 4))
 
 
 def test_the_turn_that_was_not_gone_on_from_for_longest_is_forgotten_first() -> None:
@@ -106,7 +106,7 @@ def test_a_neighbour_who_asks_something_else_takes_nothing_over() -> None:
     turns = TurnStore(1000)
     document = list(range(100, 180))
     turns.add("", [*document, 1, 2, 3], (*range(40), 60, 61, 82), [])
-    assert turns.find("", [*document, 7, 8, 9]) == Held()
+    assert turns.find("", [*document, 7, 8, 9]) == Cached()
     assert turns.find("", [*document, 1, 2, 3, 50, 7]).num_tokens == 83
 
 
@@ -115,15 +115,15 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
     num_tokens = rng.randrange(20, 90)
     prompt = [rng.randrange(50) for _ in range(num_tokens)]
     num_cached = rng.randrange(4, num_tokens - 1)
-    held = tuple(sorted(rng.sample(range(num_cached), rng.randrange(1, num_cached))))
+    cached = tuple(sorted(rng.sample(range(num_cached), rng.randrange(1, num_cached))))
     # Sums of these are exact in every precision, so ties are ties.
     importance = torch.tensor([rng.randrange(64) / 64 for _ in range(num_tokens)])
-    beginning = Held(num_cached, held)
+    beginning = Cached(num_cached, cached)
     protected = [(num_cached, num_cached + 2)]
     positions, num_recalled = _kept(prompt, beginning, importance, prunes, RECALLING, protected=protected)
-    expected = dropped_chunks_to_restore(importance.tolist(), held, num_cached, 4, 1.0, 3)
-    old, new = positions[: len(held) + len(expected)], positions[len(held) + len(expected) :]
-    assert list(old) == sorted([*held, *expected])
+    expected = dropped_chunks_to_restore(importance.tolist(), cached, num_cached, 4, 1.0, 3)
+    old, new = positions[: len(cached) + len(expected)], positions[len(cached) + len(expected) :]
+    assert list(old) == sorted([*cached, *expected])
     assert new == tuple(sorted(set(new)))
     assert {num_cached, num_tokens - 1} <= set(new) <= set(range(num_cached, num_tokens))
     assert prunes or new == tuple(range(num_cached, num_tokens))
@@ -133,7 +133,7 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
 def test_old_text_that_shares_rare_words_with_the_question_is_recalled_without_a_draft() -> None:
     document = list(range(100, 180))
     prompt = [*document, 900, 901, 141, 142, 902]
-    beginning = Held(80, (*range(8), *range(72, 80)))
+    beginning = Cached(80, (*range(8), *range(72, 80)))
     config = PrefillConfig(chunk_size=4, scorer="bm25")
     positions, num_recalled = _kept(prompt, beginning, None, False, SessionConfig(), config)
     # 141 and 142 stand at 41 and 42, in the chunk from 40 on.

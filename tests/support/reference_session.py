@@ -24,7 +24,7 @@ def answers_by_slots(
 
 def dropped_chunks_to_restore(
     importance: Sequence[float],
-    held: Sequence[int],
+    cached: Sequence[int],
     num_cached: int,
     size: int,
     threshold: float,
@@ -43,7 +43,7 @@ def dropped_chunks_to_restore(
     if anchors is not None:
         best = _leading(chunks, anchors, most * size)
         wanted |= {index for index in best if anchors[index] >= recall_word_threshold}
-    return sorted({at for index in wanted for at in chunks[index]} - set(held))
+    return sorted({at for index in wanted for at in chunks[index]} - set(cached))
 
 
 def _leading(chunks: Sequence[range], votes: Sequence[float], most_tokens: int) -> list[int]:

@@ -41,16 +41,17 @@ def chosen_slots(text: Sequence[int], num_slots: int, size: int, num_sinks: int)
 def logits_in_order_of_writing(
     model: PreTrainedModel, writes: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
 ) -> torch.Tensor:
-    """The last logits of every write (positions held before it, its tokens, their positions), by one plain forward over
-    all of them: a token sees earlier positions among those held when it was written, and those written with it."""
+    """The last logits of every write (positions cached before it, its tokens, their positions), by one plain forward
+    over all of them: a token sees earlier positions among those cached when it was written, and those written
+    with it."""
     token_ids = [token for _, tokens, _ in writes for token in tokens]
     positions = [position for *_, own in writes for position in own]
     mask = torch.full((len(token_ids), len(token_ids)), torch.finfo(model.dtype).min)
     written: dict[int, int] = {}
     ends = []
     row = 0
-    for held, _, own in writes:
-        seen = list(held)
+    for cached, _, own in writes:
+        seen = list(cached)
         for position in own:
             written[position] = row
             seen.append(position)

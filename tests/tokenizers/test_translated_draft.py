@@ -257,9 +257,9 @@ def test_a_draft_that_goes_back_into_the_scoring_queries_scores_as_a_fresh_one(n
         return attention.importance(config)
 
     expected = importance(CachedModel(model, 4096))
-    for num_held in (50, len(prompt) - 1):
+    for num_cached in (50, len(prompt) - 1):
         index = CachedModel(model, 4096)
-        TranslatedDraft(index, translation, tokenization).prefill(prompt[:num_held], range(num_held))
+        TranslatedDraft(index, translation, tokenization).prefill(prompt[:num_cached], range(num_cached))
         torch.testing.assert_close(importance(index), expected, atol=1e-5, rtol=1e-3)
 
 
