@@ -21,38 +21,38 @@ class DraftKVRow:
     def __init__(self, slots: Ints, budget: DraftKVBudget) -> None:
         self.slots, self._budget = slots, budget
         # Positions of tokens before the budget's num_known; that one and the ones after it follow in the row.
-        self._held: Ints = slots[:0]
+        self._positions: Ints = slots[:0]
 
     @property
-    def num_held(self) -> int:
+    def num_used(self) -> int:
         """Slots in use when they were chosen last, or the text began."""
-        return len(self._held)
+        return len(self._positions)
 
     @property
     def shift(self) -> int:
-        return self._budget.num_known - len(self._held)
+        return self._budget.num_known - len(self._positions)
 
     def begin(self, text_ids: Ints) -> Ints:
-        """Hold chosen positions of a prompt, and the token after it; the held positions."""
-        self._held = np.append(self._budget.choose(text_ids), len(text_ids))
+        """Hold chosen positions of a prompt, and the token after it; their positions."""
+        self._positions = np.append(self._budget.choose(text_ids), len(text_ids))
         self._budget.num_known += 1
-        return self._held
+        return self._positions
 
     def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
-        return bool(len(self._held)) and self._budget.is_due(num_tokens, is_wrong)
+        return bool(len(self._positions)) and self._budget.is_due(num_tokens, is_wrong)
 
     def renew(self, text_ids: Ints) -> Ints:
-        """Choose the slots anew and free the others; the recalled positions, maybe none, which are held last.
+        """Choose the slots anew and free the others; the recalled positions, maybe none, which come last.
 
         Tokens that the host does not know yet stay behind them, in write order.
         """
-        held = np.append(self._held, np.arange(self._budget.num_known, len(text_ids)))
-        stays, recalled = self._budget.renew(text_ids, held, len(text_ids))
-        used, rest = self.slots[: len(held)], self.slots[len(held) :]
+        positions = np.append(self._positions, np.arange(self._budget.num_known, len(text_ids)))
+        stays, recalled = self._budget.renew(text_ids, positions, len(text_ids))
+        used, rest = self.slots[: len(positions)], self.slots[len(positions) :]
         free = np.append(rest, used[~stays])
         num_left = len(free) - len(recalled)
         self.slots = np.concatenate([used[stays], free[num_left:], free[:num_left]])
-        self._held = np.append(held[stays], recalled)
+        self._positions = np.append(positions[stays], recalled)
         return recalled
 
 

@@ -57,7 +57,7 @@ class DraftKVSlots:
         self._reserve = torch.empty(self.num_bytes, dtype=torch.uint8, device=runner.device)
         self._rows: dict[int, DraftKVRow] = {}
         self._num_prefilled: dict[int, int] = {}
-        self.num_most_held = self.num_renewals = self.num_restored = 0
+        self.max_num_used = self.num_renewals = self.num_restored = 0
 
     def pools(self, config: Any, target_rows: ReqToTokenPool) -> tuple[Any, ReqToTokenPool]:
         """The configuration of the draft's KV pool, and its table, for SGLang. Called once."""
@@ -73,8 +73,8 @@ class DraftKVSlots:
         return replace(config, max_total_num_tokens=num_rows * self.num_per_request), own
 
     def state(self) -> dict[str, int]:
-        """num_most_held: most slots in use by one request at a choice."""
-        names = ("num_per_request", "num_bytes", "num_most_held", "num_renewals", "num_restored")
+        """max_num_used: most slots in use by one request at a choice."""
+        names = ("num_per_request", "num_bytes", "max_num_used", "num_renewals", "num_restored")
         return {name: getattr(self, name) for name in names}
 
     # A request's beginning
@@ -125,19 +125,19 @@ class DraftKVSlots:
         new: list[list[_Part]] = [[]]
         renewed: list[_Part] = []
         for at, (row, request) in enumerate(zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True)):
-            held = self._rows.get(row)
-            if held is None:
+            kv_row = self._rows.get(row)
+            if kv_row is None:
                 if sum(len(part.positions) for part in new[-1]) >= self._config.prefill_chunk:
                     new.append([])
                 new[-1].append(self._begin_row(row, batch, at))
-            elif held.is_due(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
+            elif kv_row.is_due(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
                 text = _text_of(request)
-                recalled = held.renew(text)
+                recalled = kv_row.renew(text)
                 self.num_renewals += 1
                 self.num_restored += len(recalled)
                 if len(recalled):
-                    renewed.append(_Part(row, recalled, held.num_held - len(recalled), text[recalled]))
-                self._show(row, held)
+                    renewed.append(_Part(row, recalled, kv_row.num_used - len(recalled), text[recalled]))
+                self._show(row, kv_row)
         for parts in filter(None, new):
             new_at = to_device(torch.tensor([part.at for part in parts]), self._shifts.device)
             logits = self._forward(parts, batch.spec_info.bonus_tokens[new_at])
@@ -148,10 +148,10 @@ class DraftKVSlots:
     def _begin_row(self, row: int, batch: Any, at: int) -> _Part:
         # Slot 0 is reserved: padding is written there.
         slots = np.arange(self.num_per_request) + 1 + row * self.num_per_request
-        held = self._rows[row] = DraftKVRow(slots, DraftKVBudget.of(self._config))
+        kv_row = self._rows[row] = DraftKVRow(slots, DraftKVBudget.of(self._config))
         text = self._prefilled_of(batch, at, row)
-        positions = held.begin(text)
-        self._show(row, held)
+        positions = kv_row.begin(text)
+        self._show(row, kv_row)
         return _Part(row, positions, 0, np.append(text, 0)[positions], at)
 
     def _prefilled_of(self, batch: Any, at: int, row: int) -> Ints:
@@ -162,11 +162,11 @@ class DraftKVSlots:
             num_tokens = len(text) - 1 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu[at])
         return np.append(text[:num_tokens], np.zeros(max(0, num_tokens - len(text)), dtype=np.int64))
 
-    def _show(self, row: int, held: DraftKVRow) -> None:
-        slots = torch.from_numpy(held.slots).to(self._table.dtype)
+    def _show(self, row: int, kv_row: DraftKVRow) -> None:
+        slots = torch.from_numpy(kv_row.slots).to(self._table.dtype)
         self._table[row, : len(slots)] = to_device(slots, self._table.device)
-        self._shifts[row] = self._shifts_cpu[row] = held.shift
-        self.num_most_held = max(self.num_most_held, held.num_held)
+        self._shifts[row] = self._shifts_cpu[row] = kv_row.shift
+        self.max_num_used = max(self.max_num_used, kv_row.num_used)
 
     def _forward(self, parts: Sequence[_Part], newest: torch.Tensor | None = None) -> torch.Tensor:
         """The logits after each part (n, vocab). newest: (n,), the parts' last tokens if the host lacks them."""

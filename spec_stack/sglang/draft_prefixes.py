@@ -48,7 +48,7 @@ class DraftPrefixes:
         return int(self._is_free().sum())
 
     @property
-    def num_held(self) -> int:
+    def num_used(self) -> int:
         """Slots of texts."""
         return int((self._num_texts > 0).sum())
 
@@ -67,8 +67,8 @@ class DraftPrefixes:
         return is_free
 
     def state(self) -> dict[str, int]:
-        held = {"num_held": self.num_held, "num_free": self.num_free, "num_pinned": self.num_pinned}
-        return {"num_tokens": self.num_slots, **held, "num_evicted": self.num_evicted}
+        slots = {"num_used": self.num_used, "num_free": self.num_free, "num_pinned": self.num_pinned}
+        return {"num_tokens": self.num_slots, **slots, "num_evicted": self.num_evicted}
 
     def lease(self, namespace: Hashable, token_ids: Sequence[int], num_wanted: int | None = None) -> Lease:
         """Begin to work on a text. Texts are shared inside a namespace alone. num_wanted: most slots to share."""

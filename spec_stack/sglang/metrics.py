@@ -35,7 +35,7 @@ _GAUGES = {
     "num_waiting": ("prompts_to_score", "prompts that wait for their score", "livesum"),
     "oldest_s": ("oldest_prompt_to_score_seconds", "since the first of them arrived", "livemax"),
     "num_tokens": ("draft_pool_tokens", "capacity of the draft's KV pool", "livesum"),
-    "num_held": ("draft_pool_used_tokens", "tokens that it holds", "livesum"),
+    "num_used": ("draft_pool_used_tokens", "tokens that it holds", "livesum"),
 }
 _TOTALS = {
     "num_evicted": ("draft_pool_evicted_tokens_total", "tokens of the draft's KV pool that made room for others"),

@@ -92,11 +92,11 @@ def _check(server: Server, reference: Reference, environment: Mapping[str, str],
     if environment is _RETRACTIONS:
         _check_a_pruned_prompt_is_retracted(server, reference)
     pool = server.state()["draft_pool"]
-    assert (pool["num_held"] + pool["num_free"], pool["num_pinned"]) == (pool["num_tokens"], 0)
+    assert (pool["num_used"] + pool["num_free"], pool["num_pinned"]) == (pool["num_tokens"], 0)
     assert not server.state()["num_failures"]
     server.flush()
     state = server.state()
-    assert (state["num_turns_remembered"], state["draft_pool"]["num_held"]) == (0, 0)
+    assert (state["num_turns_remembered"], state["draft_pool"]["num_used"]) == (0, 0)
     server.stop()
 
 

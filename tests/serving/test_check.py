@@ -91,7 +91,7 @@ def test_a_server_survives_aborts_of_checked_requests(server: Server, reference:
                 server.post("/abort_request", {"rid": f"checked {number}"})
         assert asked.result()[0] == 200
     pool_state = server.state()["draft_pool"]
-    assert (pool_state["num_pinned"], pool_state["num_held"] + pool_state["num_free"]) == (0, pool_state["num_tokens"])
+    assert (pool_state["num_pinned"], pool_state["num_used"] + pool_state["num_free"]) == (0, pool_state["num_tokens"])
     prompt = reference.prompt(500, seed=201)
     assert report_of(_checked(server, prompt, 1.0, 2))["outcome"] == "pruned"
 

@@ -62,7 +62,7 @@ def test_a_request_holds_as_few_slots_of_the_drafts_at_any_length(slotted: Serve
         reply = slotted.generate(prompt, 40, gamma=GAMMA)
         assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=40)
         counted.append(slotted.state()["draft_kv_budget"])
-    assert [it["num_most_held"] for it in counted] == [SLOTS + 1, SLOTS + 1]
+    assert [it["max_num_used"] for it in counted] == [SLOTS + 1, SLOTS + 1]
     # A request that comes later may have another row.
     first, second = (it["num_written"] for it in counted)
     assert SLOTS <= first <= before["num_per_request"]
@@ -104,7 +104,7 @@ def test_four_at_once_get_the_targets_tokens_while_their_slots_are_chosen_anew(
     after = slotted.state()["draft_kv_budget"]
     assert after["num_renewals"] - before["num_renewals"] >= 3 * (num_new // RENEW_EVERY - 1)
     assert after["num_restored"] > before["num_restored"]
-    assert after["num_most_held"] <= SLOTS + RENEW_EVERY + 1
+    assert after["max_num_used"] <= SLOTS + RENEW_EVERY + 1
     assert _accepted(replies) > 0.2
 
 

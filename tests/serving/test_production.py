@@ -168,7 +168,7 @@ def test_an_update_of_the_targets_weights_leaves_the_draft_and_what_is_known_goe
     status, reply = busy.post("/update_weights_from_disk", {"model_path": str(ASSETS / "target")})
     assert (status, reply["success"]) == (200, True), reply
     state = busy.state()
-    assert (state["num_turns_remembered"], state["draft_pool"]["num_held"]) == (0, 0)
+    assert (state["num_turns_remembered"], state["draft_pool"]["num_used"]) == (0, 0)
     after = busy.generate(prompt, 12, **_LONG)
     assert after["output_ids"] == before["output_ids"]
     # It is scored again, by the same draft.

@@ -58,7 +58,7 @@ def test_retracted_requests_go_on_with_the_same_tokens(launch: Any, reference: R
     retracted = [reply for reply in replies if reply["meta_info"]["num_retractions"]]
     assert any(reply["meta_info"]["spec_stack"]["sparse_prefill"] for reply in retracted)
     pool = server.state()["draft_pool"]
-    assert (pool["num_held"] + pool["num_free"], pool["num_pinned"]) == (3000, 0)
+    assert (pool["num_used"] + pool["num_free"], pool["num_pinned"]) == (3000, 0)
     assert sum(reply["meta_info"]["spec_stack"]["num_draft_tokens"] for reply in replies) > 3000
     server.stop()
 
@@ -97,7 +97,7 @@ def test_a_prompt_longer_than_the_drafts_pool_is_prefilled_densely(small: Server
         assert len(prompt) - 10 < report["num_draft_tokens"] <= len(prompt) if fits else not report["num_draft_tokens"]
         assert fits or "the draft pool has room for" in report["sparse_prefill_reason"]
         assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on" if fits else "off")[:2]
-        assert small.state()["draft_pool"]["num_held"] <= 1000
+        assert small.state()["draft_pool"]["num_used"] <= 1000
 
 
 @pytest.mark.nightly
@@ -171,7 +171,7 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
     chosen = server.state()["settings"]["prefill"]["scoring_heads"]
     assert [tuple(head) for head in chosen] == list(prefill.scoring_heads)
     assert reply["output_ids"] == reference.tokens_over(prompt, spans, 16)
-    assert server.state()["draft_pool"]["num_held"] == len(prompt)
+    assert server.state()["draft_pool"]["num_used"] == len(prompt)
     longer = [*prompt, *reference.user_turn(40, seed=72)]
     spans = server.generate(longer, 4, explain=True, follow_up="afresh")["meta_info"]["spec_stack"]["kept_spans"]
     kept = [longer[position] for start, stop in spans for position in range(start, stop)]

@@ -177,7 +177,7 @@ def test_random_conversations_get_the_references_tokens_and_the_numbers_add_up(
         assert any(report["sparse_prefill"] and report["num_cached_tokens"] for report in traffic.followed(rule))
     assert not any(report["num_cached_tokens"] for report in traffic.followed("afresh"))
     pool = server.state()["draft_pool"]
-    assert pool["num_held"] + pool["num_free"] == pool["num_tokens"]
+    assert pool["num_used"] + pool["num_free"] == pool["num_tokens"]
     assert pool["num_pinned"] == 0
     traffic.check_tokens()
     traffic.check_numbers(before)

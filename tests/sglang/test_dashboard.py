@@ -27,8 +27,8 @@ _SAMPLES = """
 from prometheus_client import REGISTRY
 from spec_stack.sglang.metrics import ReportStore, SchedulerMetrics
 store, scheduler = ReportStore("model"), SchedulerMetrics("model")
-scheduler.tell(2, 3.5, {"num_tokens": 100, "num_held": 40, "num_free": 60, "num_pinned": 0, "num_evicted": 7})
-scheduler.tell(0, 0.0, {"num_tokens": 100, "num_held": 30, "num_free": 70, "num_pinned": 0, "num_evicted": 9})
+scheduler.tell(2, 3.5, {"num_tokens": 100, "num_used": 40, "num_free": 60, "num_pinned": 0, "num_evicted": 7})
+scheduler.tell(0, 0.0, {"num_tokens": 100, "num_used": 30, "num_free": 70, "num_pinned": 0, "num_evicted": 9})
 import json
 print(json.dumps([[s.name, s.labels.get("outcome"), s.value] for m in REGISTRY.collect() for s in m.samples]))
 """

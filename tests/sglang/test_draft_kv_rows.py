@@ -35,24 +35,24 @@ class WrittenSlots:
             self.positions[int(self.row.slots[place + at])] = position
 
     @property
-    def num_held(self) -> int:
+    def num_used(self) -> int:
         """As the engine counts it: by the target's length and the shift alone."""
         return len(self.text) - self.row.shift
 
     @property
-    def held(self) -> list[int]:
-        return [self.positions[int(slot)] for slot in self.row.slots[: self.num_held]]
+    def in_use(self) -> list[int]:
+        return [self.positions[int(slot)] for slot in self.row.slots[: self.num_used]]
 
     def step(self) -> None:
         """Draft as far as may be, accept some of it, and one token more."""
-        place, length = self.num_held, len(self.text)
+        place, length = self.num_used, len(self.text)
         self._write(place, list(range(length, length + MAX_GAMMA + 1)))
         num_new = int(self.rng.integers(1, MAX_GAMMA + 2))
         self.text = np.append(self.text, self.rng.integers(0, 60, num_new))
 
     def renew(self, num_known: int) -> int:
         recalled = self.row.renew(self.text[:num_known]).tolist()
-        self._write(self.row.num_held - len(recalled), recalled)
+        self._write(self.row.num_used - len(recalled), recalled)
         return len(recalled)
 
 
@@ -67,28 +67,28 @@ def test_the_row_reads_chosen_positions_and_all_that_the_host_does_not_know_yet(
     for step in range(200):
         known = max(num_prompt_tokens, len(written.text) - lag)
         if written.row.is_due(known, is_wrong=step % 50 < 10):
-            before = set(written.held)
+            before = set(written.in_use)
             num_back = written.renew(known)
             chosen = set(choose_slots(written.text[:known], 96, 16, 16))
             newest = set(range(known, len(written.text)))
-            held = set(written.held)
-            assert before & chosen <= held <= chosen | newest
-            assert newest <= held
+            in_use = set(written.in_use)
+            assert before & chosen <= in_use <= chosen | newest
+            assert newest <= in_use
             assert num_back <= MOST_RESTORED
             num_renewals, num_restored = num_renewals + 1, num_restored + num_back
-        held_now = written.held
-        assert len(set(held_now)) == len(held_now)
-        assert len(written.text) - 1 in held_now
+        now = written.in_use
+        assert len(set(now)) == len(now)
+        assert len(written.text) - 1 in now
         assert sorted(written.row.slots.tolist()) == slots
-        assert written.num_held + MAX_GAMMA + 1 <= len(slots)
+        assert written.num_used + MAX_GAMMA + 1 <= len(slots)
         written.step()
     assert num_renewals >= 200 / RENEW_EVERY
     assert num_restored > 0
 
 
 def test_a_text_that_the_slots_hold_is_held_whole_and_a_longer_one_is_not() -> None:
-    assert WrittenSlots(96, seed=1).held == list(range(96 + 1))
-    longer = WrittenSlots(150, seed=1).held
+    assert WrittenSlots(96, seed=1).in_use == list(range(96 + 1))
+    longer = WrittenSlots(150, seed=1).in_use
     assert len(longer) <= 96 + 1
     assert longer != list(range(len(longer)))
 

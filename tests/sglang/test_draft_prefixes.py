@@ -26,13 +26,13 @@ class Written:
             assert self.content[slot] == (namespace, ids[: at + 1]), "a slot of another text was shared"
         assert num_wanted is None or len(lease.slots) <= num_wanted
         num_new = len(ids) - lease.num_shared + num_spare
-        room = self.pool.num_free + self.pool.num_held - self.pool.num_pinned
-        before = self.pool.num_free, self.pool.num_held
+        room = self.pool.num_free + self.pool.num_used - self.pool.num_pinned
+        before = self.pool.num_free, self.pool.num_used
         try:
             lease.extend(num_new)
         except PoolFullError:
             assert room < num_new
-            assert (self.pool.num_free, self.pool.num_held) == before
+            assert (self.pool.num_free, self.pool.num_used) == before
             lease.insert(0)
             return
         assert room >= num_new
@@ -57,7 +57,7 @@ class Written:
     def check(self) -> None:
         owned = [slot for lease, *_ in self.leases for slot in lease.slots[lease.num_shared :].tolist()]
         assert len(set(owned)) == len(owned)
-        assert self.pool.num_free + self.pool.num_held + len(owned) == self.pool.num_slots, "slots were lost"
+        assert self.pool.num_free + self.pool.num_used + len(owned) == self.pool.num_slots, "slots were lost"
         for lease, namespace, ids, _ in self.leases:
             for at, slot in enumerate(lease.slots[: lease.num_shared].tolist()):
                 assert self.content[slot] == (namespace, ids[: at + 1]), "a pinned slot was written by another"
@@ -103,7 +103,7 @@ def test_a_text_that_goes_on_is_read_only_where_it_is_new() -> None:
     assert second.num_shared == 20
     second.extend(10)
     second.insert(30)
-    assert pool.num_held == 30
+    assert pool.num_used == 30
     assert pool.num_shared("", range(40)) == 30
 
 
