@@ -78,8 +78,8 @@ class SpecStackLM(TemplateLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         answers = []
         for request in requests:
-            context, asked = request.args
-            params = sampling_of(asked, self._seed)
+            context, gen_kwargs = request.args
+            params = sampling_of(gen_kwargs, self._seed)
             context_ids = self.tok_encode(context)[-self._room(params.max_tokens or 0) :]
             task = str(getattr(request, "task_name", None) or "")
             result = self.generator.generate(input_ids=context_ids, params=params, task=task, **self._options)
@@ -115,15 +115,17 @@ class SpecStackLM(TemplateLM):
         return self._context[1]
 
 
-def sampling_of(asked: Mapping[str, Any], seed: int) -> SamplingParams:
+def sampling_of(gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParams:
     """lm-eval's generation arguments as `generate`'s. Raises ValueError for one without a counterpart."""
-    if unknown := set(asked) - _KNOWN_SAMPLING:
+    if unknown := set(gen_kwargs) - _KNOWN_SAMPLING:
         raise ValueError(f"no counterpart of {', '.join(sorted(unknown))}; known: {', '.join(sorted(_KNOWN_SAMPLING))}")
-    until = asked.get("until") or ()
-    max_tokens = next((int(asked[name]) for name in _MAX_TOKENS_NAMES if name in asked), DEFAULT_MAX_TOKENS)
+    until = gen_kwargs.get("until") or ()
+    max_tokens = next((int(gen_kwargs[name]) for name in _MAX_TOKENS_NAMES if name in gen_kwargs), DEFAULT_MAX_TOKENS)
     drawn: dict[str, Any] = {}
-    if asked.get("do_sample") and asked.get("temperature"):
-        drawn = {name: asked[name] for name in ("temperature", "top_p", "top_k") if name in asked} | {"seed": seed}
+    if gen_kwargs.get("do_sample") and gen_kwargs.get("temperature"):
+        drawn = {name: gen_kwargs[name] for name in ("temperature", "top_p", "top_k") if name in gen_kwargs} | {
+            "seed": seed
+        }
     stop = (until,) if isinstance(until, str) else tuple(filter(None, until))
     return SamplingParams(max_tokens=max_tokens, stop=stop, **drawn)
 

@@ -75,8 +75,8 @@ def commands(pair: Pair, size: Size, out: Path) -> Iterator[tuple[str, list[str]
     yield "real_speed", ["real.speed", *speed, "--tokens", *lengths, *to("real_speed")]
     end = [*timed, "--arms", "theirs", "pruned", "--answers", *size.answers, "--prompts", str(size.repeats)]
     yield "real_end_to_end", ["real.end_to_end", *end, "--lengths", *size.end_to_end, *to("real_end_to_end")]
-    asked = zip(LENGTHS, lengths, size.documents, size.prompts, ("313", "312", "333"), ANSWERS, strict=True)
-    for length, num_tokens, documents, prompts, seed, answers in asked:
+    sizes = zip(LENGTHS, lengths, size.documents, size.prompts, ("313", "312", "333"), ANSWERS, strict=True)
+    for length, num_tokens, documents, prompts, seed, answers in sizes:
         texts = [*models, *calibration, "--data", str(out / "texts"), "--num-tokens", num_tokens, "--seed", seed]
         shapes = ["--shapes", "--per-shape", "1", "--documents", str(documents)]
         name = f"evidence_shapes_qwen_{length}"
@@ -139,8 +139,10 @@ def main() -> None:
     if not (out / "texts" / "LICENCES.md").is_file():
         _run(["real.fetch_texts", str(out / "texts"), *["--offline"] * is_small])
     minutes = [] if arguments.minutes is None else ["--minutes", str(arguments.minutes)]
-    asked = {name: command + minutes for name, command in every.items() if name in (arguments.only or every)}
-    failed = [name for at, (name, command) in enumerate(asked.items(), 1) if _run(command, f"[{at} of {len(asked)}] ")]
+    selected = {name: command + minutes for name, command in every.items() if name in (arguments.only or every)}
+    failed = [
+        name for at, (name, command) in enumerate(selected.items(), 1) if _run(command, f"[{at} of {len(selected)}] ")
+    ]
     made = {name: ["python", "-m", f"experiments.{command[0]}", *command[1:]] for name, command in every.items()}
     print("\n" + comparison(out, pair.calibration, made))
     if is_small:

@@ -55,7 +55,7 @@ _SUMMARIES = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckedPrompt:
     """A prompt. answers: what a right answer holds; empty where it is not known."""
 
     name: str
@@ -64,7 +64,7 @@ class Asked:
     answers: Sequence[str] = ()
 
 
-def prompts(data: Path, texts: Path, num_tokens: int, measure: Measure) -> Iterator[Asked]:
+def prompts(data: Path, texts: Path, num_tokens: int, measure: Measure) -> Iterator[CheckedPrompt]:
     """The kinds in turn, one prompt of each after the other; facts in all shapes of `SHAPES`."""
     sources = [*_facts(data, num_tokens, measure), *_multi_hop(data), _agents(texts, num_tokens, measure)]
     sources += [_summaries(data, *each, num_tokens, measure) for each in _SUMMARIES]
@@ -77,39 +77,39 @@ def prompts(data: Path, texts: Path, num_tokens: int, measure: Measure) -> Itera
                 yield found
 
 
-def _facts(data: Path, num_tokens: int, measure: Measure) -> list[Iterator[Asked]]:
+def _facts(data: Path, num_tokens: int, measure: Measure) -> list[Iterator[CheckedPrompt]]:
     made = [
         replace(prompt, shape=[*SHAPES][at % len(SHAPES)] if prompt.kind == "fact" else "bare", other=prompt.question)
         for at, prompt in enumerate(make_prompts(data, num_tokens, 24, measure, SEED))
     ]
 
-    def of(kind: str) -> Iterator[Asked]:
+    def of(kind: str) -> Iterator[CheckedPrompt]:
         for prompt in made:
             if prompt.kind == kind:
                 messages = [{"role": role, "content": content} for role, content in prompt.messages]
-                yield Asked(f"{prompt.name}/{prompt.shape}", kind, messages, prompt.answers)
+                yield CheckedPrompt(f"{prompt.name}/{prompt.shape}", kind, messages, prompt.answers)
 
     return [of(kind) for kind in dict.fromkeys(prompt.kind for prompt in made)]
 
 
-def _multi_hop(data: Path) -> list[Iterator[Asked]]:
-    def of(name: str) -> Iterator[Asked]:
+def _multi_hop(data: Path) -> list[Iterator[CheckedPrompt]]:
+    def of(name: str) -> Iterator[CheckedPrompt]:
         for prompt in multi_hop(data / "multihop" / f"{name}.jsonl", 24):
             messages = [
                 {"role": role, "content": content} for role, content in replace(prompt, shape="briefly").messages
             ]
-            yield Asked(f"{name}/{prompt.name}", name, messages, prompt.answers)
+            yield CheckedPrompt(f"{name}/{prompt.name}", name, messages, prompt.answers)
 
     return [of(name) for name in ("hotpotqa", "2wikimultihopqa", "musique")]
 
 
-def _agents(texts: Path, num_tokens: int, measure: Measure) -> Iterator[Asked]:
+def _agents(texts: Path, num_tokens: int, measure: Measure) -> Iterator[CheckedPrompt]:
     for make in (loops, newest):
         for prompt in islice(make(Texts(texts, SEED), 3, num_tokens, measure), 12):
-            yield Asked(prompt.name, "agents", prompt.messages)
+            yield CheckedPrompt(prompt.name, "agents", prompt.messages)
 
 
-def _summaries(data: Path, name: str, wording: str, num_tokens: int, measure: Measure) -> Iterator[Asked]:
+def _summaries(data: Path, name: str, wording: str, num_tokens: int, measure: Measure) -> Iterator[CheckedPrompt]:
     folder = {"qmsum": "qmsum/val.jsonl", "multi_news": "longbench/multi_news.jsonl"}[name]
     for at, line in enumerate((data / folder).read_text(encoding="utf-8").splitlines()[:24]):
         record = json.loads(line)
@@ -124,7 +124,7 @@ def _summaries(data: Path, name: str, wording: str, num_tokens: int, measure: Me
                 break
             document.append(each)
         if total > num_tokens // 2:
-            yield Asked(
+            yield CheckedPrompt(
                 f"{name}/{at}", name, [{"role": "user", "content": wording.format(document="\n".join(document))}]
             )
 
@@ -135,12 +135,12 @@ class Bench:
     def __init__(self, pair: ModelPair, config: PrefillConfig) -> None:
         self._pair, self._config = pair, config
 
-    def row(self, asked: Asked) -> Row:
+    def row(self, prompt: CheckedPrompt) -> Row:
         """All that is measured of a prompt, with the processor seconds of its parts."""
         pair, chunk = self._pair, self._config.prefill_chunk
-        encoded = encode_messages(pair.tokenizer, asked.messages)
+        encoded = encode_messages(pair.tokenizer, prompt.messages)
         text, ids = pair.reader.with_pieces(pair.read(encoded)), encoded.token_ids
-        row: Row = {"kind": asked.kind, "num_tokens": len(ids), "answers": list(asked.answers)}
+        row: Row = {"kind": prompt.kind, "num_tokens": len(ids), "answers": list(prompt.answers)}
         tokenization, problem = pair.tokenize_for_draft(ids)
         if problem:
             raise ValueError(problem)
@@ -156,14 +156,14 @@ class Bench:
         row["dense_s"] = clock.lap()
         dense, own = self._answer(target, rows)
         row["dense"], row["own"] = pair.tokenizer.decode(dense, skip_special_tokens=True), own
-        row["is_right"] = bool(asked.answers) and is_right(row["dense"], asked.answers)
+        row["is_right"] = bool(prompt.answers) and is_right(row["dense"], prompt.answers)
         dropped = SURE
         for rate in RATES:
             kept = select(inputs, replace(self._config, keep_rate=rate)).positions
             token_ids = [ids[at] for at in kept]
             told: Row = {"num_kept": len(kept), "dropped": round(dropped_attention(inputs, kept, self._config), 4)}
             if rate < RATES[-1] or dropped >= SURE:
-                answers = asked.answers if row["is_right"] else ()
+                answers = prompt.answers if row["is_right"] else ()
                 told |= self._pruned(answers, token_ids, kept, len(ids), dense)
             dropped, row[str(rate)] = told["dropped"], told
         return row
@@ -229,20 +229,20 @@ def main() -> None:
     rows = Rows(arguments.rows, arguments.minutes)
     measure: Callable[[str], int] = measure_with(load_tokenizer(str(arguments.target)))
     every = list(islice(prompts(arguments.data, arguments.texts, arguments.num_tokens, measure), arguments.limit))
-    left = [asked for asked in every if rows.left(asked.name, {ARM: None})]
+    left = [prompt for prompt in every if rows.left(prompt.name, {ARM: None})]
     if left:
         precision = arguments.precision
         pair = ModelPair.load(arguments.target, arguments.draft, precision=precision, draft_precision=precision)
         config = PrefillConfig() if arguments.calibration is None else calibrated(arguments.calibration)
         bench = Bench(pair, config)
-        for asked in left:
+        for prompt in left:
             if not rows.has_time:
                 break
-            if len(encode_messages(pair.tokenizer, asked.messages).token_ids) > arguments.most_tokens:
+            if len(encode_messages(pair.tokenizer, prompt.messages).token_ids) > arguments.most_tokens:
                 continue
-            row = rows.add(asked.name, ARM, bench.row(asked))
+            row = rows.add(prompt.name, ARM, bench.row(prompt))
             told = [f"{row[str(rate)]['dropped']:.2f}" for rate in RATES]
-            print(asked.name, row["num_tokens"], row["is_right"], told, row["dense_s"], flush=True)
+            print(prompt.name, row["num_tokens"], row["is_right"], told, row["dense_s"], flush=True)
     report = {"num_left": rows.num_left([each.name for each in every], [ARM])}
     script.print_report("checked", {**report, **summary([*rows.of_arm(ARM).values()])}, arguments.out)
 

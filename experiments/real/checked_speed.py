@@ -20,7 +20,7 @@ from typing import Any
 
 from experiments.common import script
 from experiments.common.answers import timed
-from experiments.real.checked import Asked, prompts
+from experiments.real.checked import CheckedPrompt, prompts
 from experiments.real.checked_report import GROUPS
 from experiments.real.scoring import calibrated, measure_with
 from experiments.real.speed import DENSE, compare
@@ -29,13 +29,13 @@ from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.prompt import encode_messages
 
 
-def measure(generator: SpecStackGenerator, asked: Asked, options: Mapping[str, Any]) -> Row:
+def measure(generator: SpecStackGenerator, prompt: CheckedPrompt, options: Mapping[str, Any]) -> Row:
     """Seconds to a prompt's first token, what is kept, and what was tried."""
-    start = partial(generator.stream, messages=list(asked.messages), max_tokens=1, **options)
+    start = partial(generator.stream, messages=list(prompt.messages), max_tokens=1, **options)
     answer = timed(start, perf_counter)
     metrics = answer.metrics
     tried = [[each.keep_rate, round(each.dropped_attention, 3)] for each in metrics.tried_rates]
-    return {"kind": asked.kind, "ttft_s": answer.first_s, "keep_rate": metrics.keep_rate, "tried": tried}
+    return {"kind": prompt.kind, "ttft_s": answer.first_s, "keep_rate": metrics.keep_rate, "tried": tried}
 
 
 def report_of(rows: Rows, arms: Sequence[str], num_tokens: int) -> dict[str, Any]:
@@ -77,22 +77,22 @@ def main() -> None:
     tokenizer, least, most = generator.tokenizer, arguments.from_tokens, arguments.most_tokens
     measured = prompts(arguments.data, arguments.texts, arguments.num_tokens, measure_with(tokenizer))
     fitting = (
-        asked for asked in measured if least <= len(encode_messages(tokenizer, asked.messages).token_ids) <= most
+        prompt for prompt in measured if least <= len(encode_messages(tokenizer, prompt.messages).token_ids) <= most
     )
     arms: dict[str, dict[str, Any]] = {DENSE: {"sparse_prefill": "off"}}
     arms |= {f"always {rate}": {"sparse_prefill": "on", "keep_rate": rate} for rate in arguments.keep_rates}
     first = {"sparse_prefill": "on", "keep_rate": min(arguments.keep_rates)}
     arms["check"] = {**first, "max_dropped_attention": arguments.most_dropped}
     is_warm = False
-    for at, asked in enumerate(islice(fitting, arguments.limit)):
-        left = rows.left(asked.name, arms)
+    for at, prompt in enumerate(islice(fitting, arguments.limit)):
+        left = rows.left(prompt.name, arms)
         for arm, options in left.items() if at % 2 else reversed(left.items()):
             if not is_warm:
                 # A process's first forward over a long text allocates what later ones find.
-                measure(generator, asked, arms[DENSE])
+                measure(generator, prompt, arms[DENSE])
                 is_warm = True
-            row = rows.add(asked.name, arm, measure(generator, asked, options))
-            print(f"{asked.name:40s}{arm:12s}{row['ttft_s']:7.2f} s  {row['tried']}", flush=True)
+            row = rows.add(prompt.name, arm, measure(generator, prompt, options))
+            print(f"{prompt.name:40s}{arm:12s}{row['ttft_s']:7.2f} s  {row['tried']}", flush=True)
     report = report_of(rows, [arm for arm in arms if arm != DENSE], arguments.num_tokens)
     script.print_report("checked_speed", {"most_dropped": arguments.most_dropped, **report}, arguments.out)
 

@@ -203,8 +203,8 @@ def main() -> None:
         prompts = multi_hop(arguments.multi_hop, arguments.limit)
     else:
         measure = measure_with(load_tokenizer(str(arguments.target)))
-        asked = (arguments.num_tokens, arguments.documents, measure, arguments.seed, arguments.per_shape)
-        prompts = shaped_prompts(arguments.data, *asked)
+        settings = (arguments.num_tokens, arguments.documents, measure, arguments.seed, arguments.per_shape)
+        prompts = shaped_prompts(arguments.data, *settings)
     left = run(arguments, list(islice(prompts, arguments.limit)), rows, wanted)
     report = {"num_tokens": arguments.num_tokens, "num_left": left}
     report |= summary(rows, list(wanted), bool(arguments.multi_hop))

@@ -75,14 +75,14 @@ def _fact(rng: random.Random) -> Hidden:
     who, other, third = rng.sample(PEOPLE, 3)
     thing, (one, two, three) = rng.choice(THINGS), rng.sample(range(112, 989), 3)
     line = "The locker in which {} left the {} bears the number {}."
-    asked = rng.choice(
+    question = rng.choice(
         [
             f"What number does the locker bear in which {who} left the {thing}?",
             f"{who} left the {thing} in a locker. Which number is on it?",
         ]
     )
     others = line.format(other, thing, two), line.format(third, thing, three)
-    return Hidden((line.format(who, thing, one),), others, asked, (str(one),))
+    return Hidden((line.format(who, thing, one),), others, question, (str(one),))
 
 
 def _paraphrase(rng: random.Random) -> Hidden:
@@ -192,9 +192,9 @@ def _record(rng: random.Random) -> str:
 
 def _json(rng: random.Random) -> Hidden:
     line = _record(rng)
-    asked = rng.choice(("total", "city"))
+    field = rng.choice(("total", "city"))
     record = json.loads(line)
-    return Hidden((line,), (), f"What is the {asked} of the order with the id {record['id']}?", (str(record[asked]),))
+    return Hidden((line,), (), f"What is the {field} of the order with the id {record['id']}?", (str(record[field]),))
 
 
 KINDS: dict[str, tuple[str, Callable[[random.Random], Hidden]]] = {
@@ -233,18 +233,18 @@ def shaped_prompts(
         medium = media[number % len(media)]
         rng = random.Random(f"shapes/{seed}/{num_tokens}/{number}")
         source, lines = _haystack(rng, medium, texts, num_tokens, measure)
-        asked = _several_hidden(rng, medium)
-        document, spans = _hide(rng, lines, [hidden for _, hidden in asked], medium)
+        all_hidden = _several_hidden(rng, medium)
+        document, spans = _hide(rng, lines, [hidden for _, hidden in all_hidden], medium)
         plan = [(shape, at + turn + number) for at, shape in enumerate(together) for turn in range(per_shape)]
         others = ("ahead", alone[2 * number % len(alone)], alone[(2 * number + 1) % len(alone)])
         plan += [(shape, at + number) for at, shape in enumerate(others)]
         for shape, which in plan:
-            which %= len(asked)
-            kind, hidden = asked[which]
-            second = (which + 1) % len(asked)
+            which %= len(all_hidden)
+            kind, hidden = all_hidden[which]
+            second = (which + 1) % len(all_hidden)
             wanted, answers = spans[which], hidden.answers
             if shape == "two questions":
-                wanted, answers = wanted + spans[second], answers + asked[second][1].answers
+                wanted, answers = wanted + spans[second], answers + all_hidden[second][1].answers
             yield EvidencePrompt(
                 f"{number}/{num_tokens}/{shape}/{which}",
                 kind,
@@ -254,7 +254,7 @@ def shaped_prompts(
                 wanted,
                 answers,
                 shape,
-                asked[second][1].question,
+                all_hidden[second][1].question,
             )
 
 

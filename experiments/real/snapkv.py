@@ -77,8 +77,8 @@ def run(arguments: argparse.Namespace, tokenizer: Any, rows: Rows) -> int:
     """Answer what is left of the prompts; how many stay."""
     measure = measure_with(tokenizer)
     every = shaped_prompts(arguments.data, arguments.num_tokens, arguments.documents, measure, arguments.seed)
-    asked = [prompt for prompt in every if prompt.shape in SHAPES][: arguments.limit]
-    prompts = [prompt for prompt in asked if prompt.shape == SHAPE]
+    selected = [prompt for prompt in every if prompt.shape in SHAPES][: arguments.limit]
+    prompts = [prompt for prompt in selected if prompt.shape == SHAPE]
     dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype, attn_implementation="sdpa").eval()
     for prompt in prompts:

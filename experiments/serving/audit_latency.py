@@ -95,10 +95,10 @@ def main() -> None:
             time.sleep(rng.uniform(0, arguments.pause))
             while (now := time.monotonic() - begin) < 60 * arguments.minutes:
                 name = names[int(now / arguments.turn) % len(names)]
-                asked, sent = {"messages": prompt(rng.randrange(10**6))}, time.monotonic()
+                body, sent = {"messages": prompt(rng.randrange(10**6))}, time.monotonic()
                 headers = {"authorization": f"Bearer {client}"}
                 url = f"{urls[name]}/v1/chat/completions"
-                httpx2.post(url, json=asked, headers=headers, timeout=120).raise_for_status()
+                httpx2.post(url, json=body, headers=headers, timeout=120).raise_for_status()
                 taken[name].append(time.monotonic() - sent)
                 time.sleep(rng.expovariate(1 / arguments.pause))
 

@@ -101,13 +101,13 @@ def lengths(
     for length, num_at_once in product(tried, (1, 4)):
         keys = [f"{length} x {num_at_once}, {repeat}" for repeat in range(repeats)]
         for repeat, key in enumerate(keys):
-            asked = [document(tokenizer, length, 900 + 10 * repeat + at) for at in range(num_at_once)]
+            prompts = [document(tokenizer, length, 900 + 10 * repeat + at) for at in range(num_at_once)]
             for arm, client in arms.in_turn():
                 if not rows.left(key, {arm: client}):
                     continue
                 client.forget()
                 with ThreadPoolExecutor(num_at_once) as pool:
-                    answers = list(pool.map(lambda prompt, client=client: client.ask(prompt, num_new), asked))
+                    answers = list(pool.map(lambda prompt, client=client: client.ask(prompt, num_new), prompts))
                 tokens = [answer.output_ids for answer in answers]
                 rows.add(key, arm, {"replies": [decode_row(answer) for answer in answers], "tokens": tokens})
         for arm in arms.clients:

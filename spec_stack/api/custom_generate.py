@@ -252,10 +252,10 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any], caller: Ma
     if mode not in _MODES:
         raise ValueError(f"custom_generate=with_draft(...) is greedy or samples, and cannot do {mode.value!r}")
     if config.return_dict_in_generate:
-        asked = [name for name in _NOT_RETURNED if getattr(config, name, None)]
-        if asked:
+        requested = [name for name in _NOT_RETURNED if getattr(config, name, None)]
+        if requested:
             raise ValueError(
-                f"{', '.join(asked)}: not to be had under speculation; leave it out, or call generate without "
+                f"{', '.join(requested)}: not to be had under speculation; leave it out, or call generate without "
                 "custom_generate"
             )
     for name in CACHE_NAMES:

@@ -102,8 +102,8 @@ class Session(GenerationMixin):
         num_least = max((turn.span[1] for turn in turns if turn.role == "user"), default=len(known.token_ids))
         num_continued = num_shared(known.token_ids, encoded.token_ids[:-1])
         # A repeated question is no conversation: recalled text would change its answer.
-        is_asked_again = num_continued == len(encoded.token_ids) - 1 < len(known.token_ids)
-        return num_continued if num_continued >= num_least and not is_asked_again else 0
+        is_repeated = num_continued == len(encoded.token_ids) - 1 < len(known.token_ids)
+        return num_continued if num_continued >= num_least and not is_repeated else 0
 
     def fork(self, config: SessionConfig | None = None) -> Session:
         """An independent copy of the session; shared caches are copied on write.

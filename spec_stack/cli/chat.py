@@ -170,10 +170,10 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         """One turn. An interrupted answer stays in the history; a rejected turn does not."""
-        asked = [*self.messages, {"role": "user", "content": "\n\n".join([*self._documents, line])}]
+        messages = [*self.messages, {"role": "user", "content": "\n\n".join([*self._documents, line])}]
         answer: list[StepOutput] = []
         try:
-            self._stream(asked, answer)
+            self._stream(messages, answer)
         except KeyboardInterrupt:
             self._say("\n(stopped)", dim=True)
         except ValueError as error:
@@ -183,7 +183,7 @@ class Chat:
             self._say("")
         self._attached.append(self._documents)
         self._documents = []
-        self.messages = [*asked, {"role": "assistant", "content": "".join(output.text for output in answer)}]
+        self.messages = [*messages, {"role": "assistant", "content": "".join(output.text for output in answer)}]
         if answer and (metrics := answer[-1].metrics) is not None:
             self._say(status_line(metrics), dim=True)
             num_dropped = metrics.num_prompt_tokens - metrics.num_kept_tokens
@@ -191,12 +191,12 @@ class Chat:
                 self._told(metrics.num_kept_tokens, metrics.num_prompt_tokens)
             self._num_dropped = num_dropped
 
-    def _stream(self, asked: Sequence[Mapping[str, str]], answer: list[StepOutput]) -> None:
+    def _stream(self, messages: Sequence[Mapping[str, str]], answer: list[StepOutput]) -> None:
         """Print an answer as it streams, and append its steps to `answer`."""
         with warnings.catch_warnings():
             # For programs that pass the new message alone; here it follows an /undo.
             warnings.filterwarnings("ignore", "this call shares .* begins anew")
-            steps = self.session.stream(messages=asked, on_progress=self._progress, **self._options)
+            steps = self.session.stream(messages=messages, on_progress=self._progress, **self._options)
         with closing(steps) as outputs:
             try:
                 for output in outputs:

@@ -54,7 +54,7 @@ def diagnose(
         "problem": None,
     }
     try:
-        asked = LoadConfig(precision, draft_precision, draft_step)
+        load = LoadConfig(precision, draft_precision, draft_step)
         on = loading.resolve_device(device)
         report["device"] = str(on)
         sources = loading.resolve_pair(target, draft)
@@ -64,9 +64,9 @@ def diagnose(
         calibration, gain = _describe_prefill(sources[1], *configs, on.type == "cuda")
         report |= {"calibration": calibration, "gain of sparse prefill": gain, "support": _support(*configs)}
         loading.check_pair(*configs)
-        precisions = resolve_precisions(*configs, asked, on)
+        precisions = resolve_precisions(*configs, load, on)
         for role, config, resolved in zip(_ROLES, configs, precisions, strict=True):
-            step = _describe_step(role, config, on, asked.draft_step, resolved)
+            step = _describe_step(role, config, on, load.draft_step, resolved)
             report[role] |= {"precision": resolved.name, "step": step}
         report["decoding"] = _describe_decoding(*configs, precisions)
         tokenizers = loading.load_tokenizers(*sources)
@@ -98,10 +98,10 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _describe_step(role: str, config: Any, on: torch.device, asked: DraftStep, precision: Precision) -> str:
+def _describe_step(role: str, config: Any, on: torch.device, draft_step: DraftStep, precision: Precision) -> str:
     is_quantized = precision.is_stored or precision.name in QUANTIZED
-    reason = why_eager(config, on, asked, role == "draft", is_quantized)
-    return describe_step(reason, asked == "compiled" and role == "draft", on.type == "cuda")
+    reason = why_eager(config, on, draft_step, role == "draft", is_quantized)
+    return describe_step(reason, draft_step == "compiled" and role == "draft", on.type == "cuda")
 
 
 def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Precision]) -> str:

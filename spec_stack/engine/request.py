@@ -167,7 +167,7 @@ def plan_request(
     prefill = replace(config.prefill, **given) if given else config.prefill
     drafting = _drafting(pair, prefill, prompt_ids)
     question = call.get("question")
-    asked = None if question is None else pair.read(encoded, question)
+    prompt_text = None if question is None else pair.read(encoded, question)
     pieces = pair.pieces(prompt_ids) if call.get("explain") else None
     if call.get("explain") and pieces is None:
         raise ValueError("explain=True needs a tokenizer; this generator was made without one")
@@ -187,7 +187,7 @@ def plan_request(
     request = Request(
         prompt_ids=prompt_ids,
         encoded=encoded,
-        read=partial(pair.read, encoded) if asked is None else lambda: asked,
+        read=partial(pair.read, encoded) if prompt_text is None else lambda: prompt_text,
         prefill=prefill,
         obstacle=drafting.obstacle,
         tokenization=drafting.tokenization,

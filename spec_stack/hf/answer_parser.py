@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 NAME_KEYS, ARGUMENTS_KEYS = ("name", "tool_name"), ("arguments", "parameters")
 _QUESTION, _NAME, _ID = "marked question", "marked_tool_name", "marked001"
 _CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": '{"marked_key": "marked_value"}'}}
-_ASKED = {"role": "user", "content": _QUESTION}
+_USER = {"role": "user", "content": _QUESTION}
 _CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 _ARGUMENTS = re.compile(r'\{\s*"marked_key"\s*:\s*"marked_value"\s*\}')
 _BEFORE_ARGUMENTS = re.compile(rf'"\s*,\s*"({"|".join(ARGUMENTS_KEYS)})"\s*:\s*')
@@ -178,7 +178,7 @@ class AnswerFormat:
 def _learn_tools(tokenizer: Any) -> ToolFormat | None:
     """Render a call with marks and split around its name and arguments; None unless the call is JSON."""
     template = ChatTemplate(tokenizer, {"tools": [MARKED_TOOL], "add_generation_prompt": False})
-    chat = template.fit([_ASKED, _CALLED]).messages
+    chat = template.fit([_USER, _CALLED]).messages
     text = _behind_question(template.render(chat))
     matches = list(_ARGUMENTS.finditer(text))
     if not matches:

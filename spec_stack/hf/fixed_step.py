@@ -78,12 +78,12 @@ class FixedStep:
     """The fixed-shape forward of a model, shared by its requests. why_eager: the reason against fixed shapes, also
     after a failure; empty where used."""
 
-    def __init__(self, model: PreTrainedModel, asked: DraftStep, is_draft: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, draft_step: DraftStep, is_draft: bool = False) -> None:
         self.model = model
         self.is_captured = model.device.type == "cuda"
-        self.is_compiled = asked == "compiled" and is_draft
+        self.is_compiled = draft_step == "compiled" and is_draft
         is_quantized = bool(getattr(model, "is_quantized", False))
-        self.why_eager = why_eager(model.config, model.device, asked, is_draft, is_quantized)
+        self.why_eager = why_eager(model.config, model.device, draft_step, is_draft, is_quantized)
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.why_eager = self.why_eager or "it is split over devices"
         self.forward = self.forward_one = partial(fixed_forward, model, cache_parameter(model.__class__))
@@ -122,15 +122,15 @@ def describe_step(why_eager: str, is_compiled: bool, is_captured: bool) -> str:
     return ("compiled" if is_compiled else "static") + (", in CUDA graphs" if is_captured else "")
 
 
-def why_eager(config: Any, device: torch.device, asked: DraftStep, is_draft: bool, is_quantized: bool) -> str:
+def why_eager(config: Any, device: torch.device, draft_step: DraftStep, is_draft: bool, is_quantized: bool) -> str:
     """The reason against fixed shapes for a model; empty if there is none."""
-    if asked == "eager":
+    if draft_step == "eager":
         return "as asked"
     if device.type not in ("cpu", "cuda"):
         return f"graphs are for CUDA, not for {device.type}"
-    if device.type == "cpu" and asked == "auto":
+    if device.type == "cpu" and draft_step == "auto":
         return 'on a CPU fixed shapes alone gain nothing; draft_step="compiled" compiles the draft'
-    if device.type == "cpu" and asked == "compiled" and not is_draft:
+    if device.type == "cpu" and draft_step == "compiled" and not is_draft:
         return "on a CPU a padded verification costs more"
     if is_recurrent(config):
         return "a recurrent state cannot be rolled back by a counter"

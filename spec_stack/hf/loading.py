@@ -272,8 +272,8 @@ def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions
     path = resolve_source("draft", source)
     config = load_config(path)
     check_pair(target.config, config, positions)
-    asked = precision_of(target)
-    load = LoadConfig(asked if asked in PRECISIONS else "auto", asked if asked in DTYPES else "auto")
+    name = precision_of(target)
+    load = LoadConfig(name if name in PRECISIONS else "auto", name if name in DTYPES else "auto")
     _, precision = resolve_precisions(target.config, config, load, target.device)
     return FoundModel(path, config, precision, target.device).load()
 

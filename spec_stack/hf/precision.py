@@ -93,21 +93,21 @@ def _default_precision(config: Any, device: torch.device) -> str:
     return "bf16" if num_weights(config) >= _LEAST_BF16_WEIGHTS else "fp32"
 
 
-def _resolve(role: str, asked: str, default: str | None, config: Any, device: torch.device) -> Precision:
+def _resolve(role: str, requested: str, default: str | None, config: Any, device: torch.device) -> Precision:
     """One model's precision. default: the meaning of "auto"; None depends on model and device."""
     stored = stored_precision(config)
     if stored is not None:
-        if asked not in ("auto", stored):
+        if requested not in ("auto", stored):
             raise ValueError(
                 f"the {role}'s checkpoint is quantized already ({stored}); load it with precision 'auto', or give "
-                f"an unquantized one to have {asked}"
+                f"an unquantized one to have {requested}"
             )
         if stored in QUANTIZED:
             _check_bitsandbytes(role, stored, device)
         dtype = getattr(config, "dtype", None)
         floats = dtype if isinstance(dtype, torch.dtype) else unquantized_dtype(stored, device)
         return Precision(stored, floats, is_stored=True)
-    name = (default or _default_precision(config, device)) if asked == "auto" else asked
+    name = (default or _default_precision(config, device)) if requested == "auto" else requested
     if name in QUANTIZED:
         _check_bitsandbytes(role, name, device)
         _check_quantizable(role, name, config)

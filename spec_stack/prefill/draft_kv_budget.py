@@ -19,7 +19,7 @@ RENEW_WHERE_WRONG = 8
 MOST_RESTORED = 64
 """Most tokens that come back then."""
 # Tokens at the text's end whose words are looked for, and the distance over which a word's weight halves.
-_ASKED = 96
+_NUM_QUERY_TOKENS = 96
 _HALF_LIFE = 32
 # Copied text continues behind the matching words: the next two chunks get these shares of a chunk's score.
 _FOLLOWING = (0.8, 0.64)
@@ -89,8 +89,8 @@ def choose_slots(text_ids: Text, num_slots: int, chunk_size: int, num_sinks: int
 
 def _chunk_scores(ids: np.ndarray, num_chunks: int, chunk_size: int) -> np.ndarray:
     """Scores (num_chunks,) of the first whole chunks: their words in common with the text's end."""
-    asked = ids[-_ASKED:][::-1]
-    words, nearest = np.unique(asked, return_index=True)
+    query = ids[-_NUM_QUERY_TOKENS:][::-1]
+    words, nearest = np.unique(query, return_index=True)
     body = ids[: num_chunks * chunk_size]
     at = np.searchsorted(words, body).clip(max=len(words) - 1)
     places = np.nonzero(words[at] == body)[0]

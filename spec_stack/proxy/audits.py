@@ -39,8 +39,8 @@ def greedy(body: Body) -> dict[str, Any]:
     changed = {name: value for name, value in body.items() if name not in ("stream", "stream_options", "n", "store")}
     names = ("max_output_tokens", "max_completion_tokens", "max_tokens")
     name = next((name for name in names if name in body), names[0] if "input" in body else names[-1])
-    asked = body.get(name)
-    most = min(asked, MAX_TOKENS) if isinstance(asked, int) else MAX_TOKENS
+    requested = body.get(name)
+    most = min(requested, MAX_TOKENS) if isinstance(requested, int) else MAX_TOKENS
     return {**changed, name: most, "temperature": 0, **({"store": False} if "input" in body else {})}
 
 

@@ -154,7 +154,7 @@ class Endpoint:
         options = await run_in_threadpool(self._checked_options, processed, by_header)
         route = self._audits.route_of(request)
         why = "" if body_asks or by_header else self._audits.why_whole(route)
-        asked = {**options, "sparse_prefill": "draft_only"} if why else options
+        applied = {**options, "sparse_prefill": "draft_only"} if why else options
         loop, chunks = asyncio.get_running_loop(), asyncio.Queue[Json | None]()
 
         def deliver(chunk: Json) -> None:
@@ -165,7 +165,7 @@ class Endpoint:
         builder = BUILDERS[path](
             self._config.model_name, processed.parsers, self._generator.pair.token_bytes, processed.max_calls
         )
-        job = self._worker.submit(client, QueuedRequest(processed.encoded, asked, builder, deliver))
+        job = self._worker.submit(client, QueuedRequest(processed.encoded, applied, builder, deliver))
 
         def ended(job: asyncio.Task[Answer]) -> None:
             answer = None if job.cancelled() else job.result()

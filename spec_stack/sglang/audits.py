@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from spec_stack.http.audits import MAX_TOKENS, Audit, Audits, Words, words_in
 from spec_stack.http.config import HttpConfig
-from spec_stack.sglang.headers import AskedByHeaders, asking
+from spec_stack.sglang.headers import RequestHeaders, use_headers
 from spec_stack.sglang.request import KEY
 
 _NAME = f"{KEY} audit"
@@ -38,9 +38,9 @@ class ServerAudits:
         route = self._audits.route_of(Request(scope))
         return route, self._audits.why_whole(route)
 
-    def offer(self, asked: Any, report: Mapping[str, Any]) -> None:
-        """Audit a finished request of HTTP later, by chance, if it was pruned or audits left it whole. asked: SGLang's
-        GenerateReqInput."""
+    def offer(self, request: Any, report: Mapping[str, Any]) -> None:
+        """Audit a finished request of HTTP later, by chance, if it was pruned or audits left it whole. request:
+        SGLang's GenerateReqInput."""
         is_pruned = bool(report["sparse_prefill"])
         # Audits' own have no route.
         if "route" not in report or not (is_pruned or report["outcome"] == "audited"):
@@ -49,36 +49,36 @@ class ServerAudits:
             # Without the context of the request that runs SGLang's loop now.
             self._running = asyncio.get_running_loop().create_task(self._audits.run(), context=Context())
         num_kept = report["num_kept_tokens"] if is_pruned else None
-        self._audits.offer(Audit(report["route"], partial(self._answers, asked, num_kept, report.get("header"))))
+        self._audits.offer(Audit(report["route"], partial(self._answers, request, num_kept, report.get("header"))))
 
-    async def _answers(self, asked: Any, num_kept: int | None, header: str | None) -> tuple[Words, Words] | None:
+    async def _answers(self, request: Any, num_kept: int | None, header: str | None) -> tuple[Words, Words] | None:
         """Of the whole and of the pruned prompt; None where it is not pruned as it was. num_kept: of its tokens; None
         for all. header: the keep rate that it came with."""
-        custom = (asked.sampling_params or {}).get("custom_params") or {}
-        own, apart = asked.extra_key, f"{asked.extra_key or ''} {_NAME}"
+        custom = (request.sampling_params or {}).get("custom_params") or {}
+        own, apart = request.extra_key, f"{request.extra_key or ''} {_NAME}"
         # A dense prefix in the cache would change how a prompt is pruned: the other answer has its own.
         of_pruned, of_whole = (f"{apart} pruned", own) if num_kept is None else (own, f"{apart} whole")
-        with asking(AskedByHeaders(header)):
-            pruned = await self._answer(asked, custom, of_pruned)
+        with use_headers(RequestHeaders(header)):
+            pruned = await self._answer(request, custom, of_pruned)
         report = pruned["meta_info"][KEY]
         if not report["sparse_prefill"] or num_kept not in (None, report["num_kept_tokens"]):
             return None
-        whole = await self._answer(asked, {**custom, KEY: {"sparse_prefill": "off"}}, of_whole)
+        whole = await self._answer(request, {**custom, KEY: {"sparse_prefill": "off"}}, of_whole)
         return _words(whole), _words(pruned)
 
-    async def _answer(self, asked: Any, custom: Mapping[str, Any], extra_key: str | None) -> dict[str, Any]:
+    async def _answer(self, request: Any, custom: Mapping[str, Any], extra_key: str | None) -> dict[str, Any]:
         """A short greedy answer. Raises ValueError for none."""
-        sampling, args = dict(asked.sampling_params or {}), self._manager.server_args
+        sampling, args = dict(request.sampling_params or {}), self._manager.server_args
         most = min(sampling.get("max_new_tokens") or MAX_TOKENS, MAX_TOKENS)
         changed = {"temperature": 0, "n": 1, "max_new_tokens": most, "custom_params": custom}
         priority = _LOWEST if args.schedule_low_priority_values_first else -_LOWEST
-        again = type(asked)(
-            text=asked.text,
-            input_ids=asked.input_ids,
+        again = type(request)(
+            text=request.text,
+            input_ids=request.input_ids,
             sampling_params={**sampling, **changed},
             rid=f"{_NAME} {uuid4().hex}",
             extra_key=extra_key,
-            cache_salt=asked.cache_salt,
+            cache_salt=request.cache_salt,
             priority=priority if args.enable_priority_scheduling else None,
             log_metrics=False,
         )

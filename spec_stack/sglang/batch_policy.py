@@ -18,7 +18,7 @@ from spec_stack.controller.base import BatchRequest, DraftSignals, Policy, StepC
 from spec_stack.controller.batch import BatchThroughput
 from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.penalties import is_penalised
-from spec_stack.sglang.request import KEY, NOTHING_ASKED, RequestOptions, RunningRequest, note_step
+from spec_stack.sglang.request import KEY, NO_OPTIONS, RequestOptions, RunningRequest, note_step
 from spec_stack.sglang.server_args import ServerConfig
 
 # Without captured graphs.
@@ -112,11 +112,11 @@ class BatchPolicy:
         policy, wanted, knows = self._cautious, 0, True
         # `log_and_continue` would cost as much as what it guards.
         try:
-            options = [getattr(request, KEY, NOTHING_ASKED) for request in self._requests]
+            options = [getattr(request, KEY, NO_OPTIONS) for request in self._requests]
             caps = list(map(_cap, self._requests, options))
-            name, asked = self._rule(caps, options)
+            name, requested = self._rule(caps, options)
             policy = self._policy(name)
-            wanted = policy.choose(self._context(padded, gammas[-1], caps)) if asked is None else asked
+            wanted = policy.choose(self._context(padded, gammas[-1], caps)) if requested is None else requested
         except Exception:
             log_failure("choosing gamma", "the step drafts as little as it may, and nothing of it is accepted")
             policy, knows = self._cautious, False
@@ -239,9 +239,9 @@ class BatchPolicy:
     def _rule(self, caps: Sequence[int], options: Sequence[RequestOptions]) -> tuple[str, int | None]:
         if caps and not max(caps):
             return "fixed", 0
-        asked = [option.gamma for option in options if option.gamma is not None]
-        if asked and len(asked) == len(options):
-            return "fixed", max(asked)
+        requested = [option.gamma for option in options if option.gamma is not None]
+        if requested and len(requested) == len(options):
+            return "fixed", max(requested)
         names = {option.policy for option in options if option.policy is not None and option.gamma is None}
         return (names.pop() if len(names) == 1 else self._config.policy), None
 

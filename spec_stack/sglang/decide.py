@@ -24,7 +24,7 @@ from spec_stack.prefill.registry import needs_draft
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.turn import Cached, NeedsScore, Plan, plan_scored, plan_turn, scoring_obstacle, why_whole
 from spec_stack.sglang.draft_prefixes import num_equal
-from spec_stack.sglang.request import NOTHING_ASKED, RequestOptions, RunningRequest, attach
+from spec_stack.sglang.request import NO_OPTIONS, RequestOptions, RunningRequest, attach
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.tokenizers.prompt_reader import PromptReader
 from spec_stack.types import TriedRate
@@ -65,7 +65,7 @@ class Prompt:
     config: PrefillConfig
     follow_up: str
     end_ids: frozenset[int] = frozenset()
-    options: RequestOptions = NOTHING_ASKED
+    options: RequestOptions = NO_OPTIONS
     text: PromptText | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -121,13 +121,13 @@ class _Turn:
 
     def num_continued(self, tenant: Hashable, ids: Ints) -> int:
         """Tokens of the prompt and its reply that a text begins with; 0 unless it has the whole prompt."""
-        num_asked = len(self.token_ids)
-        if tenant != self.tenant or not np.array_equal(self.token_ids, ids[:num_asked]):
+        num_prompt_tokens = len(self.token_ids)
+        if tenant != self.tenant or not np.array_equal(self.token_ids, ids[:num_prompt_tokens]):
             return 0
         # A copy: an array that is looked into cannot grow.
-        reply = np.array(self.reply[: len(ids) - num_asked], dtype=np.int64)
+        reply = np.array(self.reply[: len(ids) - num_prompt_tokens], dtype=np.int64)
         # The reply's last token may have no KV.
-        return num_asked + max(0, num_equal(reply, ids[num_asked:]) - 1)
+        return num_prompt_tokens + max(0, num_equal(reply, ids[num_prompt_tokens:]) - 1)
 
 
 class TurnStore:

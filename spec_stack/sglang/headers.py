@@ -12,7 +12,7 @@ from spec_stack.config import header_options
 
 
 @dataclass(frozen=True)
-class AskedByHeaders:
+class RequestHeaders:
     """keep_rate: the text of `x-spec-stack-keep-rate`. route, whole: where the server audits, what the request is
     counted under, and why audits leave its prompt whole."""
 
@@ -25,19 +25,19 @@ class AskedByHeaders:
         return header_options(self.keep_rate)
 
 
-_NOTHING = AskedByHeaders()
-_asked: ContextVar[AskedByHeaders] = ContextVar("asked by headers", default=_NOTHING)
+_NOTHING = RequestHeaders()
+_current: ContextVar[RequestHeaders] = ContextVar("request headers", default=_NOTHING)
 
 
-def asked_by_headers() -> AskedByHeaders:
-    return _asked.get()
+def current_headers() -> RequestHeaders:
+    return _current.get()
 
 
 @contextmanager
-def asking(asked: AskedByHeaders) -> Iterator[None]:
+def use_headers(headers: RequestHeaders) -> Iterator[None]:
     """In this block the current request has these headers."""
-    token = _asked.set(asked)
+    token = _current.set(headers)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _current.reset(token)

@@ -21,7 +21,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from spec_stack.sglang.errors import log_and_continue
-from spec_stack.sglang.headers import asked_by_headers
+from spec_stack.sglang.headers import current_headers
 from spec_stack.sglang.http import SpecStackMiddleware
 from spec_stack.sglang.launch import require_drafting
 from spec_stack.sglang.manager import SparsePrefillManager
@@ -105,24 +105,24 @@ def _prepare_front_end(init: Callable[..., None], manager: Any, *args: Any, **kw
             server.app.add_middleware(SpecStackMiddleware, books=books)
 
 
-def _sampling_params(**asked: Any) -> SamplingParams:
+def _sampling_params(**params: Any) -> SamplingParams:
     """SGLang turns the ValueError into a 400."""
-    custom = asked.get("custom_params")
+    custom = params.get("custom_params")
     with log_and_continue("reading a request's options", "the scheduler reads them again", ValueError):
         if _is_on():
             if isinstance(custom, Mapping) and isinstance(entry := custom.get(KEY), Mapping | list):
                 # Whatever fails below: under msgpack a nested value ends SGLang's scheduler.
-                asked["custom_params"] = {**custom, KEY: json.dumps(entry)}
-            options, asked_by = RequestOptions.parse(custom, _config()), asked_by_headers()
-            by_header, is_set = asked_by.options(), options.sparse_prefill or options.keep_rate
-            header, whole = None, None if is_set or by_header else asked_by.whole
+                params["custom_params"] = {**custom, KEY: json.dumps(entry)}
+            options, headers = RequestOptions.parse(custom, _config()), current_headers()
+            by_header, is_set = headers.options(), options.sparse_prefill or options.keep_rate
+            header, whole = None, None if is_set or by_header else headers.whole
             if by_header and not is_set:
-                options = RequestOptions.parse({KEY: {**options.as_asked(), **by_header}}, _config())
-                header = None if asked_by.route is None else asked_by.keep_rate
-            options = replace(options, route=asked_by.route, whole=whole, header=header)
-            if options.as_asked():
-                asked["custom_params"] = {**(custom if isinstance(custom, Mapping) else {}), KEY: options.on_wire()}
-    return SamplingParams(**asked)
+                options = RequestOptions.parse({KEY: {**options.as_dict(), **by_header}}, _config())
+                header = None if headers.route is None else headers.keep_rate
+            options = replace(options, route=headers.route, whole=whole, header=header)
+            if options.as_dict():
+                params["custom_params"] = {**(custom if isinstance(custom, Mapping) else {}), KEY: options.on_wire()}
+    return SamplingParams(**params)
 
 
 def _report(

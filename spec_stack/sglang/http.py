@@ -14,7 +14,7 @@ from typing import Any
 
 from spec_stack.config import KEEP_RATE_HEADER
 from spec_stack.sglang.errors import log_and_continue
-from spec_stack.sglang.headers import AskedByHeaders, asking
+from spec_stack.sglang.headers import RequestHeaders, use_headers
 from spec_stack.sglang.metrics import ReportStore
 from spec_stack.sglang.request import KEY
 
@@ -36,7 +36,7 @@ class SpecStackMiddleware:
         given = dict(scope["headers"]).get(KEEP_RATE_HEADER.encode())
         audits = self._books.audits if scope.get("method") == "POST" else None
         route, whole = (None, None) if audits is None else audits.route_of(scope)
-        asked = AskedByHeaders(None if given is None else given.decode("latin-1"), route, whole or None)
+        headers = RequestHeaders(None if given is None else given.decode("latin-1"), route, whole or None)
 
         async def send_with_report(message: Message) -> None:
             body = message.get("body", b"")
@@ -45,7 +45,7 @@ class SpecStackMiddleware:
                 message["body"] = with_report(body, self._books)
             await send(message)
 
-        with asking(asked), nullcontext() if audits is None else audits.client_waits():
+        with use_headers(headers), nullcontext() if audits is None else audits.client_waits():
             await self._app(scope, receive, send_with_report)
 
 

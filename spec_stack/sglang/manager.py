@@ -34,7 +34,7 @@ from spec_stack.sglang.errors import log_and_continue, log_failure, num_failures
 from spec_stack.sglang.launch import describe
 from spec_stack.sglang.metrics import SchedulerMetrics
 from spec_stack.sglang.ranks import all_say_yes, contained, num_ranks, own_rank, same_on_all
-from spec_stack.sglang.request import KEY, NOTHING_ASKED, RequestOptions, RunningRequest, dense_reason
+from spec_stack.sglang.request import KEY, NO_OPTIONS, RequestOptions, RunningRequest, dense_reason
 from spec_stack.sglang.scoring import DraftScorer
 from spec_stack.sglang.server_args import NAME
 
@@ -232,7 +232,7 @@ class SparsePrefillManager:
             with log_and_continue("reporting on a prompt", "its reply has no report"):
                 if isinstance(decision, Exception):
                     reason = f"off: deciding failed: {type(decision).__name__}: {decision}"
-                    decision = Decision.dense(self._prompt(request, NOTHING_ASKED), reason, "failed")
+                    decision = Decision.dense(self._prompt(request, NO_OPTIONS), reason, "failed")
                 self._apply(request, decision)
 
     def _decide(self, request: RunningRequest) -> Decision | UnscoredPrompt | Exception:

@@ -22,8 +22,8 @@ _COUNTING = "counting penalties", "they are SGLang's own"
 
 def is_penalised(request: RunningRequest) -> bool:
     """Return whether a request's output changes its next token's logits."""
-    asked = request.sampling_params
-    return _counts(asked) or len(request.output_ids) < asked.min_new_tokens
+    params = request.sampling_params
+    return _counts(params) or len(request.output_ids) < params.min_new_tokens
 
 
 def has_penalties(request: RunningRequest) -> bool:
@@ -74,9 +74,10 @@ class _OutputCounts:
         rows = [row for row, request in enumerate(requests) if has_penalties(request)]
         outputs = [torch.tensor(list(requests[row].output_ids), dtype=torch.int64) for row in rows]
         lengths = torch.tensor([len(ids) for ids in outputs])
-        asked = [requests[row].sampling_params for row in rows]
+        params = [requests[row].sampling_params for row in rows]
         settings = [
-            (it.frequency_penalty, it.presence_penalty, it.repetition_penalty, float(it.min_new_tokens)) for it in asked
+            (it.frequency_penalty, it.presence_penalty, it.repetition_penalty, float(it.min_new_tokens))
+            for it in params
         ]
         self.num_prompt_tokens = to_device(torch.tensor([len(it.origin_input_ids) for it in requests]), device)
         self._rows, self._num_counted = to_device(torch.tensor(rows), device), to_device(lengths, device)
@@ -116,5 +117,5 @@ class _OutputCounts:
             scaling[rows] = torch.where(occurs, repetition, 1.0).to(scaling.dtype)
 
 
-def _counts(asked: Any) -> bool:
-    return bool(asked.frequency_penalty or asked.presence_penalty or asked.repetition_penalty != 1)
+def _counts(params: Any) -> bool:
+    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1)

@@ -31,7 +31,7 @@ def register() -> None:
         # Before the settings are read, which may name what they register.
         import_plugins()
     except (RuntimeError, ImportError) as error:
-        if _is_asked_for():
+        if _is_requested():
             raise SystemExit(f"error: {error}") from error
         raise
     from spec_stack.sglang import hooks
@@ -57,7 +57,7 @@ def _numbers(version_text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version_text)[:3]))
 
 
-def _is_asked_for() -> bool:
+def _is_requested() -> bool:
     names = (argument.upper().removeprefix("--SPECULATIVE-ALGORITHM=") for argument in sys.argv)
     return any(name == NAME or name.startswith("--SPEC-STACK-") for name in names) or (
         "scoring_model" in os.environ.get(ENVIRONMENT, "")

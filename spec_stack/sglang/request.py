@@ -86,21 +86,21 @@ class RequestOptions:
         beside = [name for name in _OURS_ALONE if params.get(name) is not None]
         if beside:
             raise ValueError(f"{', '.join(beside)} belongs in custom_params.{KEY}")
-        asked = params.get(KEY)
-        if asked is None:
+        requested = params.get(KEY)
+        if requested is None:
             return cls()
         known = OPTIONS
-        if isinstance(asked, str):
+        if isinstance(requested, str):
             known = tuple(entry.name for entry in fields(cls))
             # What a client wrote itself may be any text.
             with suppress(json.JSONDecodeError):
-                asked = json.loads(asked)
-        if not isinstance(asked, Mapping):
-            raise ValueError(f"custom_params.{KEY} must be an object of options, got {asked!r}")
-        unknown = [str(name) for name in asked if name not in known]
+                requested = json.loads(requested)
+        if not isinstance(requested, Mapping):
+            raise ValueError(f"custom_params.{KEY} must be an object of options, got {requested!r}")
+        unknown = [str(name) for name in requested if name not in known]
         if unknown:
             raise ValueError(f"custom_params.{KEY} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
-        given = {name: value for name, value in asked.items() if value is not None}
+        given = {name: value for name, value in requested.items() if value is not None}
         values: dict[str, Any] = {
             name: _spans(value) if name == "protect" else plain(value) for name, value in given.items()
         }
@@ -108,13 +108,13 @@ class RequestOptions:
         options._check(config)
         return options
 
-    def as_asked(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def on_wire(self) -> str:
         """The options as one string: SGLang's msgpack takes no nested values in `custom_params`, and the scheduler ends
         over others."""
-        return json.dumps(self.as_asked())
+        return json.dumps(self.as_dict())
 
     def _check(self, config: ServerConfig) -> None:
         def given(*names: str) -> str:
@@ -136,8 +136,8 @@ class RequestOptions:
             raise ValueError(f"{idle} set how prompts are pruned, and this server prunes its draft alone")
         if self.follow_up not in (None, *FOLLOW_UPS):
             raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
-        if config.scoring_model is not None and (asked := given("gamma", "policy")):
-            raise ValueError(f"{asked} set how SPEC_STACK drafts, and on this server it does not")
+        if config.scoring_model is not None and (requested := given("gamma", "policy")):
+            raise ValueError(f"{requested} set how SPEC_STACK drafts, and on this server it does not")
         if self.gamma is not None:
             if type(self.gamma) is not int or self.gamma not in config.gammas:
                 raise ValueError(f"gamma must be one of the server's, {list(config.gammas)}, got {self.gamma!r}")
@@ -148,8 +148,8 @@ class RequestOptions:
 
     def prefill(self, config: ServerConfig) -> PrefillConfig:
         """The server's prefill configuration with this request's options of it."""
-        asked: dict[str, Any] = {name: getattr(self, name) for name in _OF_PREFILL}
-        return replace(config.prefill, **{name: value for name, value in asked.items() if value is not None})
+        requested: dict[str, Any] = {name: getattr(self, name) for name in _OF_PREFILL}
+        return replace(config.prefill, **{name: value for name, value in requested.items() if value is not None})
 
 
 OPTIONS = tuple(entry.name for entry in fields(RequestOptions) if entry.compare)
@@ -175,7 +175,7 @@ def _is_span(span: object) -> bool:
     return type(start) is int and type(stop) is int and 0 <= start <= stop <= _MOST_TOKENS
 
 
-NOTHING_ASKED = RequestOptions()
+NO_OPTIONS = RequestOptions()
 
 
 def attach(request: RunningRequest, options: RequestOptions, report: Mapping[str, Any]) -> None:

@@ -129,10 +129,10 @@ def _opening(tokenizer: Any, role: str, before: str, after: str) -> Opening:
 
 def _unprotected(tokenizer: Any, turns: ChatTurns, options: Mapping[str, Any]) -> str:
     """A note on system messages or tool definitions that these turns would leave prunable; empty without any."""
-    system, asked = {"role": "system", "content": "marked_system"}, {"role": "user", "content": "text"}
+    system, user = {"role": "system", "content": "marked_system"}, {"role": "user", "content": "text"}
     tries: list[tuple[str, list[dict[str, str]], str, dict[str, Any]]] = [
-        ("system messages", [system, asked], "marked_system", {}),
-        ("tool definitions", [asked], MARKED_TOOL["function"]["name"], {"tools": [MARKED_TOOL]}),
+        ("system messages", [system, user], "marked_system", {}),
+        ("tool definitions", [user], MARKED_TOOL["function"]["name"], {"tools": [MARKED_TOOL]}),
     ]
     lost = []
     for what, messages, mark, more in tries:

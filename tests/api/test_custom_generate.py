@@ -111,18 +111,18 @@ def test_criteria_are_asked_after_every_token_and_end_a_row_inside_an_accepted_r
 ) -> None:
     inputs = ids_of()
     stop_at = int(plain.generate(**inputs, max_new_tokens=12, do_sample=False)[0, 20 + 7])
-    asked = [AfterToken(stop_at, 20) for _ in range(2)]
+    criteria = [AfterToken(stop_at, 20) for _ in range(2)]
     options = {**inputs, "max_new_tokens": 30, "do_sample": False}
-    expected = plain.generate(**options, stopping_criteria=StoppingCriteriaList([asked[0]]))
+    expected = plain.generate(**options, stopping_criteria=StoppingCriteriaList([criteria[0]]))
     # The target as its own draft: every proposal is accepted whole.
     ours = target.generate(
         **options,
-        stopping_criteria=StoppingCriteriaList([asked[1]]),
+        stopping_criteria=StoppingCriteriaList([criteria[1]]),
         return_dict_in_generate=True,
         custom_generate=with_draft(make_model(seed=1), gamma=8),
     )
     assert torch.equal(ours.sequences, expected)
-    assert asked[1].lengths == asked[0].lengths == list(range(21, expected.shape[1] + 1))
+    assert criteria[1].lengths == criteria[0].lengths == list(range(21, expected.shape[1] + 1))
     assert ours.metrics == [None]
 
 

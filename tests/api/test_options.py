@@ -96,12 +96,12 @@ def test_the_largest_bias_and_penalty_are_sampled_at_the_lowest_temperature(embe
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "do_sample", "typical_p", "prune", "inputs", "keeprate"])
 def test_an_option_of_another_name_is_refused_by_naming_the_option(embedded: SpecStackGenerator, name: str) -> None:
-    asked: dict[str, Any] = {name: None}
+    options: dict[str, Any] = {name: None}
     nearest = ALIASES.get(name, "keep_rate")
     for call in (embedded.generate, embedded.stream, embedded.session().generate, embedded.agenerate):
         expected = rf"{call.__name__}\(\) has no option '{name}'; did you mean {nearest}=\?"
         with pytest.raises(TypeError, match=expected):
-            asyncio.run(call("x", **asked)) if call == embedded.agenerate else call("x", **asked)
+            asyncio.run(call("x", **options)) if call == embedded.agenerate else call("x", **options)
 
 
 @pytest.mark.parametrize(

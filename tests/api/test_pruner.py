@@ -155,12 +155,12 @@ def test_a_conversation_keeps_what_it_kept_and_recalls_to_its_place(pruner: Prun
     assert quiet.messages[1] == messages[1]
     dropped = next(line for line in CODE.splitlines() if "radix =" in line)
     messages += chat("", "Yes.", "What is radix = (len(words) + 1)?")[1:]
-    asked = conversation.prune(messages, keep_rate=0.2, marker="")
-    assert characters(quiet) < characters(asked)
+    recalled = conversation.prune(messages, keep_rate=0.2, marker="")
+    assert characters(quiet) < characters(recalled)
     assert dropped not in first.messages[0]["content"]
-    assert dropped in asked.messages[0]["content"]
-    assert asked.num_recalled_tokens > 0
-    assert asked.messages[0]["content"] == "".join(text[at] for at in sorted(characters(asked)))
+    assert dropped in recalled.messages[0]["content"]
+    assert recalled.num_recalled_tokens > 0
+    assert recalled.messages[0]["content"] == "".join(text[at] for at in sorted(characters(recalled)))
     # The draft's cache has changed nothing.
     assert pruner.prune(messages[:1], keep_rate=0.2, marker="").messages == first.messages
 

@@ -67,8 +67,10 @@ def test_a_family_in_other_words_shares_no_telling_word_with_its_questions() -> 
     for kind in ("paraphrase", "log, other words", "function", "dialogue, other words"):
         for wording in FAMILIES[kind].needles:
             needle = wording.needle(random.Random(5))
-            told, asked = (set(re.findall(r"\w+", text.lower())) for text in (needle.evidence[0], needle.question))
-            assert told & asked <= small, (kind, needle)
+            evidence, question = (
+                set(re.findall(r"\w+", text.lower())) for text in (needle.evidence[0], needle.question)
+            )
+            assert evidence & question <= small, (kind, needle)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -22,8 +22,8 @@ def titled(title: str) -> str:
 def check_that_it_selects(root: Path | str, folder: Path) -> None:
     """A prompt is pruned by the rule's name, by the package at `root`."""
     text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
-    asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--sparse-prefill", "on", "--max-tokens", "4", "--json")
-    answer = run_python(root, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n", cwd=folder)
+    flags = ("--scorer", "rare_words", "--keep-rate", "0.3", "--sparse-prefill", "on", "--max-tokens", "4", "--json")
+    answer = run_python(root, "-m", "spec_stack", "generate", *flags, text + "# What does step_17 add?\n", cwd=folder)
     assert '"sparse_prefill": true' in answer
 
 

@@ -40,12 +40,12 @@ def test_no_command_installs_by_a_name_that_is_nobodys() -> None:
 
 def test_hints_name_extras_that_there_are() -> None:
     extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    asked = {
+    hinted = {
         name
         for path in FILES
         if path.suffix == ".py"
         for name in re.findall(r"how_to_install\(['\"]([\w-]+)['\"]\)", path.read_text(encoding="utf-8"))
     }
-    assert len(asked) > 4
-    assert all(re.search(rf"^{name} = \[", extras, re.MULTILINE) for name in asked)
+    assert len(hinted) > 4
+    assert all(re.search(rf"^{name} = \[", extras, re.MULTILINE) for name in hinted)
     assert how_to_install("serve") == "pip install '.[serve]' in a clone of the package"

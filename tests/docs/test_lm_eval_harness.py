@@ -21,7 +21,7 @@ TEXT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(
 
 
 @dataclass
-class Asked:
+class Instance:
     args: tuple[Any, ...]
     task_name: str = "t"
     doc_id: int = 0
@@ -45,7 +45,7 @@ def test_the_example_registers_the_model() -> None:
 def test_a_dense_log_likelihood_is_the_targets_own(dense: SpecStackLM) -> None:
     # lm-eval moves a context's trailing blanks to the continuation, so these have none.
     pairs = [("def main():", "\n    return 0"), ("def main():", "\n    pass"), ("", "import os")]
-    found = dense.loglikelihood([Asked(pair) for pair in pairs], disable_tqdm=True)
+    found = dense.loglikelihood([Instance(pair) for pair in pairs], disable_tqdm=True)
     target = dense.generator.target
     for (context, continuation), (value, is_greedy) in zip(pairs, found, strict=True):
         if context:
@@ -62,7 +62,7 @@ def test_a_dense_log_likelihood_is_the_targets_own(dense: SpecStackLM) -> None:
 def test_a_sparse_log_likelihood_is_a_plain_forward_over_the_kept_tokens(sparse: SpecStackLM) -> None:
     question = TEXT + "\ndef f"
     with forwards_of(sparse.generator.target) as read:
-        answer = sparse.loglikelihood([Asked((question, "7(x):"))], disable_tqdm=True)[0]
+        answer = sparse.loglikelihood([Instance((question, "7(x):"))], disable_tqdm=True)[0]
     ids = sparse.tok_encode(question)
     whole = sparse.tok_encode(question + "7(x):")
     kept = [position for position in positions_of(read) if position < len(ids)]
@@ -80,15 +80,15 @@ def test_a_sparse_log_likelihood_is_a_plain_forward_over_the_kept_tokens(sparse:
 def test_one_context_is_prefilled_once_for_all_of_its_choices(sparse: SpecStackLM) -> None:
     question, choices = TEXT + "\n\ndef f", ["7(x):", "8(x):", "9(y, z):"]
     with forwards_of(sparse.generator.target) as read:
-        together = sparse.loglikelihood([Asked((question, choice)) for choice in choices], disable_tqdm=True)
+        together = sparse.loglikelihood([Instance((question, choice)) for choice in choices], disable_tqdm=True)
     last = len(sparse.tok_encode(question)) - 1
     assert positions_of(read).count(last) == 1
     apart = []
     for choice in choices:
         # Another context in between.
-        sparse.loglikelihood([Asked((TEXT, choice))], disable_tqdm=True)
+        sparse.loglikelihood([Instance((TEXT, choice))], disable_tqdm=True)
         with forwards_of(sparse.generator.target) as read:
-            apart += sparse.loglikelihood([Asked((question, choice))], disable_tqdm=True)
+            apart += sparse.loglikelihood([Instance((question, choice))], disable_tqdm=True)
         assert positions_of(read).count(last) == 1
     assert together == [pytest.approx(value) for value in apart]
 
@@ -96,8 +96,8 @@ def test_one_context_is_prefilled_once_for_all_of_its_choices(sparse: SpecStackL
 def test_answers_are_the_generators_and_their_steps_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     model = SpecStackLM(sparse_prefill="on", keep_rate=0.3, device="cpu", precision="fp32", records=str(file))
-    asked = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
-    (answer,) = model.generate_until([Asked((TEXT + "\ndef f", asked))], disable_tqdm=True)
+    gen_kwargs = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
+    (answer,) = model.generate_until([Instance((TEXT + "\ndef f", gen_kwargs))], disable_tqdm=True)
     alone = model.generator.generate(TEXT + "\ndef f", max_tokens=12, stop="\n\n", sparse_prefill="on", keep_rate=0.3)
     assert answer == alone.text
     records = read_records(file)

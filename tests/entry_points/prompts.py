@@ -56,7 +56,7 @@ FORM = (
 )
 # The model's own answers are kept whole, as a session has them in its cache.
 ANSWER = tuple(f"{number}. This is what part {number} of the file does, in a few words." for number in range(8))
-ASKED = "What is the number of the locker of Carmen?"
+QUESTION = "What is the number of the locker of Carmen?"
 DOCUMENT = document()
 SYSTEM = {"role": "system", "content": RULES}
 
@@ -66,9 +66,9 @@ def chat(last: str, doc: str = DOCUMENT) -> tuple[dict[str, Any], ...]:
 
 
 ROWS = {
-    "plain text": Row(text=f"{DOCUMENT}\n\n{ASKED}\n{FORM}\n"),
-    "chat": Row(chat(ASKED)),
-    "tools": Row(chat(ASKED), options={"tools": [TOOL]}),
+    "plain text": Row(text=f"{DOCUMENT}\n\n{QUESTION}\n{FORM}\n"),
+    "chat": Row(chat(QUESTION)),
+    "tools": Row(chat(QUESTION), options={"tools": [TOOL]}),
     "three turns": Row(
         (
             SYSTEM,
@@ -76,7 +76,7 @@ ROWS = {
             {"role": "assistant", "content": "Please do."},
             {"role": "user", "content": DOCUMENT},
             {"role": "assistant", "content": "I have read it."},
-            {"role": "user", "content": f"{ASKED}\n{FORM}"},
+            {"role": "user", "content": f"{QUESTION}\n{FORM}"},
         )
     ),
     "a long answer": Row(
@@ -84,7 +84,7 @@ ROWS = {
             SYSTEM,
             {"role": "user", "content": DOCUMENT},
             {"role": "assistant", "content": "\n".join(ANSWER)},
-            {"role": "user", "content": f"{ASKED}\n{FORM}"},
+            {"role": "user", "content": f"{QUESTION}\n{FORM}"},
         )
     ),
     "no question mark": Row(chat("Give me the number of the locker of Esther.")),
@@ -94,15 +94,15 @@ ROWS = {
             document(["const shown = user?.name ?? 'x'", "GET /items?id=77 HTTP/1.1", "return ok ? 1 : 0"]),
         )
     ),
-    "protected question": Row(text=f"{DOCUMENT}\n\n{ASKED}\n{FORM}\n", protected=ASKED),
-    "protected line": Row(text=f"{DOCUMENT}\n\n{ASKED}\n{FORM}\n", protected=DOCUMENT.splitlines()[20]),
-    "given question": Row(text=f"{DOCUMENT}\n\n{FORM}\n", question=ASKED),
-    "given question in a chat": Row(chat("Do as you were told."), question=ASKED),
+    "protected question": Row(text=f"{DOCUMENT}\n\n{QUESTION}\n{FORM}\n", protected=QUESTION),
+    "protected line": Row(text=f"{DOCUMENT}\n\n{QUESTION}\n{FORM}\n", protected=DOCUMENT.splitlines()[20]),
+    "given question": Row(text=f"{DOCUMENT}\n\n{FORM}\n", question=QUESTION),
+    "given question in a chat": Row(chat("Do as you were told."), question=QUESTION),
 }
 
 
 LINES = {*DOCUMENT.splitlines(), *ANSWER, *ROWS["question marks in code"].messages[1]["content"].splitlines()} - {
-    ASKED,
+    QUESTION,
     FORM,
 }
 

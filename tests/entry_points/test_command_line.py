@@ -51,7 +51,7 @@ def test_lm_eval(generator: SpecStackGenerator, expected: Expected, name: str) -
 
     model = SpecStackLM(device="cpu", precision="fp32", keep_rate=RATE, sparse_prefill="on")
     reads = Reads(generator)
-    asked = (rendered(generator, ROWS[name]), {"until": [], "max_gen_toks": 1})
+    args = (rendered(generator, ROWS[name]), {"until": [], "max_gen_toks": 1})
     with reads.of():
-        model.generate_until([Instance("generate_until", {}, asked, 0)])
+        model.generate_until([Instance("generate_until", {}, args, 0)])
     assert lines_of(reads.text()) == expected(name)

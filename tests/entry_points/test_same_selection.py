@@ -77,8 +77,8 @@ def test_generate_keeps_a_part_that_has_the_evidence(expected: Expected, name: s
     row, kept = ROWS[name], expected(name)
     assert len(kept) < 0.6 * len(DOCUMENT.splitlines())
     last = row.question or row.text or row.messages[-1]["content"]
-    asked = max(NAMES, key=last.rfind)
-    assert any(line.startswith(f"The locker of {asked} ") for line in kept)
+    wanted = max(NAMES, key=last.rfind)
+    assert any(line.startswith(f"The locker of {wanted} ") for line in kept)
     if name == "a long answer":
         assert kept.issuperset(ANSWER)
 

@@ -27,9 +27,9 @@ def post(url: str, body: dict[str, Any], **headers: str) -> None:
 
 def served(server: RunningApp, generator: SpecStackGenerator, row: Row, path: str, body: dict[str, Any]) -> Any:
     reads = Reads(generator)
-    asked = {} if row.question is None else {"question": row.question}
+    options = {} if row.question is None else {"question": row.question}
     with reads.of():
-        post(f"{server.url}{path}", {**body, **asked, "max_tokens": 1, "temperature": 0})
+        post(f"{server.url}{path}", {**body, **options, "max_tokens": 1, "temperature": 0})
     return lines_of(reads.text())
 
 

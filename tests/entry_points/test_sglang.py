@@ -37,10 +37,10 @@ def test_the_scheduler_keeps_the_same_lines(
     # Under completions SGLang's tokenizer adds its special tokens to a rendered chat too.
     ids = tokenizer(rendered(generator, row)).input_ids if endpoint == "completions" else ids_of(generator, row)
     protected = by_ids(generator, row).get("protected")
-    asked = RequestOptions(protect=protected and tuple(protected), question=row.question)
+    options = RequestOptions(protect=protected and tuple(protected), question=row.question)
     known = KnownTexts(ServerConfig(), tokenizer, None, lambda prompt: 0, sys.maxsize)
     config = generator.config.prefill
-    plan = planned(generator, known, Prompt(tuple(ids), None, None, config, "recall", frozenset(), asked))
+    plan = planned(generator, known, Prompt(tuple(ids), None, None, config, "recall", frozenset(), options))
     kept = tokenizer.decode([ids[position] for position in plan.positions])
     if ids == ids_of(generator, row):
         assert lines_of(kept) == expected(name)

@@ -83,8 +83,8 @@ def test_what_one_refuses_all_refuse_in_one_line(
 
 def test_half_a_character_is_read_as_a_replacement_character(generator: SpecStackGenerator, server: RunningApp) -> None:
     half, whole = f"x = '\ud83d'  # {TEXT}\n", f"x = '\ufffd'  # {TEXT}\n"
-    asked = [generator.generate(text, max_tokens=8, question=text).token_ids for text in (half, whole)]
-    assert asked[0] == asked[1]
+    token_ids = [generator.generate(text, max_tokens=8, question=text).token_ids for text in (half, whole)]
+    assert token_ids[0] == token_ids[1]
     chats = [[{"role": "user", "content": text}] for text in (half, whole)]
     answers = [generator.generate(messages=chat, max_tokens=8).text for chat in chats]
     assert answers[0] == answers[1]

@@ -26,10 +26,10 @@ class Parrot(Client):
     """A server that answers with so many tokens at once, and notes what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[list[int]] = []
+        self.prompts: list[list[int]] = []
 
     def ask(self, input_ids: Sequence[int], num_new: int, *_: Any, **__: Any) -> Answer:
-        self.asked.append(list(input_ids))
+        self.prompts.append(list(input_ids))
         meta = {"cached_tokens": 0, "finish_reason": {"type": "length"}}
         return Answer(1.0, [1.5, 3.0], list(range(70, 70 + num_new)), meta_info=meta)
 
@@ -51,7 +51,7 @@ def test_every_turn_goes_on_from_its_arms_own_replies(tokenizer: Any) -> None:
     assert set(told) == {f"300 {arm}, turn {turn}" for arm in clients for turn in (1, 2, 3)}
     assert all(row["n"] == 2 and row["ttft_s"] == 0.5 for row in told.values())
     for client in clients.values():
-        first, second, third = client.asked[:3]
+        first, second, third = client.prompts[:3]
         assert len(first) < len(second) < len(third)
         assert tokenizer.decode(first)[:200] == tokenizer.decode(third)[:200]
 

@@ -178,8 +178,8 @@ def session_of_three_turns_with_recall() -> dict[str, Any]:
     messages: list[dict[str, str]] = []
     turns: list[dict[str, Any]] = []
     with generator().session() as session:
-        for asked in (long_chat()[0], question("Elena", "golden"), {"role": "user", "content": "Go on:\n" + CODE}):
-            messages.append(asked)
+        for message in (long_chat()[0], question("Elena", "golden"), {"role": "user", "content": "Go on:\n" + CODE}):
+            messages.append(message)
             options = {} if turns else SPARSE | {"keep_rate": 0.06}
             result = session.generate(messages=messages, max_tokens=20, gamma=4, **DRAFT_MODEL, **options)
             turns.append(told(result, METRICS))

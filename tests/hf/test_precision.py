@@ -109,7 +109,7 @@ def test_target_and_draft_have_precisions_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "expected"),
+    ("load", "device", "expected"),
     [
         (LoadConfig(), "cpu", ("fp32", "fp32")),
         (LoadConfig(), "cuda", ("bf16", "bf16")),
@@ -121,10 +121,10 @@ def test_target_and_draft_have_precisions_of_their_own() -> None:
     ],
 )
 def test_the_defaults_follow_the_device_and_the_target(
-    asked: LoadConfig, device: str, expected: tuple[str, str]
+    load: LoadConfig, device: str, expected: tuple[str, str]
 ) -> None:
     config = load_config(str(ASSETS / "target"))
-    resolved = resolve_precisions(config, config, asked, torch.device(device))
+    resolved = resolve_precisions(config, config, load, torch.device(device))
     assert tuple(precision.name for precision in resolved) == expected
 
 
@@ -155,8 +155,8 @@ def test_a_large_checkpoint_stays_in_bf16_where_the_processor_multiplies_in_it(
     small = load_config(str(ASSETS / "draft"))
     resolved = resolve_precisions(config, small, LoadConfig(), CPU)
     assert [each.name for each in resolved] == [expected, expected]
-    asked = resolve_precisions(config, config, LoadConfig("fp32", "auto"), CPU)
-    assert [each.name for each in asked] == ["fp32", "fp32"]
+    given = resolve_precisions(config, config, LoadConfig("fp32", "auto"), CPU)
+    assert [each.name for each in given] == ["fp32", "fp32"]
     quantized = resolve_precisions(config, config, LoadConfig("int8"), CPU)
     assert (quantized[0].name, quantized[0].dtype) == ("int8", torch.float32)
     assert quantized[1].name == expected
@@ -211,9 +211,9 @@ def test_a_checkpoint_that_is_quantized_already_loads_as_it_is(
 
     (folder / "model.safetensors").unlink()
     other = "nf4" if precision == "int8" else "int8"
-    for asked in (other, "bf16"):
+    for name in (other, "bf16"):
         with pytest.raises(ValueError, match="quantized already"):
-            ModelPair.load(str(folder), draft, precision=asked, device="cpu")
+            ModelPair.load(str(folder), draft, precision=name, device="cpu")
 
 
 @pytest.mark.parametrize("missing", ["bitsandbytes", "accelerate"])

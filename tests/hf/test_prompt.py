@@ -185,17 +185,17 @@ BESIDE_CALLS = {
 }
 
 
-@pytest.mark.parametrize("asked", ["Where?", [{"type": "text", "text": "Where?"}]], ids=["text", "parts"])
+@pytest.mark.parametrize("question", ["Where?", [{"type": "text", "text": "Where?"}]], ids=["text", "parts"])
 @pytest.mark.parametrize("content", [None, "", "absent"])
 @pytest.mark.parametrize("name", sorted(BESIDE_CALLS))
 def test_a_call_is_rendered_whatever_empty_content_stands_beside_it(
-    embedded: SpecStackGenerator, name: str, content: str | None, asked: Any
+    embedded: SpecStackGenerator, name: str, content: str | None, question: Any
 ) -> None:
     body = BESIDE_CALLS[name].replace("TEXT", "{{ '' + m['content'] }}")
     body = body.replace("CALL", "<call> {{ c.function.name }}: {{ c.function.arguments }}")
     tokenizer = with_template(embedded, TURN.replace("BODY", body))
     chat = called('{"city":"Rome"}', content)
-    chat[0]["content"] = asked
+    chat[0]["content"] = question
     if content == "absent":
         del chat[1]["content"]
     if name == "null only" and not hands_null_on(tokenizer):

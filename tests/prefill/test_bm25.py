@@ -21,8 +21,8 @@ words = st.sampled_from("abcdef")
 
 
 @given(st.lists(st.lists(words, max_size=8), min_size=1, max_size=12), st.sets(words))
-def test_scores_equal_the_formula_word_by_word(bodies: list[list[str]], asked: set[str]) -> None:
-    assert bm25(bodies, asked) == pytest.approx(reference_bm25.scores(bodies, asked))
+def test_scores_equal_the_formula_word_by_word(documents: list[list[str]], query: set[str]) -> None:
+    assert bm25(documents, query) == pytest.approx(reference_bm25.scores(documents, query))
 
 
 def scores(

@@ -57,8 +57,8 @@ def test_the_last_user_message_asks_whatever_results_are_behind_it(num_results: 
     )
     request, plan = turns[0].span, turns[-2].span
     for first, kept in ((0, plan), (plan[0], plan), (len(pieces) - 3, (0, 0))):
-        asked = {at for segment in find_candidates(text).reaching(first).segments for at in range(*segment)}
-        assert asked - {0} == {*range(*request), *range(*kept)}
+        found = {at for segment in find_candidates(text).reaching(first).segments for at in range(*segment)}
+        assert found - {0} == {*range(*request), *range(*kept)}
 
 
 DOCUMENT = "".join(f"line {at} of it\n" for at in range(60)) + "\n"

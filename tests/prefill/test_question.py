@@ -65,9 +65,9 @@ def test_scores_are_those_by_hand(question: str) -> None:
     pieces = pieces_of("".join(PROMPTS[question]) + question)
     evidence, segments = evidence_of(pieces, len(pieces))
     worth = torch.rand(2, len(segments), generator=torch.Generator().manual_seed(3))
-    asked = question_tokens(evidence.candidates)
+    question_ids = question_tokens(evidence.candidates)
     for own, raised in zip(worth, raise_named(worth, evidence, segments), strict=True):
-        expected = reference_question.raised(own.tolist(), pieces, list(segments), segments.heads, asked)
+        expected = reference_question.raised(own.tolist(), pieces, list(segments), segments.heads, question_ids)
         assert raised.tolist() == pytest.approx(expected)
 
 
@@ -96,9 +96,9 @@ def recall_scores(old: str, new: str) -> tuple[list[str], Segments, ScoringInput
 @pytest.mark.parametrize("question", [*PROMPTS, "Tell me the total of ord-4017.", "And the order ord-4003?"])
 def test_recall_scores_are_those_by_hand(question: str) -> None:
     pieces, segments, inputs = recall_scores("".join(PROMPTS.get(question, RECORDS)), question)
-    asked = question_tokens(inputs.candidates.reaching(segments.num_tokens))
+    question_ids = question_tokens(inputs.candidates.reaching(segments.num_tokens))
     expected = reference_question.shared(
-        pieces, list(segments), segments.heads, asked, short_word=0.5, power=0.5, most_units=6
+        pieces, list(segments), segments.heads, question_ids, short_word=0.5, power=0.5, most_units=6
     )
     assert score_for_recall(inputs, segments).tolist() == pytest.approx(expected)
 

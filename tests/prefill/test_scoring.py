@@ -78,8 +78,8 @@ def candidates_of(
     ("queries", "prefill_chunk"), others_nightly([("prompt", 31), ("look_ahead", 4096)], usual=[("look_ahead", 4096)])
 )
 def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(queries: str, prefill_chunk: int) -> None:
-    asked = {**BASE, "scoring_queries": queries}
-    config = PrefillConfig(**asked, draft_window=16, draft_sinks=4, prefill_chunk=prefill_chunk)  # type: ignore[arg-type]
+    settings = {**BASE, "scoring_queries": queries}
+    config = PrefillConfig(**settings, draft_window=16, draft_sinks=4, prefill_chunk=prefill_chunk)  # type: ignore[arg-type]
     selection, proposal = scored(open_draft(prefill_chunk), config, LONG)
     found = candidates_of(LONG)
     eager = make_model(implementation="eager")
@@ -90,7 +90,7 @@ def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(queries: str
         window = reference_architectures.WindowedPrefill(len(LONG) - 1, 16, 4)
         expected = reference.importance(eager, LONG, proposal.token_ids, 5, prefill=window)
     assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 1)
-    dense, _ = scored(open_draft(), PrefillConfig(**asked), LONG)  # type: ignore[arg-type]
+    dense, _ = scored(open_draft(), PrefillConfig(**settings), LONG)  # type: ignore[arg-type]
     assert list(dense.positions) != list(selection.positions)
 
 

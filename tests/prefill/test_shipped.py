@@ -111,8 +111,8 @@ def test_a_server_takes_it_too(known: tuple[Path, Path], plain: SpecStackGenerat
     configs = [text_config(model.config) for model in (plain.pair.target, plain.pair.draft)]
     on_server = with_calibration(ServerConfig(), str(known[1]), *configs).prefill
     assert on_server == PrefillConfig(**SETTINGS, positions="contiguous")
-    asked = ServerConfig(PrefillConfig(head_reduction="max"))
-    assert with_calibration(asked, str(known[1]), *configs).prefill.head_reduction == "max"
+    own = ServerConfig(PrefillConfig(head_reduction="max"))
+    assert with_calibration(own, str(known[1]), *configs).prefill.head_reduction == "max"
     none = ServerConfig(calibration="none")
     assert with_calibration(none, str(known[1]), *configs) == none
 

@@ -39,7 +39,7 @@ def test_hostile_bodies_harm_nobody_and_are_upstreams_to_refuse(start: Start, up
     other, before, taken = threading.Thread(target=normal), psutil.Process().memory_info().rss, []
     other.start()
     statuses = []
-    longest = max(hostile(), key=lambda asked: len(asked[1]))
+    longest = max(hostile(), key=lambda request: len(request[1]))
     for path, body in dict.fromkeys((*hostile()[1::3], longest)):
         began = monotonic()
         statuses.append(post(url, path, body, authorization="Bearer hostile").status_code)

@@ -225,12 +225,12 @@ def test_the_keep_rate_header_prunes_any_length_and_the_bodys_options_hold_again
     server, words = start(), "x = 1\n" * 100
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": words}]} if "chat" in path else {"prompt": words}
 
-    def asked(header: str, **options: Any) -> Any:
+    def send(header: str, **options: Any) -> Any:
         body = json.dumps({**prompt, "max_tokens": 1, **options}).encode()
         return post(server, path, body, **{"x-spec-stack-keep-rate": header})
 
     def report(header: str, **options: Any) -> tuple[bool, str]:
-        status, answer = asked(header, **options)
+        status, answer = send(header, **options)
         assert status == 200
         said = answer["usage"]["spec_stack"]
         return said["kept_tokens"] < said["prompt_tokens"] / 2, said["reason"]
@@ -240,7 +240,7 @@ def test_the_keep_rate_header_prunes_any_length_and_the_bodys_options_hold_again
     assert report("0.3", sparse_prefill="off") == (False, 'off: sparse_prefill="off" leaves the target dense')
     assert report("0.3", keep_rate=0.4)[1].startswith("off: the prompt is shorter than min_prompt_tokens")
     for bad in ("0", "2", "nan", "half", ""):
-        status, answer = asked(bad)
+        status, answer = send(bad)
         assert (status, answer["error"]["message"]) == (
             400,
             "x-spec-stack-keep-rate must be over 0 and at most 1; 1 is the whole prompt",
@@ -406,8 +406,8 @@ def test_an_answer_that_its_client_has_written_otherwise_costs_that_answer_alone
         assert again.usage.prompt_tokens_details.cached_tokens == 0
         messages += [{"role": "assistant", "content": "Ink."}, {"role": "user", "content": "And when?"}]
         longer = ask(messages=messages)
-        asked = generator.tokenizer.apply_chat_template(messages[:1], tokenize=True, return_dict=True)["input_ids"]
-        assert longer.usage.prompt_tokens_details.cached_tokens >= len(asked)
+        first_ids = generator.tokenizer.apply_chat_template(messages[:1], tokenize=True, return_dict=True)["input_ids"]
+        assert longer.usage.prompt_tokens_details.cached_tokens >= len(first_ids)
         if keep == "1.0":
             expected = generator.generate(messages=messages, max_tokens=12).text
             assert longer.choices[0].message.content == expected

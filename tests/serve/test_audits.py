@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 ROOMS = "\n".join(f"The code of room {number} is {number * 7 + 13}." for number in range(60))
 
 
-def asked(url: str, messages: Any, **options: object) -> tuple[str, str]:
+def chat(url: str, messages: Any, **options: object) -> tuple[str, str]:
     """The answer and the reason."""
     body = {"model": "spec-stack", "messages": messages, "temperature": 0, "max_tokens": 12, **options}
     response = httpx2.post(url + CHAT, content=json.dumps(body).encode(), timeout=120)
@@ -37,14 +37,14 @@ def test_a_route_whose_answers_are_lost_is_dense(embedded: SpecStackGenerator, p
         for number in range(5):
             # The embedded pair loses codes of rooms.
             messages = [{"role": "user", "content": f"{ROOMS}\nContinue, please: {number}."}]
-            text, reason = asked(url, messages)
+            text, reason = chat(url, messages)
             expected = generator.generate(messages=messages, max_tokens=12)
             assert (text, reason) == (expected.text, expected.metrics.sparse_prefill_reason)
             assert reason.startswith("on: ")
             until(lambda number=number: counted(url, "lost") + counted(url, "agreed") == number + 1)  # type: ignore[misc]
         assert counted(url, "lost") >= 3
         messages = [{"role": "user", "content": f"{ROOMS}\nContinue."}]
-        text, reason = asked(url, messages)
+        text, reason = chat(url, messages)
         assert reason.startswith(f"off: audits of {CHAT} found more lost answers")
         assert text == generator.generate(messages=messages, max_tokens=12, sparse_prefill="off").text
-        assert asked(url, messages, keep_rate=0.1)[1].startswith("on: ")
+        assert chat(url, messages, keep_rate=0.1)[1].startswith("on: ")

@@ -227,12 +227,15 @@ def test_what_a_server_cannot_take_is_a_400(server: Server, path: str, fields: d
 
 
 def test_a_browser_asks_beforehand_and_reads_the_answer(server: Server) -> None:
-    asked = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "authorization,content-type"}
-    status, _, headers = ask(server, "OPTIONS", CHAT, Origin=ORIGIN, **asked)
+    preflight = {
+        "Access_Control_Request_Method": "POST",
+        "Access_Control_Request_Headers": "authorization,content-type",
+    }
+    status, _, headers = ask(server, "OPTIONS", CHAT, Origin=ORIGIN, **preflight)
     assert (status, headers["access-control-allow-origin"]) == (200, ORIGIN)
     assert "authorization" in headers["access-control-allow-headers"]
     for fields, expected in (({"prompt": "be", "max_tokens": 1}, 200), ({"prompt": 5}, 400)):
         status, _, headers = ask(server, "POST", TEXT, fields, Origin=ORIGIN)
         assert (status, headers["access-control-allow-origin"]) == (expected, ORIGIN)
-    _, _, headers = ask(server, "OPTIONS", CHAT, Origin="https://other.example.org", **asked)
+    _, _, headers = ask(server, "OPTIONS", CHAT, Origin="https://other.example.org", **preflight)
     assert "access-control-allow-origin" not in headers

@@ -56,7 +56,7 @@ PATTERNS = {f"p{at}": {"pattern": f"^[a-z]{{1,{1 + at % 600}}}{at}$"} for at in 
 
 
 @pytest.mark.parametrize(
-    ("asked", "limits", "message"),
+    ("posted", "limits", "message"),
     [
         (schema({"type": "object", "properties": PATTERNS}), {}, r"takes more than 0\.8 s of work or 256 MiB"),
         (chat(messages=LONG), {"prepare_s": 20.0, "max_prepare_bytes": 1 << 20}, "1 MiB of memory"),
@@ -64,10 +64,10 @@ PATTERNS = {f"p{at}": {"pattern": f"^[a-z]{{1,{1 + at % 600}}}{at}$"} for at in 
     ids=["time", "memory"],
 )
 def test_a_request_over_a_limit_ends_its_worker_and_no_other_request(
-    pool: RequestPool, asked: tuple[str, bytes], limits: dict[str, Any], message: str
+    pool: RequestPool, posted: tuple[str, bytes], limits: dict[str, Any], message: str
 ) -> None:
     hello = chat()[1]
     token_ids = process(pool, hello)
     with pytest.raises(BadRequestError, match=message):
-        process(pool, asked[1], **limits)
+        process(pool, posted[1], **limits)
     assert process(pool, hello) == token_ids

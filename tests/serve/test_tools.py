@@ -16,7 +16,7 @@ from tests.serve.conftest import Server, served
 from tests.support.tools import TEMPLATE, TOOLS
 
 CHAT = [{"role": "user", "content": "Where is it warm?"}]
-ASKED: dict[str, Any] = {"model": "spec-stack", "temperature": 0, "max_tokens": 64, "tools": TOOLS}
+REQUEST: dict[str, Any] = {"model": "spec-stack", "temperature": 0, "max_tokens": 64, "tools": TOOLS}
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,10 @@ def server() -> Iterator[Server]:
 def test_a_forced_call_is_the_same_whole_and_streamed(server: Server) -> None:
     create = server.client().chat.completions.create
     for choice in ("required", "add", {"type": "function", "function": {"name": "add"}}):
-        whole = create(messages=CHAT, tool_choice=choice, **ASKED).choices[0]
+        whole = create(messages=CHAT, tool_choice=choice, **REQUEST).choices[0]
         assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
         (call,) = whole.message.tool_calls
-        chunks = list(create(messages=CHAT, tool_choice=choice, stream=True, **ASKED))
+        chunks = list(create(messages=CHAT, tool_choice=choice, stream=True, **REQUEST))
         deltas = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
         assert {delta.index for delta in deltas} == {0}
         assert deltas[0].function.name == call.function.name
@@ -46,7 +46,7 @@ def test_a_forced_call_is_the_same_whole_and_streamed(server: Server) -> None:
 def test_an_agents_turns_go_on_in_its_session(server: Server) -> None:
     client, messages, known = server.client("agent"), list[Any](CHAT), 0
     for _ in range(3):
-        answer = client.chat.completions.create(messages=messages, tool_choice="required", **ASKED)
+        answer = client.chat.completions.create(messages=messages, tool_choice="required", **REQUEST)
         assert answer.usage.prompt_tokens_details.cached_tokens >= known
         known = answer.usage.prompt_tokens + answer.usage.completion_tokens - 1
         message = answer.choices[0].message
@@ -59,7 +59,7 @@ def test_an_agents_turns_go_on_in_its_session(server: Server) -> None:
 )
 def test_what_a_model_writes_as_arguments_is_what_a_client_gets(server: Server, arguments: str) -> None:
     text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
-    options = ASKED | {
+    options = REQUEST | {
         "max_tokens": 128,
         "response_format": {"type": "grammar", "grammar": f"root ::= {json.dumps(text)}"},
     }
@@ -72,4 +72,4 @@ def test_what_a_model_writes_as_arguments_is_what_a_client_gets(server: Server, 
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     # The client's next turn.
     turn = [*CHAT, message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "24"}]
-    assert create(messages=turn, **ASKED).choices
+    assert create(messages=turn, **REQUEST).choices

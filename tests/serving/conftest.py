@@ -197,11 +197,11 @@ class Server:
         """Ask for 2,000 tokens, and abort: again and again, since the first may come before the request does."""
         body = {**generate_body(input_ids, 2000, **custom), "rid": f"hangs up {time.monotonic()}"}
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(self.post, "/generate", body)
-            while not asked.done():
+            future = pool.submit(self.post, "/generate", body)
+            while not future.done():
                 time.sleep(0.3)
                 self.post("/abort_request", {"rid": body["rid"]})
-        status, reply = asked.result()
+        status, reply = future.result()
         assert status == 200, reply
         assert reply["meta_info"]["finish_reason"]["type"] == "abort"
 

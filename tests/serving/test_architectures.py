@@ -96,11 +96,11 @@ def test_a_target_of_another_architecture_is_pruned(
     prompt = [*random.Random(1920).choices(range(100, 1000), k=4), *reference.prompt(700, 1920)]
     dense = server.generate(prompt, 12, sparse_prefill="off")
     assert dense["output_ids"] == _greedy(model, prompt), "SGLang's own model is not Transformers'"
-    asked = {"explain": True, "keep_rate": 0.3, "follow_up": "recall"}
-    reply = server.generate(prompt, 12, sparse_prefill="on", **asked)
+    options = {"explain": True, "keep_rate": 0.3, "follow_up": "recall"}
+    reply = server.generate(prompt, 12, sparse_prefill="on", **options)
     assert reply["output_ids"] == _greedy(model, [prompt[at] for at in kept_positions(reply)])
     history = [*prompt, *reply["output_ids"], *reference.user_turn(30, seed=1921)]
-    second = server.generate(history, 12, **asked)
+    second = server.generate(history, 12, **options)
     assert second["output_ids"] == _greedy(model, [history[at] for at in kept_positions(second)])
     assert not server.state()["num_failures"]
     server.stop()

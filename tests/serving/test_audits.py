@@ -25,10 +25,10 @@ def _audits(server: Server, route: str = "") -> dict[str, float]:
     return counts
 
 
-def _asked(server: Server, text: str, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
+def _report(server: Server, text: str, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
     """The report on a chat of one message."""
-    asked = {"model": "default", "messages": [{"role": "user", "content": text}], "max_tokens": 12, "temperature": 0}
-    data, headers = json.dumps({**asked, "return_meta_info": True, **body}).encode(), headers or {}
+    chat = {"model": "default", "messages": [{"role": "user", "content": text}], "max_tokens": 12, "temperature": 0}
+    data, headers = json.dumps({**chat, "return_meta_info": True, **body}).encode(), headers or {}
     request = urllib.request.Request(server.url + BREAKS, data, {"Content-Type": "application/json", **headers})
     with urllib.request.urlopen(request, timeout=600) as reply:
         return dict(json.loads(reply.read())["choices"][0]["meta_info"]["spec_stack"])
@@ -47,26 +47,26 @@ def test_lost_answers_turn_a_routes_pruning_off_and_audits_that_agree_turn_it_on
     )
     for number in range(5):
         # The embedded pair loses codes of rooms.
-        report = _asked(server, f"Floor {number}.\n{ROOMS}\nContinue, please.")
+        report = _report(server, f"Floor {number}.\n{ROOMS}\nContinue, please.")
         assert (report["outcome"], report["route"]) == ("pruned", BREAKS)
         found = _wait_for(server, number + 1)
     assert found == {"lost": 5}
     # Their own requests are not counted.
     assert server.metrics()["spec_stack:requests_total"] == 5
-    report = _asked(server, f"Floor 5.\n{ROOMS}\nContinue, please.")
+    report = _report(server, f"Floor 5.\n{ROOMS}\nContinue, please.")
     assert (report["outcome"], report["num_kept_tokens"]) == ("audited", report["num_prompt_tokens"])
     assert report["sparse_prefill_reason"].startswith(f"off: audits of {BREAKS} found more lost answers")
     # Other routes, and requests that say so themselves, are pruned.
-    other = _asked(server, f"Floor 6.\n{ROOMS}\nContinue.", {"x-spec-stack-route": "another"})
+    other = _report(server, f"Floor 6.\n{ROOMS}\nContinue.", {"x-spec-stack-route": "another"})
     assert (other["outcome"], other["route"]) == ("pruned", "another")
     for own in ({"custom_params": {"spec_stack": {"keep_rate": 0.1}}}, {"headers": {"x-spec-stack-keep-rate": "0.2"}}):
-        assert _asked(server, f"Floor {len(str(own))}.\n{ROOMS}\nContinue.", **own)["outcome"] == "pruned"
+        assert _report(server, f"Floor {len(str(own))}.\n{ROOMS}\nContinue.", **own)["outcome"] == "pruned"
     # Audits are not audited.
     num_whole, before = 0, sum(_wait_for(server, 8).values())
     assert before == 8
     # Whatever is kept of its prompt, such a request is answered alike.
     said = {"logit_bias": {"300": 100}}
-    while (report := _asked(server, f"House {num_whole}.\n{ROOMS}\nContinue.", **said))["outcome"] == "audited":
+    while (report := _report(server, f"House {num_whole}.\n{ROOMS}\nContinue.", **said))["outcome"] == "audited":
         num_whole += 1
         found = _wait_for(server, 8 + num_whole)
     # Twenty audits decide, of which this route had three when it was off.

@@ -85,11 +85,11 @@ def test_a_server_survives_aborts_of_checked_requests(server: Server, reference:
             reference.prompt(1200, seed=210 + number), 4, sparse_prefill="on", max_dropped_attention=0.0
         )
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(server.post, "/generate", {**body, "rid": f"checked {number}"})
-            while not asked.done():
+            future = pool.submit(server.post, "/generate", {**body, "rid": f"checked {number}"})
+            while not future.done():
                 time.sleep(0.05 * number)
                 server.post("/abort_request", {"rid": f"checked {number}"})
-        assert asked.result()[0] == 200
+        assert future.result()[0] == 200
     pool_state = server.state()["draft_pool"]
     assert (pool_state["num_pinned"], pool_state["num_used"] + pool_state["num_free"]) == (0, pool_state["num_tokens"])
     prompt = reference.prompt(500, seed=201)

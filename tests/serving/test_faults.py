@@ -63,8 +63,10 @@ def faulty(launch: Any, chosen: Path) -> Iterator[Server]:
 def _ask(server: Server, reference: Reference) -> list[dict[str, Any]]:
     """Long prompts and a short one at once, one with a penalty; then OpenAI's clients. The tokens are right ones."""
     prompts = [reference.prompt(num_tokens, seed=500 + at) for at, num_tokens in enumerate((600, 450, 80, 90))]
-    asked: list[dict[str, Any]] = [{"sparse_prefill": "on"}, {}, {}, {"gamma": 2}]
-    replies = server.generate_all([(ids, {"max_new_tokens": 8, **it}) for ids, it in zip(prompts, asked, strict=True)])
+    options: list[dict[str, Any]] = [{"sparse_prefill": "on"}, {}, {}, {"gamma": 2}]
+    replies = server.generate_all(
+        [(ids, {"max_new_tokens": 8, **it}) for ids, it in zip(prompts, options, strict=True)]
+    )
     for prompt, reply in zip(prompts, replies, strict=True):
         right = [
             reference.tokens(prompt, max_new_tokens=8, sparse_prefill="on" if pruned else "off")

@@ -48,17 +48,17 @@ def _first_turn(server: Server, reference: Reference, seed: int, **custom: Any) 
 def test_freeze_does_what_a_session_in_python_does_that_restores_nothing(server: Server, reference: Reference) -> None:
     """Turn by turn the same tokens, the same number of them kept; questions short and long."""
     texts = [reference.user_turn(30, 801), reference.user_turn(9, 802), reference.user_turn(600, 803)]
-    asked = _document(reference, 1300, 800)
+    prompt = _document(reference, 1300, 800)
     with reference.generator.session(SessionConfig(recall=False)) as session:
         for turn in range(4):
             options = {"sparse_prefill": "on"} if turn in (0, 3) else {}
-            expected = session.generate(input_ids=asked, max_tokens=12, gamma=0, ignore_eos=True, **options)
-            reply = server.generate(asked, 12, explain=True, follow_up="freeze", **options)
+            expected = session.generate(input_ids=prompt, max_tokens=12, gamma=0, ignore_eos=True, **options)
+            reply = server.generate(prompt, 12, explain=True, follow_up="freeze", **options)
             report = report_of(reply)
             assert report["num_cached_tokens"] == expected.metrics.num_cached_tokens, turn
             assert reply["output_ids"] == list(expected.token_ids), turn
-            going_on = [*asked, *reply["output_ids"]]
-            asked = [*going_on, *texts[min(turn, 2)]]
+            going_on = [*prompt, *reply["output_ids"]]
+            prompt = [*going_on, *texts[min(turn, 2)]]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         mean=True,
     )
     chunks = [(at, min(at + PrefillConfig.chunk_size, start)) for at in range(0, start, PrefillConfig.chunk_size)]
-    asked = question.since(start).words()
+    words = question.since(start).words()
     expected = dropped_chunks_to_restore(
         wanted.tolist(),
         given,
@@ -116,7 +116,7 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
         PrefillConfig.chunk_size,
         settings["recall_threshold"],
         settings["max_recalled_chunks"],
-        reference_question.shared(pieces, chunks, [-1] * len(chunks), asked, short_word=0.5, power=0.5, most_units=6),
+        reference_question.shared(pieces, chunks, [-1] * len(chunks), words, short_word=0.5, power=0.5, most_units=6),
         settings["recall_word_threshold"],
     )
     assert kept_positions(reply)[: len(given) + len(expected)] == sorted([*given, *expected])
@@ -151,12 +151,12 @@ def _num_overtaken(server: Server, reference: Reference, seed: int) -> int | Non
         ended.append("long")
 
     with ThreadPoolExecutor(len(documents)) as pool:
-        asked = [pool.submit(ask_long, document) for document in documents]
-        while not (waits := server.state()["num_waiting_for_their_score"] >= 7) and len(ended) < len(asked):
+        futures = [pool.submit(ask_long, document) for document in documents]
+        while not (waits := server.state()["num_waiting_for_their_score"] >= 7) and len(ended) < len(futures):
             time.sleep(0.01)
         reply = server.generate(question, 1, follow_up="recall")
         ended.append("question")
-        for each in asked:
+        for each in futures:
             each.result()
     assert report_of(reply)["num_draft_tokens"] < WINDOW + 60
     return len(documents) - ended.index("question") if waits else None

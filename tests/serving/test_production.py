@@ -211,9 +211,9 @@ def test_a_prompt_up_to_the_context_limit_is_scored(beside: Server, reference: R
 
 
 def test_a_scoring_model_checks_as_a_draft_does(beside: Server, reference: Reference) -> None:
-    prompt, asked = reference.prompt(600, seed=772), {"keep_rate": 0.2, "max_dropped_attention": 0.0, **_LONG}
-    report = report_of(beside.generate(prompt, 2, **asked))
-    expected = reference.generator.generate(input_ids=prompt, max_tokens=1, ignore_eos=True, **asked).metrics
+    prompt, options = reference.prompt(600, seed=772), {"keep_rate": 0.2, "max_dropped_attention": 0.0, **_LONG}
+    report = report_of(beside.generate(prompt, 2, **options))
+    expected = reference.generator.generate(input_ids=prompt, max_tokens=1, ignore_eos=True, **options).metrics
     tried = [each.dropped_attention for each in expected.tried_rates]
     assert [each["dropped_attention"] for each in report["tried_rates"]] == pytest.approx(tried, rel=2e-3)
     assert report["outcome"] == "too_much_dropped"

@@ -61,8 +61,8 @@ def test_prompts_of_clients_that_hang_up_are_not_scored(server: Server, referenc
     with _paused(server):
         for seed in range(12):
             # SGLang notices at once that a stream's client has gone, and others within four seconds.
-            asked = {**generate_body(reference.prompt(3000, seed=50 + seed), 4, sparse_prefill="on"), "stream": True}
-            body = json.dumps(asked).encode()
+            request = {**generate_body(reference.prompt(3000, seed=50 + seed), 4, sparse_prefill="on"), "stream": True}
+            body = json.dumps(request).encode()
             client = socket.create_connection((address.hostname, address.port))
             head = f"POST /generate HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

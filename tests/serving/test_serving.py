@@ -75,9 +75,9 @@ def test_a_chat_is_pruned_as_the_library_prunes_it(
     lines = reference.tokenizer.decode(reference.text_ids(500, seed=211)).splitlines()
     document = "\n".join([*lines[: len(lines) // 3], _FACT, *lines[len(lines) // 3 :]])
     chat = [{"role": role, "content": content.replace("{document}", document)} for role, content in messages]
-    asked = {"sparse_prefill": "on", "keep_rate": 0.2}
-    expected = reference.generator.generate(messages=chat, max_tokens=16, gamma=0, ignore_eos=True, **asked)
-    reply = server.chat(chat, max_tokens=16, custom_params={"spec_stack": {**asked, "follow_up": "afresh"}})
+    options = {"sparse_prefill": "on", "keep_rate": 0.2}
+    expected = reference.generator.generate(messages=chat, max_tokens=16, gamma=0, ignore_eos=True, **options)
+    reply = server.chat(chat, max_tokens=16, custom_params={"spec_stack": {**options, "follow_up": "afresh"}})
     report = reply["spec_stack"]
     assert report["num_kept_tokens"] == expected.metrics.num_kept_tokens < report["num_prompt_tokens"]
     assert reply["text"] == expected.text
@@ -153,8 +153,8 @@ def test_policies_change_gamma_and_no_token(
 def test_a_request_that_caps_its_gamma_slows_nobody_and_keeps_its_cap(server: Server, reference: Reference) -> None:
     prompts = [reference.prompt(120 + 40 * index, seed=90 + index) for index in range(4)]
     gammas = (0, 1, 2, 8)
-    asked = [{"max_new_tokens": 60, "gamma": gamma} for gamma in gammas]
-    replies = server.generate_all(list(zip(prompts, asked, strict=True)))
+    options = [{"max_new_tokens": 60, "gamma": gamma} for gamma in gammas]
+    replies = server.generate_all(list(zip(prompts, options, strict=True)))
     for prompt, gamma, reply in zip(prompts, gammas, replies, strict=True):
         assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=60)
         info = reply["meta_info"]["spec_stack"]
@@ -168,10 +168,10 @@ def test_a_capped_request_beside_others_changes_no_token(
     server: Server, reference: Reference, others: dict[str, Any]
 ) -> None:
     prompts = [reference.prompt(100 + 40 * index, seed=50 + index) for index in range(4)]
-    asked: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {"max_new_tokens": 80, **own} for own in ({"gamma": 0}, {"gamma": 1}, others, others)
     ]
-    replies = server.generate_all(list(zip(prompts, asked, strict=True)))
+    replies = server.generate_all(list(zip(prompts, options, strict=True)))
     for prompt, reply in zip(prompts, replies, strict=True):
         assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=80)
     traces = [reply["meta_info"]["spec_stack"]["gamma_trace"] for reply in replies]

@@ -246,11 +246,11 @@ def test_an_openai_stream_reports_in_its_last_chunk(server: Server, reference: R
         "custom_params": {"spec_stack": {"sparse_prefill": "on"}},
         "stream_options": {"include_usage": True},
     }
-    for path, asked in (
+    for path, request in (
         ("/v1/chat/completions", body),
         ("/v1/completions", {**body, "prompt": body["messages"][0]["content"]}),
     ):
-        *others, last = server.stream(path, asked)
+        *others, last = server.stream(path, request)
         assert last["spec_stack"]["sparse_prefill"], path
         assert last["spec_stack"]["num_prompt_tokens"] == last["usage"]["prompt_tokens"]
         assert last["spec_stack"]["num_proposed"] == sum(last["spec_stack"]["gamma_trace"])

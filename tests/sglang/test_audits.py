@@ -13,14 +13,14 @@ from prometheus_client import REGISTRY
 from spec_stack.http.audits import MAX_TOKENS
 from spec_stack.http.config import HttpConfig
 from spec_stack.sglang.audits import ServerAudits
-from spec_stack.sglang.headers import asked_by_headers
+from spec_stack.sglang.headers import current_headers
 from tests.support.sglang_requests import REPORT
 
 PRUNED = {**REPORT, "route": "/generate"}
 
 
 @dataclass
-class Asked:
+class GenerateReqInput:
     """SGLang's GenerateReqInput."""
 
     text: str | None = None
@@ -38,7 +38,7 @@ class Manager:
     """SGLang's TokenizerManager. says: the answers to whole and pruned prompts; it may answer while it `may`."""
 
     says: tuple[str, str] = ("It is 42.", "It is 42.")
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[GenerateReqInput] = field(default_factory=list)
     headers: list[str | None] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     may: asyncio.Event = field(default_factory=asyncio.Event)
@@ -48,11 +48,11 @@ class Manager:
         )
     )
 
-    async def generate_request(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
-        self.asked.append(asked)
-        self.headers.append(asked_by_headers().keep_rate)
+    async def generate_request(self, request: GenerateReqInput) -> AsyncIterator[dict[str, Any]]:
+        self.requests.append(request)
+        self.headers.append(current_headers().keep_rate)
         await self.may.wait()
-        is_whole = (asked.sampling_params or {})["custom_params"]["spec_stack"] == {"sparse_prefill": "off"}
+        is_whole = (request.sampling_params or {})["custom_params"]["spec_stack"] == {"sparse_prefill": "off"}
         kept = REPORT["num_prompt_tokens" if is_whole else "num_kept_tokens"]
         info = {"spec_stack": {**REPORT, "num_kept_tokens": kept}, "finish_reason": {"type": "stop"}}
         yield {"text": self.says[not is_whole], "meta_info": info}
@@ -74,23 +74,23 @@ async def _until(counts: Any) -> None:
 async def _audit(audits: ServerAudits, manager: Manager) -> None:
     custom = {"spec_stack": {"keep_rate": 0.3}, "mine": 1}
     sampling = {"temperature": 0.7, "n": 3, "max_new_tokens": 2000, "custom_params": custom}
-    client = Asked(input_ids=[5, 6], sampling_params=sampling, extra_key="tenant", cache_salt="salt")
+    client = GenerateReqInput(input_ids=[5, 6], sampling_params=sampling, extra_key="tenant", cache_salt="salt")
 
     # Dense replies, and the audits' own, are not audited.
     audits.offer(client, {**PRUNED, "sparse_prefill": False, "outcome": "cached"})
-    audits.offer(Asked(), REPORT)
+    audits.offer(GenerateReqInput(), REPORT)
     with audits.client_waits():
         audits.offer(client, PRUNED)
         await asyncio.sleep(0.7)
-        assert manager.asked == []
-    await _until(lambda: manager.asked)
+        assert manager.requests == []
+    await _until(lambda: manager.requests)
     with audits.client_waits():
         await _until(lambda: manager.aborted)
-    assert manager.aborted == [manager.asked[0].rid]
+    assert manager.aborted == [manager.requests[0].rid]
     manager.may.set()
     await _until(lambda: _counted("agreed") == 1)
-    pruned, whole = manager.asked[-2:]
-    assert len(manager.asked) == 3
+    pruned, whole = manager.requests[-2:]
+    assert len(manager.requests) == 3
     assert (pruned.extra_key, whole.extra_key) == ("tenant", "tenant spec_stack audit whole")
     for each, own in ((pruned, custom), (whole, {**custom, "spec_stack": {"sparse_prefill": "off"}})):
         changed = {"temperature": 0, "n": 1, "max_new_tokens": MAX_TOKENS, "custom_params": own}
@@ -102,29 +102,29 @@ async def _audit(audits: ServerAudits, manager: Manager) -> None:
     # A keep rate that came by a header holds for the pruned answer again.
     audits.offer(client, {**PRUNED, "header": "0.3"})
     await _until(lambda: _counted("lost") == 1)
-    assert (manager.headers, asked_by_headers().keep_rate) == ([None, None, None, "0.3", None], None)
+    assert (manager.headers, current_headers().keep_rate) == ([None, None, None, "0.3", None], None)
     # Pruned otherwise than the client's, it tells nothing of it.
     audits.offer(client, {**PRUNED, "num_kept_tokens": 3})
-    await _until(lambda: len(manager.asked) == 6)
+    await _until(lambda: len(manager.requests) == 6)
     await asyncio.sleep(0.05)
     assert (_counted("lost"), _counted("agreed"), _counted("failed")) == (1, 1, 0)
     # What audits left whole is pruned for them alone, apart from the client's dense prefix.
     audits.offer(client, {**PRUNED, "sparse_prefill": False, "outcome": "audited", "num_kept_tokens": 9})
     await _until(lambda: _counted("lost") == 2)
-    assert [each.extra_key for each in manager.asked[-2:]] == ["tenant spec_stack audit pruned", "tenant"]
+    assert [each.extra_key for each in manager.requests[-2:]] == ["tenant spec_stack audit pruned", "tenant"]
 
 
 async def _lose_and_recover(audits: ServerAudits, manager: Manager) -> None:
     scope = {"type": "http", "path": "/lossy", "headers": [], "query_string": b""}
     sampling = {"custom_params": {"spec_stack": {"explain": True}}}
-    client, report = Asked(input_ids=[5, 6], sampling_params=sampling), {**REPORT, "route": "/lossy"}
+    client, report = GenerateReqInput(input_ids=[5, 6], sampling_params=sampling), {**REPORT, "route": "/lossy"}
     manager.may.set()
     manager.says = ("It is 42.", "It is 17.")
 
     async def audit(report: dict[str, Any]) -> None:
-        num_asked = len(manager.asked)
+        num_before = len(manager.requests)
         audits.offer(client, report)
-        await _until(lambda: len(manager.asked) == num_asked + 2)
+        await _until(lambda: len(manager.requests) == num_before + 2)
         await asyncio.sleep(0.02)
 
     for _ in range(5):

@@ -98,10 +98,10 @@ def test_a_late_result_is_charged_to_its_own_batch_size() -> None:
     assert (seconds[8][8], seconds[1][8]) == (pytest.approx(4, rel=0.1), pytest.approx(1, rel=0.1))
 
 
-@pytest.mark.parametrize(("policy", "asked"), [("throughput", None), ("throughput", 4), ("fixed", None)])
+@pytest.mark.parametrize(("policy", "requested"), [("throughput", None), ("throughput", 4), ("fixed", None)])
 @pytest.mark.parametrize("fails", [False, True])
 def test_ranks_ask_each_other_once_in_every_step(
-    monkeypatch: pytest.MonkeyPatch, policy: str, asked: int | None, fails: bool
+    monkeypatch: pytest.MonkeyPatch, policy: str, requested: int | None, fails: bool
 ) -> None:
     """Also where one cannot read its requests: else the other ranks would wait for it for ever."""
     asks: list[bool] = []
@@ -117,7 +117,7 @@ def test_ranks_ask_each_other_once_in_every_step(
         monkeypatch.setattr(batch_policy, "_cap", fail)
     gamma = BatchPolicy(ServerConfig(policy=policy), "fp32", agree=agree)
     for _ in range(5):
-        gamma.begin_step([request_of("a", RequestOptions(gamma=asked))])
+        gamma.begin_step([request_of("a", RequestOptions(gamma=requested))])
         gamma.get_steps_for_batch(1)
         gamma.on_verify_complete([0], 1)
     assert asks == [not fails] * 5
@@ -143,7 +143,7 @@ def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "drafted", "accepted", "noted"),
+    ("requested", "drafted", "accepted", "noted"),
     [
         # Where all ask, the largest holds, and each has its own.
         ((4, 0), 4, [3, 0], [[4, 3], [0, 0]]),
@@ -152,10 +152,10 @@ def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
     ],
 )
 def test_a_gamma_asked_for_is_its_requests_cap(
-    asked: tuple[int | None, int | None], drafted: int, accepted: list[int], noted: list[list[int]]
+    requested: tuple[int | None, int | None], drafted: int, accepted: list[int], noted: list[list[int]]
 ) -> None:
     gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 8}), "fp32")
-    requests = [request_of(str(number), RequestOptions(gamma=own)) for number, own in enumerate(asked)]
+    requests = [request_of(str(number), RequestOptions(gamma=own)) for number, own in enumerate(requested)]
     gamma.begin_step(requests)
     assert gamma.get_steps_for_batch(2) == drafted
     gamma.on_verify_complete(accepted, 2)

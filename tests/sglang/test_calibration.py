@@ -66,5 +66,5 @@ def test_a_calibrated_check_takes_all_of_the_drafts_layers(calibrated_draft: tup
     Calibration({**made.settings, "max_dropped_attention": 0.1}, made.target, made.draft, margin=0.1).save(folder)
     completed = with_calibration(ServerConfig(), str(folder), *models)
     assert (completed.prefill.max_dropped_attention, completed.num_draft_layers) == (0.1, None)
-    asked = with_calibration(ServerConfig(PrefillConfig(max_dropped_attention=0.3)), str(folder), *models)
-    assert asked.prefill.max_dropped_attention == 0.3
+    own = with_calibration(ServerConfig(PrefillConfig(max_dropped_attention=0.3)), str(folder), *models)
+    assert own.prefill.max_dropped_attention == 0.3

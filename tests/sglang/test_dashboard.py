@@ -47,8 +47,8 @@ def test_every_metric_of_the_dashboard_and_the_alerts_is_there_before_any_reques
     assert len(METRICS) > 12
     assert {name for name, *_ in samples} >= METRICS
     assert {outcome for name, outcome, _ in samples if name == "spec_stack:requests_total"} == set(OUTCOMES)
-    asked = {outcome for query in _queries() for outcome in re.findall(r'outcome="(\w+)"', query)}
-    assert asked <= set(OUTCOMES)
+    queried = {outcome for query in _queries() for outcome in re.findall(r'outcome="(\w+)"', query)}
+    assert queried <= set(OUTCOMES)
 
 
 def test_a_schedulers_metrics_are_its_newest_state() -> None:

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_stack.sglang.errors import num_failures
 from spec_stack.sglang.penalties import Penalties, has_penalties, is_penalised
-from tests.support.sampling_settings import asked
+from tests.support.sampling_settings import sampling_params
 
 VOCABULARY = 7
 _PENALTIES = st.sampled_from([0.0, 0.5, -0.25])
-_ASKED = st.builds(
-    asked,
+_PARAMS = st.builds(
+    sampling_params,
     frequency_penalty=_PENALTIES,
     presence_penalty=_PENALTIES,
     repetition_penalty=st.sampled_from([1.0, 1.5]),
@@ -51,7 +51,7 @@ def _check(info: Any, row: int, said: list[int], it: Any) -> None:
 
 
 @settings(max_examples=20)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), _ASKED, st.booleans()), min_size=1))
+@given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), _PARAMS, st.booleans()), min_size=1))
 def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], Any, bool]]) -> None:
     """Also where the host does not know the last one yet, of some of a batch: under overlap, and after a retraction
     while the prefill that repeats it is on its way. Rows without penalties are left alone, and an end of the reply is
@@ -70,7 +70,7 @@ def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], A
         _check(info, row, said, it)
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 6), max_size=9), _ASKED), min_size=1))
+@given(st.lists(st.tuples(st.lists(st.integers(0, 6), max_size=9), _PARAMS), min_size=1))
 def test_a_prefill_that_repeats_a_reply_is_penalised_for_all_of_it(requests: list[tuple[list[int], Any]]) -> None:
     """After a retraction SGLang counts from nothing. First prefills are left alone."""
     rows = [_request(said, it) for said, it in requests]
@@ -84,7 +84,7 @@ def test_a_prefill_that_repeats_a_reply_is_penalised_for_all_of_it(requests: lis
 
 
 @given(
-    st.lists(_ASKED, min_size=1, max_size=4),
+    st.lists(_PARAMS, min_size=1, max_size=4),
     st.lists(st.lists(st.integers(0, 6), min_size=4, max_size=4), min_size=1, max_size=8),
     st.integers(0, 1),
     st.sets(st.integers(0, 7)),
@@ -135,7 +135,10 @@ class _CopiesToTheDevice(TorchDispatchMode):
 
 
 def test_a_step_of_the_same_requests_copies_nothing_to_the_device() -> None:
-    rows = [_request([1] * 500, asked(frequency_penalty=0.5, repetition_penalty=1.1)), _request([1], asked())]
+    rows = [
+        _request([1] * 500, sampling_params(frequency_penalty=0.5, repetition_penalty=1.1)),
+        _request([1], sampling_params()),
+    ]
     penalties, copies, info = Penalties(), [], _info(2, device="meta")
     on_device = torch.zeros(2, dtype=torch.int64, device="meta")
     for _ in range(5):
@@ -160,5 +163,5 @@ def test_a_step_of_the_same_requests_copies_nothing_to_the_device() -> None:
 def test_a_request_is_penalised_where_what_it_said_matters(
     settings: dict[str, Any], num_said: int, expected: bool
 ) -> None:
-    request: Any = SimpleNamespace(output_ids=[0] * num_said, sampling_params=asked(**settings))
+    request: Any = SimpleNamespace(output_ids=[0] * num_said, sampling_params=sampling_params(**settings))
     assert is_penalised(request) is expected

@@ -48,8 +48,8 @@ def test_the_beginning_is_the_longest_turn_whose_prompt_the_text_has(rng: random
     remembered: list[tuple[str, list[int], list[int], list[int]]] = []
     for _ in range(12):
         tenant = rng.choice("ab")
-        _, asked, answered, _ = rng.choice(remembered) if remembered else ("", [], [], [])
-        text = [*asked, *answered]
+        _, old_prompt, old_reply, _ = rng.choice(remembered) if remembered else ("", [], [], [])
+        text = [*old_prompt, *old_reply]
         prompt = [*text[: rng.randrange(len(text) + 1)], *(rng.randrange(2) for _ in range(rng.randrange(1, 9)))]
         found = turns.find(tenant, prompt)
         common = []

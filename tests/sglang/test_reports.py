@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec_stack.sglang.headers import asked_by_headers
+from spec_stack.sglang.headers import current_headers
 from spec_stack.sglang.http import SpecStackMiddleware, with_report
 from spec_stack.sglang.metrics import ReportStore
 from spec_stack.sglang.request import KEY, ReportAssembler, correct_acceptance, note_step, was_wrong
@@ -79,7 +79,7 @@ def _answer(body: bytes, headers: dict[str, str], books: ReportStore) -> tuple[b
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         try:
-            seen.append(asked_by_headers().options())
+            seen.append(current_headers().options())
         except ValueError as error:
             seen.append(str(error))
         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -92,7 +92,7 @@ def _answer(body: bytes, headers: dict[str, str], books: ReportStore) -> tuple[b
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     asyncio.run(SpecStackMiddleware(application, books)({"type": "http", "headers": raw}, receive, send))
-    assert asked_by_headers().options() == {}
+    assert current_headers().options() == {}
     return sent[0], seen[0]
 
 
@@ -107,8 +107,8 @@ def _answer(body: bytes, headers: dict[str, str], books: ReportStore) -> tuple[b
 )
 def test_a_header_asks_for_a_keep_rate_on_any_endpoint(given: str | None, seen: dict[str, Any] | str) -> None:
     headers = {} if given is None else {"x-spec-stack-keep-rate": given}
-    body, asked = _answer(b"x", headers, ReportStore(None))
-    assert (body, asked == seen or seen in asked) == (b"x", True)
+    body, options = _answer(b"x", headers, ReportStore(None))
+    assert (body, options == seen or seen in options) == (b"x", True)
 
 
 def test_a_choice_that_quotes_a_usage_chunk_is_left_alone() -> None:

@@ -19,8 +19,8 @@ CONFIG = ServerConfig()
 ASKS_NOTHING = SimpleNamespace(max_new_tokens=0)
 
 
-def _parse(asked: dict[str, Any], config: ServerConfig) -> RequestOptions:
-    return RequestOptions.parse({"spec_stack": asked}, config)
+def _parse(requested: dict[str, Any], config: ServerConfig) -> RequestOptions:
+    return RequestOptions.parse({"spec_stack": requested}, config)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> No
         _parse(custom, CONFIG)
 
 
-@pytest.mark.parametrize("asked", ["on", "[1]", "3", 3, ["on"]])
-def test_options_are_an_object(asked: object) -> None:
+@pytest.mark.parametrize("requested", ["on", "[1]", "3", 3, ["on"]])
+def test_options_are_an_object(requested: object) -> None:
     with pytest.raises(ValueError, match="must be an object of options"):
-        RequestOptions.parse({"spec_stack": asked}, CONFIG)
+        RequestOptions.parse({"spec_stack": requested}, CONFIG)
 
 
 @pytest.mark.parametrize("name", ["sparse_prefill", "keep_rate", "max_dropped_attention", "follow_up"])
@@ -80,12 +80,12 @@ def test_the_launch_says_what_a_longer_prompt_keeps_where_a_curve_says_less() ->
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"sparse_prefill": "draft_only"}, {"sparse_prefill": "off"}, {"protect": [[0, 3]]}]
+    "requested", [{}, {"sparse_prefill": "draft_only"}, {"sparse_prefill": "off"}, {"protect": [[0, 3]]}]
 )
-def test_a_draft_with_slots_of_its_own_leaves_the_target_dense(asked: dict[str, Any]) -> None:
+def test_a_draft_with_slots_of_its_own_leaves_the_target_dense(requested: dict[str, Any]) -> None:
     config = ServerConfig.from_mapping({"sparse_prefill": "draft_only", "draft_kv_budget": 256})
     assert "of prompts of over 256 tokens the draft has 256 slots" in pruning_note(config, None, "")
-    assert _parse(asked, config).prefill(config).sparse_prefill == asked.get("sparse_prefill", "draft_only")
+    assert _parse(requested, config).prefill(config).sparse_prefill == requested.get("sparse_prefill", "draft_only")
     for other in ({"sparse_prefill": "auto"}, {"sparse_prefill": "on"}):
         with pytest.raises(ValueError, match="sparse_prefill"):
             _parse(other, config)
@@ -117,14 +117,14 @@ def test_options_are_read() -> None:
 
 
 def test_protected_spans_are_sorted_and_do_not_overlap_and_many_are_refused_unread() -> None:
-    asked = [[9, 12], [0, 4], [2, 5], [5, 6], [7, 7], [9, 10]]
-    assert _parse({"protect": asked}, CONFIG).protect == ((0, 6), (9, 12))
+    requested = [[9, 12], [0, 4], [2, 5], [5, 6], [7, 7], [9, 10]]
+    assert _parse({"protect": requested}, CONFIG).protect == ((0, 6), (9, 12))
     with pytest.raises(ValueError, match=r"at most 4096 token spans .* got 500000 entries"):
         _parse({"protect": [[0, 1]] * 500_000}, CONFIG)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {},
         {"protect": []},
@@ -132,16 +132,16 @@ def test_protected_spans_are_sorted_and_do_not_overlap_and_many_are_refused_unre
         {"gamma": 4, "follow_up": "freeze", "keep_rate": [[2048, 0.3], [8192, 0.1]]},
     ],
 )
-def test_options_travel_as_one_string(asked: dict[str, Any]) -> None:
+def test_options_travel_as_one_string(requested: dict[str, Any]) -> None:
     """SGLang's msgpack reads no nested lists in `custom_params`."""
-    options = _parse(asked, CONFIG)
+    options = _parse(requested, CONFIG)
     sent = options.on_wire()
     assert isinstance(sent, str)
     assert RequestOptions.parse({"spec_stack": sent}, CONFIG) == options
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("requested", "named"),
     [
         ({"return_logprob": True, "logprob_start_len": 0}, "logprobs"),
         ({"session": object()}, "session"),
@@ -152,8 +152,8 @@ def test_options_travel_as_one_string(asked: dict[str, Any]) -> None:
         ({"logprob": SimpleNamespace(token_ids_logprob=[5]), "sampling_params": ASKS_NOTHING}, "its labels"),
     ],
 )
-def test_a_request_that_needs_the_whole_prompt_says_why(asked: dict[str, Any], named: str) -> None:
-    reason = dense_reason(SimpleNamespace(origin_input_ids=[1, 2, 3], **asked))
+def test_a_request_that_needs_the_whole_prompt_says_why(requested: dict[str, Any], named: str) -> None:
+    reason = dense_reason(SimpleNamespace(origin_input_ids=[1, 2, 3], **requested))
     assert reason is not None
     assert named in reason
 

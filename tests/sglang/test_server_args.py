@@ -57,12 +57,12 @@ def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algori
     monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
     monkeypatch.setattr(plugin, "version", lambda name: found)
-    for asked in (
+    for flags in (
         ["--speculative-algorithm", "spec_stack"],
         ["--speculative-algorithm=SPEC_STACK"],
         ["--spec-stack-scoring-model=draft"],
     ):
-        monkeypatch.setattr(sys, "argv", ["launch_server", *asked])
+        monkeypatch.setattr(sys, "argv", ["launch_server", *flags])
         with pytest.raises(SystemExit, match=f"0.5.20 to 0.5.23, and this is {found}"):
             plugin.register()
     monkeypatch.setattr(sys, "argv", ["launch_server", "--model-path", "spec_stack/assets/target"])

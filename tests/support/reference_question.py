@@ -148,12 +148,12 @@ def raised(
     pieces: Sequence[str],
     spans: Sequence[tuple[int, int]],
     heads: Sequence[int],
-    asked: Collection[int],
+    question_ids: Collection[int],
     most: float = 2,
 ) -> list[float]:
-    """The score of every unit. spans: its tokens. heads: the unit that is kept with each, or -1. asked: the
-    question's tokens."""
-    sums = shared(pieces, spans, heads, asked)
+    """The score of every unit. spans: its tokens. heads: the unit that is kept with each, or -1.
+    question_ids: the question's tokens."""
+    sums = shared(pieces, spans, heads, question_ids)
     largest = max(sums)
     shares = [share / largest if largest else 0.0 for share in sums]
     own = [each * (1 + most * share) for each, share in zip(scores, shares, strict=True)]
@@ -164,7 +164,7 @@ def shared(
     pieces: Sequence[str],
     spans: Sequence[tuple[int, int]],
     heads: Sequence[int],
-    asked: Collection[int],
+    question_ids: Collection[int],
     fewest_letters: int = 5,
     short_word: float = 0.5,
     power: float = 1,
@@ -173,13 +173,15 @@ def shared(
     """The sums of the rare words, each counted over a power of the number of units that hold the word, at most
     most_units; a head's words count for its units too."""
     question: set[str] = set()
-    for start in asked:
-        if start - 1 not in asked:
+    for start in question_ids:
+        if start - 1 not in question_ids:
             stop = start
-            while stop in asked:
+            while stop in question_ids:
                 stop += 1
             question.update(word for word, _ in _words(pieces, range(start, stop)))
-    bodies = [{word for word, _ in _words(pieces, [at for at in range(*span) if at not in asked])} for span in spans]
+    bodies = [
+        {word for word, _ in _words(pieces, [at for at in range(*span) if at not in question_ids])} for span in spans
+    ]
     sums = [0.0] * len(spans)
     for word in sorted(question):
         holders = [at for at, body in enumerate(bodies) if word in body]

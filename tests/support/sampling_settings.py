@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def asked(**settings: Any) -> Any:
+def sampling_params(**settings: Any) -> Any:
     """Settings with SGLang's defaults for what is not given."""
     defaults = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
     return SimpleNamespace(**{**defaults, **settings})

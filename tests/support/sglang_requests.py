@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from spec_stack.sglang.request import RequestOptions, attach
-from tests.support.sampling_settings import asked
+from tests.support.sampling_settings import sampling_params
 
 REPORT: dict[str, Any] = {
     "num_prompt_tokens": 9,
@@ -35,7 +35,7 @@ def request_of(rid: str, options: RequestOptions | None = None, num_prompt_token
         logprob_start_len=-1,
         is_retracted=False,
         finished=lambda: False,
-        sampling_params=asked(),
+        sampling_params=sampling_params(),
     )
     attach(request, options or RequestOptions(), REPORT)
     return request

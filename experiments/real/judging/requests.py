@@ -75,10 +75,10 @@ def _ask(
     if shape == "follow-up":
         other = next(each for each in document.needles if each is not needle)
         first, last = WORDS["follow_up"]
-        asked, answered = (fill(text, {"other_instruction": other.asks["instruction"], **parts}) for text in first)
+        question, answer = (fill(text, {"other_instruction": other.asks["instruction"], **parts}) for text in first)
         messages = [
-            {"role": "user", "content": asked},
-            {"role": "assistant", "content": answered},
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
             {"role": "user", "content": fill(last, parts)},
         ]
     else:

@@ -34,16 +34,16 @@ class ByBM25(SelectionRule):
         return scores
 
 
-def bm25(bodies: Sequence[Sequence[Hashable]], asked: Collection[Hashable]) -> list[float]:
-    """BM25 of each body of words for the question words; an empty body has 0."""
-    counts = [Counter(body) for body in bodies]
-    num_bodies = sum(map(bool, counts))
-    average = sum(map(len, bodies)) / max(1, num_bodies)
-    num_with = Counter(word for count in counts for word in count.keys() & asked)
-    rarity = {word: math.log(1 + (num_bodies - num_with[word] + 0.5) / (num_with[word] + 0.5)) for word in asked}
+def bm25(documents: Sequence[Sequence[Hashable]], query: Collection[Hashable]) -> list[float]:
+    """BM25 of each document, a list of words, for the query; an empty one has 0."""
+    counts = [Counter(document) for document in documents]
+    num_documents = sum(map(bool, counts))
+    average = sum(map(len, documents)) / max(1, num_documents)
+    num_with = Counter(word for count in counts for word in count.keys() & query)
+    rarity = {word: math.log(1 + (num_documents - num_with[word] + 0.5) / (num_with[word] + 0.5)) for word in query}
     scores = []
-    for body, count in zip(bodies, counts, strict=True):
-        damping = _K1 * (1 - _B + _B * len(body) / average) if average else 0.0
-        found = count.keys() & asked
+    for document, count in zip(documents, counts, strict=True):
+        damping = _K1 * (1 - _B + _B * len(document) / average) if average else 0.0
+        found = count.keys() & query
         scores.append(sum(rarity[word] * count[word] * (_K1 + 1) / (count[word] + damping) for word in found))
     return scores
