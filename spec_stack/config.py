@@ -29,7 +29,7 @@ KeepCurve = Sequence[tuple[int, float]]
 OnScoringError = Literal["dense", "raise"]
 Unit = Literal["lines", "chunks"]
 ScoringQueries = Literal["look_ahead", "prompt"]
-HeadVote = Literal["max", "mean"]
+HeadReduction = Literal["max", "mean"]
 SparsePrefill = Literal["auto", "on", "off", "draft_only"]
 Positions = Literal["original", "contiguous"]
 DraftStep = Literal["auto", "eager", "static", "compiled"]
@@ -166,7 +166,7 @@ class PrefillConfig:
     first_scoring_layer: int = option(
         2, "first layers whose heads do not score unless scoring_heads names them; at most half of the draft's", 0
     )
-    head_reduction: HeadVote = option(
+    head_reduction: HeadReduction = option(
         "mean",
         "reduction over the scoring heads: the 'mean' of their attention, or the 'max' of their pooled attention, as "
         "in the paper",

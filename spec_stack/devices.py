@@ -94,17 +94,17 @@ def synchronize(device: torch.device) -> None:
 class CapturedCall:
     """A call whose kernels a CUDA graph replays on the same tensors. Capturing runs none of them.
 
-    call: reads and writes tensors that live as long as this object, and waits for nothing. beside: a captured call that
-    never runs at the same time; they share temporary memory.
+    call: reads and writes tensors that live as long as this object, and waits for nothing. shares_pool_with: a captured
+    call that never runs at the same time; they share temporary memory.
     """
 
-    def __init__(self, call: Callable[[], Any], beside: CapturedCall | None = None) -> None:
+    def __init__(self, call: Callable[[], Any], shares_pool_with: CapturedCall | None = None) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        pool = None if beside is None else beside._graph.pool()
+        pool = None if shares_pool_with is None else shares_pool_with._graph.pool()
         with _capturing, torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._result = call()
 
     def replay(self) -> Any:
-        """Run the kernels; the same result tensors every time, overwritten by the next replay of a call beside it."""
+        """Run the kernels; the same result tensors every time, overwritten by the next replay in this pool."""
         self._graph.replay()
         return self._result

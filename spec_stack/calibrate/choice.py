@@ -20,7 +20,7 @@ RATES = (0.04, 0.05, 0.06, 0.07, 0.085, 0.1, 0.125, 0.15, 0.2)
 """Shares that may be kept; the largest is the default, by which recall is judged."""
 _USUAL = RATES[-1]
 _NUM_HEADS = (2, 4, 8, 16)
-# Shares of the layers whose heads may vote: fewer layers run sooner.
+# Shares of the layers whose heads may score: fewer layers run sooner.
 _DEPTHS = (1.0, 0.67)
 # A setting is judged at rates between these, small ones included.
 _JUDGED_FROM, _JUDGED_TO = 0.06, 0.25
@@ -85,7 +85,7 @@ class HeadRanking:
             self._by_kind[kind] = torch.stack(own).mean(dim=0)
 
     def best(self, setting: Setting, without: Collection[str] = ()) -> list[int]:
-        """Rows of the voting heads, chosen without these families."""
+        """Rows of the scoring heads, chosen without these families."""
         scores = torch.stack([own for kind, own in self._by_kind.items() if kind not in without]).mean(dim=0)
         scores = torch.where(self._layers < setting.depth, scores, -torch.inf)
         return scores.argsort(descending=True, stable=True)[: setting.num_heads].tolist()

@@ -26,7 +26,7 @@ _TYPICAL_ACCEPTANCE = 0.7
 # What a wrong and a right token count in averages of acceptance: the odds of 0 and 1 are 0 and infinite.
 _WRONG, _RIGHT = 0.02, 0.98
 # An unmeasured gamma is tried where its expected wait is within this factor of the best.
-_WORTH_A_TRY = 0.2
+_TRIAL_MARGIN = 0.2
 
 
 class AcceptanceRates:
@@ -157,7 +157,7 @@ class BatchThroughput(Policy):
         hopeful = {
             gamma: wait
             for gamma, wait in zip(gammas, waits, strict=True)
-            if not num_timed[gamma] and (1 - _WORTH_A_TRY) * wait < waits[best]
+            if not num_timed[gamma] and (1 - _TRIAL_MARGIN) * wait < waits[best]
         }
         return min(hopeful, key=hopeful.__getitem__, default=gammas[best])
 

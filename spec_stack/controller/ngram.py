@@ -121,19 +121,20 @@ class NgramPolicy:
         self, continuations: Sequence[Iterable[NgramToken]], most: int, chance: float = 1.0, num_drafted: int = 0
     ) -> NgramProposal:
         most = self._affordable(most, num_drafted)
-        offers = [self._worthwhile(islice(each, most), chance, num_drafted) for each in continuations]
+        offers = [self._offer(islice(each, most), chance, num_drafted) for each in continuations]
         return max(offers, key=lambda offer: offer.gain, default=NgramProposal())
 
-    def _worthwhile(self, continuation: Iterable[NgramToken], chance: float, num_drafted: int) -> NgramProposal:
-        gain, worthwhile = 0.0, list[NgramToken]()
+    def _offer(self, continuation: Iterable[NgramToken], chance: float, num_drafted: int) -> NgramProposal:
+        """The first tokens of a continuation, each likelier than its price."""
+        gain, tokens = 0.0, list[NgramToken]()
         for place, found in enumerate(continuation, start=num_drafted):
             chance *= self.chance(found)
             price = self.price(place)
             if chance <= price:
                 break
             gain += chance - price
-            worthwhile.append(found)
-        return NgramProposal(worthwhile, gain)
+            tokens.append(found)
+        return NgramProposal(tokens, gain)
 
     def _affordable(self, most: int, num_drafted: int) -> int:
         """The most n-gram tokens that the allowance covers if all are rejected; at most twice as many as ever verified,

@@ -1,6 +1,6 @@
 """The draft's attention captured during a pass over a prompt, and the importance of the prompt's tokens.
 
-One pass of `scoring.run_draft` serves any configuration of heads, layers, vote or pooling.
+One pass of `scoring.run_draft` serves any configuration of heads, layers, reduction or pooling.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def scored_layers(captured: Mapping[int, CapturedLayer], num_draft_tokens: int) 
     }
 
 
-def voting_heads(layers: Collection[int], config: PrefillConfig) -> dict[int, list[int] | None]:
-    """The voting ones of the captured layers, each with its voting heads; None is all."""
+def scoring_heads_by_layer(layers: Collection[int], config: PrefillConfig) -> dict[int, list[int] | None]:
+    """The scoring ones of the captured layers, each with its scoring heads; None is all."""
     if config.scoring_heads is None:
         # No more than half of a shallow draft is skipped.
         skipped = min(config.first_scoring_layer, (max(layers, default=0) + 1) // 2)
@@ -101,16 +101,16 @@ class CapturedAttention:
     def importance_in_parts(self, config: PrefillConfig) -> Parts[torch.Tensor]:
         """`importance`; a part ends before every collective of the ranks, which must not fail one by one."""
         weights = yield from self._weights_in_parts(config)
-        votes = self.votes(config, weights)
+        scores = self.reduce_heads(config, weights)
         yield
         if config.head_reduction == "mean":
-            importance = self.ranks.sum(votes) / self.num_voters(config)
+            importance = self.ranks.sum(scores) / self.num_scoring_heads(config)
         else:
-            importance = over_queries(self.ranks.max(votes), self.segments, weights)
+            importance = over_queries(self.ranks.max(scores), self.segments, weights)
         return self._of_target(_finite(importance).cpu())
 
     def weights(self, config: PrefillConfig) -> list[float]:
-        """The weight, up to 1, of each segment's queries, by all heads of the voting layers."""
+        """The weight, up to 1, of each segment's queries, by all heads of the scoring layers."""
         return run(self._weights_in_parts(config))
 
     def _weights_in_parts(self, config: PrefillConfig) -> Parts[list[float]]:
@@ -118,34 +118,34 @@ class CapturedAttention:
             return []
         if self.candidates is not None and self.candidates.is_given:
             return [float(segment.asks) for segment in self.segments]
-        layers = (self.layers[at] for at in voting_heads(self.layers, config))
+        layers = (self.layers[at] for at in scoring_heads_by_layer(self.layers, config))
         attention = last_attention(layers, self.num_in_place)
         yield
         return segment_weights(self.ranks.sum(attention) / self.ranks.num, self.segments)
 
-    def votes(self, config: PrefillConfig, weights: Sequence[float]) -> torch.Tensor:
-        """Of this rank's voting heads: with head_reduction "mean" the sum of their importance
+    def reduce_heads(self, config: PrefillConfig, weights: Sequence[float]) -> torch.Tensor:
+        """Of this rank's scoring heads: with head_reduction "mean" the sum of their importance
         (num_draft_tokens,), with "max" the largest pooled attention (n, num_draft_tokens) of the n queries."""
         is_mean, some = config.head_reduction == "mean", next(iter(self.layers.values()), None)
         if some is None:
             raise ValueError(NO_LAYER)
-        # What a rank without voting heads adds is the least attention.
+        # What a rank without scoring heads adds is the least attention.
         shape = some.keys.shape[1:2] if is_mean else (some.queries.shape[1], some.keys.shape[1])
-        votes = torch.zeros(shape, device=some.keys.device)
-        for layer in self.voting(config):
+        scores = torch.zeros(shape, device=some.keys.device)
+        for layer in self.scoring_layers(config):
             # A model that is split has layers on several devices.
             if is_mean:
                 heads = head_importance(layer, self.num_in_place, self.segments, weights)
-                votes = votes + heads.sum(dim=0).to(votes.device)
+                scores = scores + heads.sum(dim=0).to(scores.device)
             else:
                 largest = largest_attention(layer, config.pool_kernel, self.num_in_place)
-                votes = torch.maximum(votes, largest.to(votes.device))
-        return votes
+                scores = torch.maximum(scores, largest.to(scores.device))
+        return scores
 
-    def num_voters(self, config: PrefillConfig) -> int:
-        """Voting heads over all ranks."""
-        voters = voting_heads(self.layers, config).items()
-        return sum(self.ranks.num * len(self.layers[at].queries) if own is None else len(own) for at, own in voters)
+    def num_scoring_heads(self, config: PrefillConfig) -> int:
+        """Scoring heads over all ranks."""
+        heads = scoring_heads_by_layer(self.layers, config).items()
+        return sum(self.ranks.num * len(self.layers[at].queries) if own is None else len(own) for at, own in heads)
 
     def by_head(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
         """Importance (num_prompt_tokens,) by every (layer, head) alone; head_reduction "mean" is their mean."""
@@ -156,9 +156,9 @@ class CapturedAttention:
             for head, importance in enumerate(head_importance(layer, *queries).cpu())
         }
 
-    def voting(self, config: PrefillConfig) -> Iterator[ScoredLayer]:
-        """The voting layers, each with its voting heads of this rank; one layer is made at a time."""
-        for at, heads in voting_heads(self.layers, config).items():
+    def scoring_layers(self, config: PrefillConfig) -> Iterator[ScoredLayer]:
+        """The scoring layers, each with its scoring heads of this rank; one layer is made at a time."""
+        for at, heads in scoring_heads_by_layer(self.layers, config).items():
             layer = self.layers[at]
             first, num_heads = self.ranks.rank * len(layer.queries), len(layer.queries)
             if heads is None:

@@ -47,17 +47,17 @@ def _by_attention(importance: torch.Tensor, segments: Segments, threshold: float
     """Segments whose mean importance is at least `threshold` times that of the old text, best first."""
     old, owner = importance[: segments.num_tokens].float(), segments.owner.to(importance.device)
     sums = torch.zeros(len(segments), device=old.device).index_add_(0, owner, old)
-    worth = sums / torch.bincount(owner, minlength=len(segments))
+    means = sums / torch.bincount(owner, minlength=len(segments))
     # Rounding decides no tie: a text of one segment has the mean of the text.
     least = threshold * float(old.mean()) * (1 - 1e-6)
     # Without any attention to the old text, every segment would reach a threshold of 0.
-    return _best(worth, least, segments, most_tokens) if least or not threshold else []
+    return _best(means, least, segments, most_tokens) if least or not threshold else []
 
 
-def _best(votes: torch.Tensor, least: float, segments: Segments, most_tokens: int) -> list[int]:
-    """Segments with at least `least` votes, until they hold most_tokens; ties go to the earlier segment."""
-    ranked = torch.argsort(votes, descending=True, stable=True).cpu()
+def _best(scores: torch.Tensor, least: float, segments: Segments, most_tokens: int) -> list[int]:
+    """Segments with scores of at least `least`, until they hold most_tokens; ties go to the earlier segment."""
+    ranked = torch.argsort(scores, descending=True, stable=True).cpu()
     sizes = torch.tensor(segments.borders).diff()[ranked]
     ranked = ranked[sizes.cumsum(0) - sizes < most_tokens]
-    values = votes[ranked.to(votes.device)].tolist()
+    values = scores[ranked.to(scores.device)].tolist()
     return [segment for segment, value in zip(ranked.tolist(), values, strict=True) if value >= least]

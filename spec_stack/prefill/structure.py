@@ -186,18 +186,19 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
     sections: list[tuple[int, int]] = []
     # What the open regions stand below, and their last lines.
     outer: list[tuple[list[int], list[tuple[int, int]], int]] = []
-    beside = -1
+    # The key or caption over the lines up to the next blank one.
+    last_key = -1
     is_scope = False
     for at, line in enumerate(lines):
         if outer and at == outer[-1][2]:
-            (keys, sections, _), beside = outer.pop(), -1
+            (keys, sections, _), last_key = outer.pop(), -1
             continue
         is_body, is_scope = is_scope and line.content == "{", _is_scope(lines, at)
         is_inside = is_body or (at in regions and line.content[0] == "#")
         while keys and not is_inside and not _is_below(lines[keys[-1]], line):
             keys.pop()
-        if beside >= 0 and line.indent < lines[beside].indent:
-            beside = -1
+        if last_key >= 0 and line.indent < lines[last_key].indent:
+            last_key = -1
         level = _level(lines, at, sections)
         while level and sections and sections[-1][0] >= level:
             sections.pop()
@@ -208,24 +209,24 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
         if _DEFINITION.match(line.content) and at and line.head < 0 and not lines[at - 1].is_before_blank:
             line.head = lines[at - 1].head if _DEFINITION.match(lines[at - 1].content) else at - 1
         if line.head < 0:
-            is_beside = beside >= 0 and not (is_key or is_caption)
-            line.head = section if level else keys[-1] if keys else beside if is_beside else section
+            follows_key = last_key >= 0 and not (is_key or is_caption)
+            line.head = section if level else keys[-1] if keys else last_key if follows_key else section
         if at in regions:
             lines[regions[at]].head, line.head = line.head, regions[at]
             outer.append((keys, sections, regions[at]))
-            keys, sections, beside = [], [(0, at)], -1
+            keys, sections, last_key = [], [(0, at)], -1
         elif level:
             sections.append((level, at))
-            beside = -1
+            last_key = -1
             if line.content.startswith("[[") and _NAME.match(following.content):
                 line.last = at + 1
         elif is_scope:
             keys.append(at)
         elif is_key:
             keys.append(at)
-            beside = at
+            last_key = at
         elif is_caption:
-            beside = at
+            last_key = at
         elif _is_lead(line, following):
             keys.append(at)
             if following.head < 0 and not line.is_before_blank and not _level(lines, at + 1, sections):
@@ -238,7 +239,7 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
             elif _goes_on_below(line, following):
                 keys.append(at)
         if line.is_before_blank:
-            beside = -1
+            last_key = -1
         if _END_OF_SECTION.fullmatch(line.content):
             sections = [each for each in sections if not each[0]]
 
@@ -311,8 +312,8 @@ def _goes_on_below(line: Line, following: Line) -> bool:
 def _is_below(key: Line, line: Line) -> bool:
     """Whether a line belongs to a key by its indentation; items of a list need none."""
     is_over = key.is_lead or (key.content.endswith(":") and not key.content.startswith("- "))
-    is_beside = line.indent == key.indent and is_over and _ITEM.match(line.content) is not None
-    return line.indent > key.indent or is_beside
+    is_listed = line.indent == key.indent and is_over and _ITEM.match(line.content) is not None
+    return line.indent > key.indent or is_listed
 
 
 def _is_caption(line: Line, following: Line) -> bool:
@@ -347,18 +348,18 @@ def _find_blocks(lines: Sequence[Line], size: Size) -> None:
         while outer and lines[outer[-1]].indent > line.indent:
             outer.pop()
         following = outer[-1] if outer else len(lines)
-        beside = lines[following].content if outer and lines[following].indent == line.indent else ""
+        sibling = lines[following].content if outer and lines[following].indent == line.indent else ""
         is_quoted = following > at + 1 and lines[at + 1].content[:1] == ">" != line.content[:1] and not line.is_lead
         if following > at + 1 and not is_quoted and not (line.is_prose and ends_sentence(line.content)):
-            is_closed = _CLOSER.match(beside) is not None
+            is_closed = _CLOSER.match(sibling) is not None
             ends[at] = following if is_closed else following - 1
             # "} else {"
-            if is_closed and beside.endswith(_OPENERS):
+            if is_closed and sibling.endswith(_OPENERS):
                 ends[at] = ends[following]
-        elif line.content.startswith("@") and outer and (beside.startswith("@") or _is_scope(lines, following)):
+        elif line.content.startswith("@") and outer and (sibling.startswith("@") or _is_scope(lines, following)):
             # Decorators stay with what they are of.
             ends[at], line.last = ends[following], max(lines[following].last, following)
-        elif following == at + 1 and beside in _OPENERS and not line.content.endswith((",", ";", "}")):
+        elif following == at + 1 and sibling in _OPENERS and not line.content.endswith((",", ";", "}")):
             ends[at] = ends[following]
         outer.append(at)
     at = 0

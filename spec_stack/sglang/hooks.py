@@ -27,7 +27,7 @@ from spec_stack.sglang.launch import require_drafting
 from spec_stack.sglang.manager import SparsePrefillManager
 from spec_stack.sglang.metrics import ReportStore
 from spec_stack.sglang.request import KEY, ReportAssembler, RequestOptions, RunningRequest, correct_acceptance
-from spec_stack.sglang.scoring import load_beside
+from spec_stack.sglang.scoring import load_scoring_model
 from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
 _SRT = "sglang.srt"
@@ -192,7 +192,7 @@ def _load_before_the_pools(init: Callable[..., None], scheduler: Any) -> None:
     init(scheduler)
     if _config().scoring_model is not None:
         check()
-    load_beside(scheduler)
+    load_scoring_model(scheduler)
 
 
 def _decide_at_the_queue(
@@ -209,7 +209,9 @@ def _score_between_batches(next_batch: Callable[..., Any], scheduler: Any, *args
     manager = SparsePrefillManager.of(scheduler)
     if manager is None:
         if _config().scoring_model is not None:
-            raise RuntimeError(f"{NAME} cannot score: SGLang did not apply its hooks on {', '.join(HOOKS_BESIDE)}")
+            raise RuntimeError(
+                f"{NAME} cannot score: SGLang did not apply its hooks on {', '.join(HOOKS_OF_SCORING_MODEL)}"
+            )
         return next_batch(scheduler, *args, **kwargs)
     manager.step()
     with manager.unscored_set_aside():
@@ -240,8 +242,8 @@ HOOKS_OF_DRAFTING: dict[str, Callable[..., Any]] = {
 HOOKS_OF_KV_SLOTS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _place_draft,
 }
-# Applied wherever there are settings, which may name a scoring model beside another algorithm.
-HOOKS_BESIDE: dict[str, Callable[..., Any]] = {
+# Applied wherever there are settings, which may name a scoring model with another algorithm.
+HOOKS_OF_SCORING_MODEL: dict[str, Callable[..., Any]] = {
     f"{_SRT}.managers.scheduler.Scheduler.maybe_init_draft_worker": _load_before_the_pools,
 }
 
@@ -260,8 +262,8 @@ def register() -> None:
 
         return SpecStackWorker
 
-    beside = HOOKS_BESIDE if os.environ.get(ENVIRONMENT) else {}
-    for target, hook in (HOOKS | beside).items():
+    more = HOOKS_OF_SCORING_MODEL if os.environ.get(ENVIRONMENT) else {}
+    for target, hook in (HOOKS | more).items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 

@@ -1,4 +1,4 @@
-"""What requests and replies over HTTP carry beside their bodies. No SGLang import.
+"""What requests and replies over HTTP carry next to their bodies. No SGLang import.
 
 Header `x-spec-stack-keep-rate`, as the proxy's, for every endpoint: a keep rate, which prunes at any length; 1 prefills
 the whole prompt. Options in a body hold against it. `x-spec-stack-route`, as the proxy's, names the route that audits

@@ -26,7 +26,7 @@ from spec_stack.tokenizers.vocabulary import compare
 # Models that score or have slots of their own: rotary, full attention in every layer, one key per head and token.
 _FAMILIES = ("Glm4", "Granite", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
 _ARCHITECTURES = tuple(f"{family}ForCausalLM" for family in _FAMILIES)
-# Targets that tests prune beside those.
+# Targets that tests prune next to those.
 _TESTED = (*_ARCHITECTURES, "Gemma3ForCausalLM", "GPT2LMHeadModel")
 # Fields of configurations with linear attention or Mamba layers.
 _OF_STATES = ("linear_num_key_heads", "mamba_d_state", "ssm_state_size")
@@ -41,7 +41,7 @@ _NOT_SHOWN = ("arguments", "problem", "warnings")
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch whose prompts are pruned, by SPEC_STACK's draft or a scoring model beside another algorithm.
+    """A launch whose prompts are pruned, by SPEC_STACK's draft or a scoring model with another algorithm.
 
     algorithm: what decodes, "" for none. small: what scores. config: calibrated. refusal: why no prompt may be pruned,
     or None. must_fit: the small model's embedding rows are to be fitted to the target's.
@@ -69,7 +69,7 @@ class Launch:
 
     @classmethod
     def scoring(cls, algorithm: str, args: Any, target: Any, tokenizer: Any, config: ServerConfig) -> Launch:
-        """Of a scoring model beside algorithm. Raises ValueError where SGLang's runner cannot run it."""
+        """Of a scoring model with algorithm. Raises ValueError where SGLang's runner cannot run it."""
         source = str(config.scoring_model)
         small, must_fit = _scoring_model(source, args, target, tokenizer)
         require_scoring(args, target, small)
@@ -195,7 +195,7 @@ def untested_refusal(args: Any, target: Any, config: ServerConfig) -> str | None
 
 
 def require_scoring(args: Any, target: Any, scoring: Any) -> None:
-    """Raise ValueError where a scoring model cannot run beside SGLang's own algorithm, or none."""
+    """Raise ValueError where a scoring model cannot run with SGLang's own algorithm, or none."""
     refusal = launch_refusal(args) or pruning_refusal(args, None)
     if args.dllm_algorithm is not None:
         refusal = "--dllm-algorithm is set; leave it out"

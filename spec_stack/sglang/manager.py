@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 # enough.
 _TURNS_PER_POOL = 16
 # Most tokens of a part while anything runs: its forward delays the running requests' next tokens.
-_MOST_BESIDE = 2048
-# Most tokens that the draft prefills in one round beside a prefill batch: little against the target's chunk.
+_MOST_WHILE_RUNNING = 2048
+# Most tokens that the draft prefills in one round with a prefill batch: little against the target's chunk.
 _MOST_QUICK_TOKENS = 512
 _TEST_TEXT, _NUM_TEST_CHUNKS = "The quick brown fox jumps over the lazy dog.\n", 6
 
@@ -73,7 +73,7 @@ class ScoringSchedule:
 
     def most_of_a_part(self, chunk: int) -> int:
         """Most tokens of the next part of a scoring. chunk: those of a forward by the settings."""
-        limits = (self._scheduler.chunked_prefill_size, _MOST_BESIDE if self._num_running() else None)
+        limits = (self._scheduler.chunked_prefill_size, _MOST_WHILE_RUNNING if self._num_running() else None)
         return min([chunk, *(limit for limit in limits if limit and limit > 0)])
 
     def rank_of(self, request: RunningRequest) -> int:

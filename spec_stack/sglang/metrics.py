@@ -1,4 +1,4 @@
-"""Prometheus metrics beside SGLang's own, over finished replies and over a scheduler's work. No SGLang import.
+"""Prometheus metrics next to SGLang's own, over finished replies and over a scheduler's work. No SGLang import.
 
 All exist from the launch on. `deploy/` has a dashboard and alerts over them.
 """

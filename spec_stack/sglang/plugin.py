@@ -24,7 +24,7 @@ def register() -> None:
     """SGLang's entry point.
 
     Raises RuntimeError for an unsupported version and ImportError for a broken user plugin (SGLang logs both), and
-    SystemExit where this launch uses the algorithm, or scores beside another.
+    SystemExit where this launch uses the algorithm, or scores with another.
     """
     try:
         check_version()

@@ -80,12 +80,12 @@ class RequestOptions:
         """Read the options from `custom_params`' entry KEY, an object or `on_wire`'s text; others are ignored.
 
         Raises ValueError for an unknown option, for a value of the wrong type or out of range, and for a name that is
-        this package's alone beside the entry.
+        this package's alone outside of the entry.
         """
         params: Mapping[str, Any] = custom_params if isinstance(custom_params, Mapping) else {}
-        beside = [name for name in _OURS_ALONE if params.get(name) is not None]
-        if beside:
-            raise ValueError(f"{', '.join(beside)} belongs in custom_params.{KEY}")
+        misplaced = [name for name in _OURS_ALONE if params.get(name) is not None]
+        if misplaced:
+            raise ValueError(f"{', '.join(misplaced)} belongs in custom_params.{KEY}")
         requested = params.get(KEY)
         if requested is None:
             return cls()

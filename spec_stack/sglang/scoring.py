@@ -233,10 +233,10 @@ def draft_scorer(launch: Launch, runner: Any, max_positions: int | None = None) 
     return DraftScorer(launch, DraftScoringRunner(runner, num_tokens, num_layers), max_positions)
 
 
-def load_beside(scheduler: Any) -> None:
+def load_scoring_model(scheduler: Any) -> None:
     """Load the configured scoring model into a scheduler with SGLang's own algorithm, or none. Mutates it.
 
-    Called before SGLang sizes its pools. Raises ValueError, naming the fix, where scoring cannot work beside this
+    Called before SGLang sizes its pools. Raises ValueError, naming the fix, where scoring cannot work with this
     launch.
     """
     config, args = ServerConfig.from_environment(), resolving_view(scheduler.server_args)

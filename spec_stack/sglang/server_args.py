@@ -167,7 +167,7 @@ class ServerConfig:
         idle = [name for name in _OF_DRAFTING if name in values]
         if values.get("scoring_model") is not None and idle:
             raise ValueError(
-                f"{', '.join(idle)} set how SPEC_STACK drafts, and beside a scoring_model it does not; leave them out"
+                f"{', '.join(idle)} set how SPEC_STACK drafts, and with a scoring_model it does not; leave them out"
             )
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
         prefill.update({name: values.pop(name) for name in _OF_PREFILL if name in values})
@@ -255,7 +255,7 @@ def _switch(text: str) -> str:
     return {"false": "off", "true": "on"}.get(text.lower(), text)
 
 
-# Without effect beside a scoring model.
+# Without effect with a scoring model.
 _OF_DRAFTING = ("policy", "policy_options", "gammas", "max_gamma_by_batch_size", "draft_kv_budget")
 # Parser and metavar of each flag; default and help are the field's.
 _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {

@@ -148,9 +148,16 @@ def test_what_is_restored_follows_the_slow_rule(recall_word_threshold: float | N
         for threshold, most in ((0.0, 100), (1.0, 5), (1.3, 100), (0.9, 1), (99.0, 4), (0.0, 1)):
             config = SessionConfig(recall_threshold=threshold, max_recalled_chunks=most)
             config = replace(config, recall_word_threshold=recall_word_threshold)
-            votes = None if recall_word_threshold is None else anchors.tolist()
+            word_scores = None if recall_word_threshold is None else anchors.tolist()
             expected = reference_session.dropped_chunks_to_restore(
-                importance.tolist(), cached, num_cached, size, threshold, most, votes, recall_word_threshold or 0.0
+                importance.tolist(),
+                cached,
+                num_cached,
+                size,
+                threshold,
+                most,
+                word_scores,
+                recall_word_threshold or 0.0,
             )
             units, prefill = ChunkSegments(num_cached, size), replace(SPARSE, chunk_size=size)
             assert recall(importance, cached, units, prefill, config, anchors[: len(units)]) == expected

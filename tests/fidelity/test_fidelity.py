@@ -107,11 +107,11 @@ def test_time_ends_a_run_after_its_first_prompt(embedded: SpecStackGenerator, tm
 def test_two_runs_share_a_file(embedded: SpecStackGenerator, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
 
-    def run_beside(number: int, *_: object) -> None:
+    def run_other(number: int, *_: object) -> None:
         if number == 1:
             measure_fidelity(embedded, PROMPTS[2:3], [0.5], max_tokens=1, rows=rows)
 
-    measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows, progress=run_beside)
+    measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows, progress=run_other)
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [row["kind"] for row in found] == [KINDS[number] for number in (0, 2, 1)]
 

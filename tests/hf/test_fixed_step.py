@@ -177,7 +177,7 @@ class Replayed:
     operators: Operators | None = None
     num_made = 0
 
-    def __init__(self, call: Callable[[], Any], beside: Replayed | None) -> None:
+    def __init__(self, call: Callable[[], Any], shares_pool_with: Replayed | None) -> None:
         self._call, self._result = call, None
         Replayed.num_made += 1
 

@@ -177,7 +177,7 @@ def test_arguments_that_are_no_json_of_a_template_stay_text(embedded: SpecStackG
 
 
 # Templates that take a call's message with a content that is null, a text, or either.
-BESIDE_CALLS = {
+CONTENT_WITH_CALLS = {
     "null only": "{% if m['content'] is none %}{% for c in m['tool_calls'] %}CALL{% endfor %}{% else %}TEXT{% endif %}",
     "text only": "TEXT{% for c in m['tool_calls'] or [] %}CALL{% endfor %}",
     "either": "{{ m['content'] or '' }}{% for c in m['tool_calls'] or [] %}CALL{% endfor %}",
@@ -187,11 +187,11 @@ BESIDE_CALLS = {
 
 @pytest.mark.parametrize("question", ["Where?", [{"type": "text", "text": "Where?"}]], ids=["text", "parts"])
 @pytest.mark.parametrize("content", [None, "", "absent"])
-@pytest.mark.parametrize("name", sorted(BESIDE_CALLS))
+@pytest.mark.parametrize("name", sorted(CONTENT_WITH_CALLS))
 def test_a_call_is_rendered_whatever_empty_content_stands_beside_it(
     embedded: SpecStackGenerator, name: str, content: str | None, question: Any
 ) -> None:
-    body = BESIDE_CALLS[name].replace("TEXT", "{{ '' + m['content'] }}")
+    body = CONTENT_WITH_CALLS[name].replace("TEXT", "{{ '' + m['content'] }}")
     body = body.replace("CALL", "<call> {{ c.function.name }}: {{ c.function.arguments }}")
     tokenizer = with_template(embedded, TURN.replace("BODY", body))
     chat = called('{"city":"Rome"}', content)

@@ -80,14 +80,14 @@ def test_no_attention_layer_and_non_finite_attention_are_errors() -> None:
 
 @pytest.mark.parametrize("devices", [("meta", "cpu"), ("meta", "cpu", "cpu"), ("meta", "meta", "cpu")])
 @pytest.mark.parametrize("num_queries", [1, 3])
-def test_the_votes_of_layers_on_several_devices_are_put_together(devices: tuple[str, ...], num_queries: int) -> None:
+def test_heads_of_layers_on_several_devices_are_reduced_together(devices: tuple[str, ...], num_queries: int) -> None:
     # Meta stands for another card.
     queries, keys = torch.randn(4, num_queries, 8), torch.randn(2, 50, 8)
     layers = [ScoredLayer(queries.to(device), keys.to(device), 1.0) for device in devices]
     attention = CapturedAttention(dict(enumerate(layers)))
     for reduction, shape in (("max", (num_queries, 50)), ("mean", (50,))):
         config = PrefillConfig(head_reduction=reduction, first_scoring_layer=0)
-        assert attention.votes(config, ()).shape == shape
+        assert attention.reduce_heads(config, ()).shape == shape
 
 
 def test_scores_of_half_precision_keys_are_computed_in_fp32() -> None:

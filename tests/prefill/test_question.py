@@ -64,17 +64,17 @@ PROMPTS = {
 def test_scores_are_those_by_hand(question: str) -> None:
     pieces = pieces_of("".join(PROMPTS[question]) + question)
     evidence, segments = evidence_of(pieces, len(pieces))
-    worth = torch.rand(2, len(segments), generator=torch.Generator().manual_seed(3))
+    scores = torch.rand(2, len(segments), generator=torch.Generator().manual_seed(3))
     question_ids = question_tokens(evidence.candidates)
-    for own, raised in zip(worth, raise_named(worth, evidence, segments), strict=True):
+    for own, raised in zip(scores, raise_named(scores, evidence, segments), strict=True):
         expected = reference_question.raised(own.tolist(), pieces, list(segments), segments.heads, question_ids)
         assert raised.tolist() == pytest.approx(expected)
 
 
 def test_tokens_without_text_count_by_attention_alone() -> None:
     evidence, segments = evidence_of(None, 200)
-    worth = torch.rand(len(segments))
-    assert torch.equal(raise_named(worth, evidence, segments), worth)
+    scores = torch.rand(len(segments))
+    assert torch.equal(raise_named(scores, evidence, segments), scores)
 
 
 def test_the_papers_scoring_queries_count_by_attention_alone() -> None:

@@ -126,8 +126,8 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
     prompt, ends = random_prompt(250), PLACES[places]
     pieces = None if ends is None else [ends.get(at, " w") for at in range(250)]
     protected = [] if pieces else TURNS
-    vote = {"head_reduction": "max" if heads is None else "mean", "scoring_heads": heads}
-    config, draft = PrefillConfig(**(BASE | vote)), open_draft()  # type: ignore[arg-type]
+    reduction = {"head_reduction": "max" if heads is None else "mean", "scoring_heads": heads}
+    config, draft = PrefillConfig(**(BASE | reduction)), open_draft()  # type: ignore[arg-type]
     inputs = ScoringInputs(PromptText(prompt, pieces, protected))
     attention, proposal = run_draft(draft, inputs, lambda *_: pytest.fail("no look-ahead is needed"), config)
     assert not proposal.token_ids

@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 def test_hostile_bodies_harm_nobody_and_are_upstreams_to_refuse(start: Start, upstream: FakeUpstream) -> None:
     url, over = start().url, threading.Event()
     post(url, CHAT, {"messages": [{"role": "user", "content": CODE}]}, authorization="Bearer normal")
-    beside: list[float] = []
+    meanwhile: list[float] = []
 
     def normal() -> None:
         while not over.is_set():
             began = monotonic()
             assert post(url, CHAT, chat()[1], authorization="Bearer normal").status_code == 200
-            beside.append(monotonic() - began)
+            meanwhile.append(monotonic() - began)
             over.wait(0.05)
 
     other, before, taken = threading.Thread(target=normal), psutil.Process().memory_info().rss, []
@@ -53,9 +53,9 @@ def test_hostile_bodies_harm_nobody_and_are_upstreams_to_refuse(start: Start, up
     assert statuses.count(413) == 1
     gc.collect()
     grown_mb = (psutil.Process().memory_info().rss - before) / 1e6
-    figures = {"longest_s": max(taken), "longest_beside_s": max(beside), "grown_mb": grown_mb}
+    figures = {"longest_s": max(taken), "longest_beside_s": max(meanwhile), "grown_mb": grown_mb}
     logger.info(json.dumps(figures))
-    assert max(beside) < 30
+    assert max(meanwhile) < 30
     assert grown_mb < 400
     assert httpx2.get(f"{url}/health", timeout=60).status_code == 200
 

@@ -393,7 +393,7 @@ def reference() -> Reference:
 
 
 class Launcher:
-    """Starts servers with the plugin's algorithm, or a scoring model beside SGLang's own; stops all of them."""
+    """Starts servers with the plugin's algorithm, or a scoring model with SGLang's own; stops all of them."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
@@ -405,14 +405,14 @@ class Launcher:
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
         command: Sequence[str] = LAUNCH_SERVER,
-        beside: Sequence[str] | None = None,
+        own_algorithm: Sequence[str] | None = None,
         **models: Path,
     ) -> Server:
-        """beside: the flags of SGLang's own algorithm, none for plain decoding, while the draft scores alone."""
+        """own_algorithm: the flags of SGLang's own algorithm, none for plain decoding, while the draft scores alone."""
         draft = models.get("draft", ASSETS / "draft")
         algorithm = ["--speculative-algorithm", "SPEC_STACK", "--speculative-draft-model-path", str(draft)]
-        if beside is not None:
-            algorithm = [*beside, "--spec-stack-scoring-model", str(draft)]
+        if own_algorithm is not None:
+            algorithm = [*own_algorithm, "--spec-stack-scoring-model", str(draft)]
         log = self._folders.mktemp("server") / "log"
         server = Server(log, [*algorithm, *arguments], environment, models.get("target", ASSETS / "target"), command)
         self._started.append(server)

@@ -89,7 +89,7 @@ def test_a_target_of_another_architecture_is_pruned(
     folder, model = _saved(_TARGETS[kind], tmp_path / "model", reference)
     server = launch(
         *("--max-total-tokens", "6000", "--chunked-prefill-size", "128", "--context-length", "2048"),
-        beside=(),
+        own_algorithm=(),
         target=folder,
     )
     # It shares no beginning with any other test's.
@@ -123,8 +123,8 @@ def test_a_pair_of_this_architecture_is_pruned_as_plain_transformers_would(
     scores = oracle.question_importance(model, prompt, *asking, mean=True)
     sizes = PrefillConfig.chunk_size, PrefillConfig.keep_first, PrefillConfig.keep_last
     chunks = [(start, min(start + sizes[0], len(prompt))) for start in range(0, len(prompt), sizes[0])]
-    worth = [float(scores[start:stop].mean()) for start, stop in chunks]
-    raised = reference_question.raised(worth, pieces, chunks, [-1] * len(chunks), question.words())
+    means = [float(scores[start:stop].mean()) for start, stop in chunks]
+    raised = reference_question.raised(means, pieces, chunks, [-1] * len(chunks), question.words())
     kept = oracle.selected_positions([raised[at // sizes[0]] for at in range(len(prompt))], 0.3, *sizes)
     reply = server.generate(prompt, 12, sparse_prefill="on", explain=True, gamma=4)
     assert kept_positions(reply) == kept

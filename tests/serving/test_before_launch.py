@@ -60,7 +60,7 @@ def test_the_doctor_says_what_a_launch_would_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_doctor_knows_a_scoring_model_beside_another_algorithm(tmp_path: Path) -> None:
+def test_the_doctor_knows_a_scoring_model_with_another_algorithm(tmp_path: Path) -> None:
     scoring = ("--spec-stack-scoring-model", str(ASSETS / "draft"))
     for algorithm, drafting in (((), "none"), (("--speculative-algorithm", "NGRAM"), "NGRAM")):
         code, report = _doctor(tmp_path, *_PAIR[:2], *scoring, *algorithm, *_CPU)

@@ -95,11 +95,11 @@ def test_a_neighbours_question_about_the_same_document_changes_nothing_of_what_i
     alone = _ask(server, [*document, *questions[1]])
     server.flush()
     neighbour = _ask(server, [*document, *questions[0]])
-    beside = _ask(server, [*document, *questions[1]])
-    assert _kept(beside) == _kept(alone) != _kept(neighbour)
-    assert beside["output_ids"] == alone["output_ids"]
+    after_neighbour = _ask(server, [*document, *questions[1]])
+    assert _kept(after_neighbour) == _kept(alone) != _kept(neighbour)
+    assert after_neighbour["output_ids"] == alone["output_ids"]
     # The draft reads the document once all the same.
-    report = beside["meta_info"]["spec_stack"]
+    report = after_neighbour["meta_info"]["spec_stack"]
     assert (report["num_cached_tokens"], report["num_draft_tokens"] < WINDOW + 100) == (0, True)
 
 

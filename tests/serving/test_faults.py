@@ -34,13 +34,13 @@ FIRST = {*(faults[0] for faults in BY_HOOK.values() if faults), "scoring", "plac
 
 
 def test_every_hook_is_put_out_of_action_and_a_launch_has_at_most_eight() -> None:
-    from spec_stack.sglang.hooks import HOOKS, HOOKS_BESIDE, HOOKS_OF_DRAFTING, HOOKS_OF_KV_SLOTS
+    from spec_stack.sglang.hooks import HOOKS, HOOKS_OF_DRAFTING, HOOKS_OF_KV_SLOTS, HOOKS_OF_SCORING_MODEL
 
     hooks = HOOKS | HOOKS_OF_DRAFTING | HOOKS_OF_KV_SLOTS
     assert {".".join(target.split(".")[-2:]) for target in hooks} == set(BY_HOOK)
     # A draft with slots of its own takes one more.
     assert len(HOOKS | HOOKS_OF_DRAFTING) <= 8
-    assert len(HOOKS | HOOKS_BESIDE) <= 8
+    assert len(HOOKS | HOOKS_OF_SCORING_MODEL) <= 8
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def eager_draft() -> Any:
 
 @pytest.fixture(scope="module")
 def by_chunks(launch: Launcher) -> Server:
-    """A server that restores chunks by the votes of all layers, as the oracle does."""
+    """A server that restores chunks by the heads of all layers, as the oracle does."""
     return launch(
         *("--max-total-tokens", "24000", "--chunked-prefill-size", "256", "--max-running-requests", "8"),
         *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS), "--context-length", str(CONTEXT)),

@@ -54,12 +54,12 @@ def busy(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def beside(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def scoring_only(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """No drafting, and a context as long as the scoring model's positions."""
     server = launch(
         *("--max-total-tokens", "8000", "--context-length", "2048", "--enable-metrics"),
         *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS)),
-        beside=(),
+        own_algorithm=(),
         draft=_draft_of(tmp_path_factory.mktemp("models"), 2048),
     )
     yield server
@@ -203,29 +203,29 @@ def test_a_bodys_options_hold_against_the_header(busy: Server, reference: Refere
     assert (status, report_of(reply)["outcome"]) == (200, "disabled")
 
 
-def test_a_prompt_up_to_the_context_limit_is_scored(beside: Server, reference: Reference) -> None:
+def test_a_prompt_up_to_the_context_limit_is_scored(scoring_only: Server, reference: Reference) -> None:
     """Up to where its queries, which run again behind it, are at the draft's last positions."""
-    reply = beside.generate(reference.text_ids(2048 - MOST_REPEATED, seed=770), 2, **_LONG)
+    reply = scoring_only.generate(reference.text_ids(2048 - MOST_REPEATED, seed=770), 2, **_LONG)
     assert report_of(reply)["outcome"] == "pruned"
-    assert not beside.state()["num_failures"]
+    assert not scoring_only.state()["num_failures"]
 
 
-def test_a_scoring_model_checks_as_a_draft_does(beside: Server, reference: Reference) -> None:
+def test_a_scoring_model_checks_as_a_draft_does(scoring_only: Server, reference: Reference) -> None:
     prompt, options = reference.prompt(600, seed=772), {"keep_rate": 0.2, "max_dropped_attention": 0.0, **_LONG}
-    report = report_of(beside.generate(prompt, 2, **options))
+    report = report_of(scoring_only.generate(prompt, 2, **options))
     expected = reference.generator.generate(input_ids=prompt, max_tokens=1, ignore_eos=True, **options).metrics
     tried = [each.dropped_attention for each in expected.tried_rates]
     assert [each["dropped_attention"] for each in report["tried_rates"]] == pytest.approx(tried, rel=2e-3)
     assert report["outcome"] == "too_much_dropped"
 
 
-def test_sglang_counts_whole_prompts_where_nothing_drafts(beside: Server, reference: Reference) -> None:
-    before = beside.metrics()["sglang:prompt_tokens_total"]
+def test_sglang_counts_whole_prompts_where_nothing_drafts(scoring_only: Server, reference: Reference) -> None:
+    before = scoring_only.metrics()["sglang:prompt_tokens_total"]
     prompt = reference.prompt(900, seed=771)
-    assert report_of(beside.generate(prompt, 4))["outcome"] == "pruned"
-    assert beside.metrics()["sglang:prompt_tokens_total"] - before == len(prompt)
+    assert report_of(scoring_only.generate(prompt, 4))["outcome"] == "pruned"
+    assert scoring_only.metrics()["sglang:prompt_tokens_total"] - before == len(prompt)
 
 
-def test_the_dashboards_metrics_are_there(beside: Server) -> None:
-    beside.generate([5, 6, 7], 4)
-    assert beside.metrics().keys() >= NAMES
+def test_the_dashboards_metrics_are_there(scoring_only: Server) -> None:
+    scoring_only.generate([5, 6, 7], 4)
+    assert scoring_only.metrics().keys() >= NAMES

@@ -32,11 +32,11 @@ def test_running_requests_get_tokens_while_a_prompt_is_scored(server: Server, re
     wait_until(lambda: num_told > 5)
     before = num_told
     reply = server.generate(prompt, 1, sparse_prefill="on", keep_rate=0.1)
-    num_beside = num_told - before
+    num_meanwhile = num_told - before
     running.join()
     assert reply["meta_info"]["spec_stack"]["num_scored_tokens"] == len(prompt)
     # Seven chunks of 256, then the look-ahead and the prefill. Tokens, since a slow client gets several at a time.
-    assert num_beside >= 6
+    assert num_meanwhile >= 6
     assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on", keep_rate=0.1)[:1]
 
 

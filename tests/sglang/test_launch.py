@@ -1,4 +1,4 @@
-"""What a scoring model may stand beside. No SGLang here."""
+"""What a scoring model may run with. No SGLang here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_model_scores_for_a_target_of_any_architecture(architecture: str) -> N
         ({}, {"context_len": 8192}, "add --context-length 4096"),
     ],
 )
-def test_what_a_model_cannot_score_beside_is_refused_by_name(
+def test_what_a_model_cannot_score_for_is_refused_by_name(
     args: dict[str, Any], target: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):

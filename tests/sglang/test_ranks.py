@@ -36,19 +36,19 @@ def _of_rank(layers: Layers, rank: int) -> CapturedAttention:
     return _attention(half, rank, 2)
 
 
-@pytest.mark.parametrize("vote", ["max", "mean"])
+@pytest.mark.parametrize("reduction", ["max", "mean"])
 @pytest.mark.parametrize("heads", [((1, 2), (1, 3)), ((0, 1), (1, 2)), None])
-def test_ranks_that_share_the_heads_find_together_what_one_finds_alone(vote: Any, heads: Any) -> None:
+def test_ranks_that_share_the_heads_find_together_what_one_finds_alone(reduction: Any, heads: Any) -> None:
     torch.manual_seed(1)
     layers = {index: ScoredLayer(torch.randn(4, 3, 8), torch.randn(2, 50, 8), 0.3) for index in range(2)}
-    config, whole, ranks = PrefillConfig(scoring_heads=heads, head_reduction=vote), _attention(layers), []
+    config, whole, ranks = PrefillConfig(scoring_heads=heads, head_reduction=reduction), _attention(layers), []
     for rank in range(2):
         ranks.append(_of_rank(layers, rank))
-        # A mean is over the voters of all ranks.
-        assert ranks[-1].num_voters(config) == whole.num_voters(config)
-    each = [rank.votes(config, WEIGHTS) for rank in ranks]
-    found = torch.maximum(*each) if vote == "max" else sum(each)
-    torch.testing.assert_close(found, whole.votes(config, WEIGHTS))
+        # A mean is over the scoring heads of all ranks.
+        assert ranks[-1].num_scoring_heads(config) == whole.num_scoring_heads(config)
+    each = [rank.reduce_heads(config, WEIGHTS) for rank in ranks]
+    found = torch.maximum(*each) if reduction == "max" else sum(each)
+    torch.testing.assert_close(found, whole.reduce_heads(config, WEIGHTS))
     everyone = PrefillConfig()
-    last = [last_attention(rank.voting(everyone), 3) for rank in ranks]
-    torch.testing.assert_close((last[0] + last[1]) / 2, last_attention(whole.voting(everyone), 3))
+    last = [last_attention(rank.scoring_layers(everyone), 3) for rank in ranks]
+    torch.testing.assert_close((last[0] + last[1]) / 2, last_attention(whole.scoring_layers(everyone), 3))

@@ -66,11 +66,11 @@ def test_an_option_beside_its_entry_is_refused(name: str) -> None:
 
 
 def test_nobody_sets_drafts_that_are_not_ours() -> None:
-    beside = ServerConfig(scoring_model="draft")
+    scoring_only = ServerConfig(scoring_model="draft")
     for name, value in {"gamma": 0, "policy": "ema"}.items():
         with pytest.raises(ValueError, match=f"{name} set how SPEC_STACK drafts"):
-            _parse({name: value}, beside)
-    assert _parse({"keep_rate": 0.3}, beside).keep_rate == 0.3
+            _parse({name: value}, scoring_only)
+    assert _parse({"keep_rate": 0.3}, scoring_only).keep_rate == 0.3
 
 
 def test_the_launch_says_what_a_longer_prompt_keeps_where_a_curve_says_less() -> None:

@@ -106,8 +106,8 @@ def question_importance(
         whole = attentions[layer][0, head, query].double().numpy()
         return np.asarray(whole[:size] / (whole[:size].sum() + 1 - whole.sum()))
 
-    voting = behind if heads is None else list(heads)
-    finding = {layer for layer, _ in voting}
+    scoring = behind if heads is None else list(heads)
+    finding = {layer for layer, _ in scoring}
     looks = np.mean([row(*each, size - 1) for each in every if each[0] in finding], axis=0)
     spans = [*repeated, *in_place]
     others = [[looks[at] for at in range(start, min(stop, size - 1))] for start, stop in spans]
@@ -154,8 +154,8 @@ def question_importance(
         return kept
 
     if mean:
-        return np.asarray(np.mean([of(partial(row, *each)) for each in voting], axis=0))
-    return of(lambda query: np.max([pooled(row(*each, query)) for each in voting], axis=0))
+        return np.asarray(np.mean([of(partial(row, *each)) for each in scoring], axis=0))
+    return of(lambda query: np.max([pooled(row(*each, query)) for each in scoring], axis=0))
 
 
 def importance_by_characters(

@@ -179,12 +179,12 @@ def shared(
             while stop in question_ids:
                 stop += 1
             question.update(word for word, _ in _words(pieces, range(start, stop)))
-    bodies = [
+    words_by_unit = [
         {word for word, _ in _words(pieces, [at for at in range(*span) if at not in question_ids])} for span in spans
     ]
     sums = [0.0] * len(spans)
     for word in sorted(question):
-        holders = [at for at, body in enumerate(bodies) if word in body]
+        holders = [at for at, words in enumerate(words_by_unit) if word in words]
         own = short_word if _is_short(word, fewest_letters) else 1
         for at in range(len(spans)):
             above = at

@@ -32,24 +32,24 @@ def dropped_chunks_to_restore(
     anchors: Sequence[float] | None = None,
     recall_word_threshold: float = 0.0,
 ) -> list[int]:
-    """Positions of dropped tokens in the best chunks of the old text that are worth enough, by either vote, by
+    """Positions of dropped tokens in the best chunks of the old text that score enough, by either rule, by
     sorting."""
     mean = sum(importance[:num_cached]) / num_cached
     chunks = [range(at, min(at + size, num_cached)) for at in range(0, num_cached, size)]
-    worth = [sum(importance[at] for at in chunk) / len(chunk) for chunk in chunks]
-    best = _leading(chunks, worth, most * size)
+    means = [sum(importance[at] for at in chunk) / len(chunk) for chunk in chunks]
+    best = _leading(chunks, means, most * size)
     # A text without any importance is not recalled.
-    wanted = {index for index in best if worth[index] >= threshold * mean and (mean or not threshold)}
+    wanted = {index for index in best if means[index] >= threshold * mean and (mean or not threshold)}
     if anchors is not None:
         best = _leading(chunks, anchors, most * size)
         wanted |= {index for index in best if anchors[index] >= recall_word_threshold}
     return sorted({at for index in wanted for at in chunks[index]} - set(cached))
 
 
-def _leading(chunks: Sequence[range], votes: Sequence[float], most_tokens: int) -> list[int]:
-    """The chunks with the most votes, until they hold so many tokens."""
+def _leading(chunks: Sequence[range], scores: Sequence[float], most_tokens: int) -> list[int]:
+    """The chunks with the highest scores, until they hold so many tokens."""
     leading: list[int] = []
-    for index in sorted(range(len(chunks)), key=lambda index: (-votes[index], index)):
+    for index in sorted(range(len(chunks)), key=lambda index: (-scores[index], index)):
         if sum(len(chunks[each]) for each in leading) < most_tokens:
             leading.append(index)
     return leading

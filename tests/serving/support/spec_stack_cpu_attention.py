@@ -28,7 +28,7 @@ FAULTS = {
     "books": ("metrics", "ReportStore.close"),
     "acceptance": ("hooks", "correct_acceptance"),
     "counting": ("request", "ReportAssembler.num_prompt_tokens"),
-    "header": ("headers", "AskedByHeaders.options"),
+    "header": ("headers", "RequestHeaders.options"),
     "telling": ("metrics", "SchedulerMetrics.tell"),
     "stream": ("metrics", "ReportStore.report_of"),
     "choosing": ("batch_policy", "BatchPolicy._policy"),
@@ -106,15 +106,15 @@ def _fail_on(rank):
 
     from spec_stack.prefill.attention import CapturedAttention
 
-    votes = CapturedAttention.votes
+    reduce_heads = CapturedAttention.reduce_heads
 
     def fail_on_long_prompts(attention, *args):
-        found = votes(attention, *args)
+        found = reduce_heads(attention, *args)
         if get_tp_group().rank_in_group == rank and found.shape[-1] > 600:
             raise MemoryError("put out of action by a test")
         return found
 
-    CapturedAttention.votes = fail_on_long_prompts
+    CapturedAttention.reduce_heads = fail_on_long_prompts
 
 
 def _break(name):

@@ -1,4 +1,4 @@
-"""A scoring model beside SGLang's own algorithms, or none: the target's tokens, whoever drafts."""
+"""A scoring model with SGLang's own algorithms, or none: the target's tokens, whoever drafts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 def test_prompts_are_pruned_whoever_drafts(
     launch: Any, reference: Reference, algorithm: Sequence[str], arguments: Sequence[str], environment: dict[str, str]
 ) -> None:
-    _check(launch(*_SIZES, *arguments, beside=algorithm, environment=environment), reference, environment)
+    _check(launch(*_SIZES, *arguments, own_algorithm=algorithm, environment=environment), reference, environment)
 
 
 # Trained for the embedded target; the trainer is in the history (experiments/README.md).
@@ -62,13 +62,13 @@ HEAD = Path(__file__).parent / "eagle3_head"
     "environment",
     [pytest.param({}, id="eagle3"), pytest.param(_RETRACTIONS, id="retracted", marks=pytest.mark.nightly)],
 )
-def test_prompts_are_pruned_beside_a_head_of_the_target(
+def test_prompts_are_pruned_with_a_head_of_the_target(
     launch: Any, reference: Reference, environment: dict[str, str]
 ) -> None:
     """EAGLE-3 with a trained head: accepted length 1.197 when trained for two CPU minutes."""
     head = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(HEAD))
     steps = ("--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3")
-    server = launch(*_SIZES, beside=(*head, *steps), environment=environment)
+    server = launch(*_SIZES, own_algorithm=(*head, *steps), environment=environment)
     lengths = []
     for seed in range(3):
         prompt = reference.prompt(700, seed=800 + seed)
