@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sparse prefill beside every way to draft on SGLang: none, SPEC_STACK, and a scoring model beside STANDALONE, NGRAM and
+# Sparse prefill with every way to draft on SGLang: none, SPEC_STACK, and a scoring model with STANDALONE, NGRAM and
 # EAGLE3. First token, tokens/s, accepted lengths: serving_drafters.sh ROWS.jsonl [options of serving.sh].
 # The embedded pair and the head trained for it, unless --target, --draft and HEAD (a folder or name) say otherwise.
 # On a card, in SGLang's environment (real kernels, FlashInfer, CUDA graphs, overlap, one rank):
