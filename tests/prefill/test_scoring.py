@@ -114,10 +114,22 @@ PLACES: dict[str, dict[int, str] | None] = {
         for marks in ((240, 249), (200, 249), (140,), (140, 215))
     },
 }
+_OF_ALL = ("turns", "marks at (240, 249)")
 
 
-@pytest.mark.parametrize("heads", [((0, 3), (2, 1)), None])
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(
+    ("heads", "places"),
+    [
+        *(pytest.param(((0, 3), (2, 1)), places, id=f"two heads, {places}") for places in PLACES),
+        # Of all heads the loops take seconds; two of them run by day.
+        *(
+            pytest.param(
+                None, places, id=f"all heads, {places}", marks=[] if places in _OF_ALL else pytest.mark.nightly
+            )
+            for places in PLACES
+        ),
+    ],
+)
 def test_segments_of_the_question_score_as_loops_over_eager_attention(
     heads: tuple[tuple[int, int], ...] | None, places: str
 ) -> None:
