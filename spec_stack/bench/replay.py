@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -76,7 +76,7 @@ class ReplayText:
 
     start is where decoding begins (after what the prefill step gave), end where it stops. correct, entropy and
     confidence are by output position from 0 on; tails[q] holds the signals after the wrong token at q. A signal that
-    was never recorded is the nearest earlier one.
+    was never recorded is the nearest earlier one. prefill is the prefill step's record, None where no run has it.
     """
 
     prompt: str
@@ -88,6 +88,7 @@ class ReplayText:
     entropy: Sequence[float]
     confidence: Sequence[float]
     tails: Mapping[int, DraftSignals]
+    prefill: StepRecord | None = None
 
     def run_length(self, position: int, limit: int) -> int:
         """How many of `limit` tokens drafted from `position` on would be accepted."""
@@ -121,6 +122,7 @@ class _Facts:
     votes: dict[int, list[bool]] = field(default_factory=lambda: defaultdict(list))
     signals: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     tails: dict[int, DraftSignals] = field(default_factory=dict)
+    prefill: StepRecord | None = None
     start: int = 0
     end: int = 0
     task: str = ""
@@ -158,7 +160,7 @@ def merge_runs(records: Iterable[StepRecord]) -> Merged:
         position += record.num_tokens
         text.end = max(text.end, position)
         if record.is_prefill:
-            text.start = position
+            text.start, text.prefill = position, record
     if not facts:
         raise ValueError("no records to replay")
     shared = unanimous = 0
@@ -197,9 +199,8 @@ def _as_text(prompt: str, precision: str, facts: _Facts) -> ReplayText:
         entropy.append(float(last[0]))
         confidence.append(float(last[1]))
     correct = [means[position] >= 0.5 if position in means else fallback for position in range(length)]
-    return ReplayText(
-        prompt, precision, facts.task, facts.start, facts.end, correct, entropy, confidence, dict(facts.tails)
-    )
+    signals = entropy, confidence, dict(facts.tails)
+    return ReplayText(prompt, precision, facts.task, facts.start, facts.end, correct, *signals, facts.prefill)
 
 
 def fit_costs(records: Iterable[StepRecord], least: int = 20) -> dict[str, Costs]:
@@ -247,30 +248,30 @@ def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = M
 
     max_gamma: most tokens in a step.
     """
-    position, step = text.start, 0
-    last: StepRecord | None = None
+    position, last = text.start, _prefill_of(text, costs, policy.name)
+    # As live: the prefill step is observed, not chosen.
+    policy.observe(last)
     gammas: list[int] = []
     seconds = 0.0
     while position < text.end:
-        room = min(max_gamma, text.end - position - 1)
-        context = StepContext(step, room, last, text.precision, text.task)
-        run_length = text.run_length(position, room)
+        context = StepContext(last.step + 1, text.end - position - 1, last, text.precision, text.task)
+        limit = max(0, min(policy.choose(context), context.max_gamma, max_gamma))
         signals = DraftSignals()
-        limit = max(0, min(policy.choose(context), room))
+        run_length = text.run_length(position, limit)
         while len(signals) < limit:
             signals.append(*text.signal(position, len(signals), run_length))
             if len(signals) < limit and not policy.keep_drafting(context, signals):
                 break
         gamma = len(signals)
         accepted = min(run_length, gamma)
-        record = StepRecord(
+        last = StepRecord(
             request_id=text.prompt,
-            step=step,
+            step=context.step,
             policy=policy.name,
             precision=text.precision,
             task=text.task,
             is_prefill=False,
-            keep_rate=1.0,
+            keep_rate=last.keep_rate,
             gamma=gamma,
             num_accepted=accepted,
             num_tokens=accepted + 1,
@@ -279,13 +280,34 @@ def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = M
             verify_s=costs.verify_s(gamma),
             policy_s=0.0,
         )
-        last = record
-        policy.observe(record)
-        seconds += record.draft_s + record.verify_s
+        policy.observe(last)
+        seconds += last.draft_s + last.verify_s
         gammas.append(gamma)
         position += accepted + 1
-        step += 1
     return Score(position - text.start, seconds, gammas)
+
+
+def _prefill_of(text: ReplayText, costs: Costs, policy: str) -> StepRecord:
+    """The record of the prefill step under a policy; of a plain step where no run has it."""
+    if text.prefill is not None:
+        # Context lengths are not counted in the steps of a replay, and the cost tables have none.
+        return replace(text.prefill, policy=policy, num_target_slots=0, num_draft_slots=0)
+    return StepRecord(
+        request_id=text.prompt,
+        step=0,
+        policy=policy,
+        precision=text.precision,
+        task=text.task,
+        is_prefill=True,
+        keep_rate=1.0,
+        gamma=0,
+        num_accepted=0,
+        num_tokens=text.start,
+        signals=DraftSignals(),
+        draft_s=0.0,
+        verify_s=costs.verify_s(0),
+        policy_s=0.0,
+    )
 
 
 def oracle(text: ReplayText, costs: Costs, *, max_gamma: int = MAX_GAMMA) -> Score:

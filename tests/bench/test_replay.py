@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_stack import SpecStackGenerator
 from spec_stack.bench.recorded import read
 from spec_stack.bench.replay import CostTable, ReplayText, fit_costs, merge_runs, oracle, replay
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.registry import make_policy
-from tests.support.controller_data import COSTS, Greedy, StepCosts, runs
+from tests.support.controller_data import COSTS, Greedy, RandomGamma, StepCosts, runs
 from tests.support.reference_controller import fixed_gamma_steps, least_seconds
 
 ROOT = Path(__file__).parents[2]
@@ -114,9 +117,41 @@ def test_a_policy_sees_no_signal_of_a_token_it_has_not_drafted() -> None:
         replay(seen, spy, COSTS)
     assert spies[0].shown[0][:2] == spies[1].shown[0][:2]
     assert all(len(shown) <= 3 for shown in spies[0].shown)
-    assert spies[0].contexts[0].last is None
-    lasts = [context.last for context in spies[0].contexts[1:]]
+    lasts = [context.last for context in spies[0].contexts]
     assert [last.step for last in lasts if last] == list(range(len(lasts)))
+
+
+@pytest.mark.parametrize("sparse_prefill", ["draft_only", "on"])
+def test_a_policy_is_shown_in_replay_what_it_was_shown_live(
+    embedded: SpecStackGenerator, tmp_path: Path, sparse_prefill: str
+) -> None:
+    live, replayed, file = RandomGamma(0), RandomGamma(0), tmp_path / "steps.jsonl"
+    prompt = "def add(a, b):\n    return a + b\n\n\n" * 9
+    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "sparse_prefill": sparse_prefill}
+    embedded.generate(prompt, policy=live, records=file, **options)
+    replay(merge_runs(read([file])).texts[0], replayed, COSTS)
+    facts = attrgetter("step", "is_prefill", "keep_rate", "gamma", "num_accepted", "num_tokens", "signals", "policy")
+    assert [facts(record) for record in replayed.records] == [facts(record) for record in live.records]
+    assert replayed.records[0].is_prefill
+    assert (replayed.records[0].keep_rate < 1) == (sparse_prefill == "on")
+    for noted in (live, replayed):
+        assert [context.last for context in noted.contexts] == noted.records[:-1]
+    assert [(context.step, context.max_gamma) for context in replayed.contexts] == [
+        (context.step, context.max_gamma) for context in live.contexts
+    ]
+
+
+def test_every_replayed_text_begins_with_its_prefill_record_or_with_a_plain_one() -> None:
+    recorded, policy = Greedy(7).record("a", 4, prefill=6), RandomGamma(0)
+    replay(merge_runs(recorded).texts[0], policy, COSTS)
+    assert policy.records[0] == dataclasses.replace(recorded[0], policy="random")
+    policy = RandomGamma(0)
+    for text in merge_runs(runs(3)).texts:
+        replay(text, policy, COSTS)
+    begun = [record for record in policy.records if record.is_prefill]
+    assert [record.request_id for record in begun] == ["prompt-0", "prompt-1", "prompt-2"]
+    assert [record.step for record in begun] == [0, 0, 0]
+    assert [record.num_tokens for record in begun] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 2, 5, 8, 12])
