@@ -32,21 +32,23 @@ class Encoded(NamedTuple):
     token_ids: list[int]
 
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The prompts of a JSON Lines file, one a line. Raises ValueError, naming the line, for anything else."""
+def read_prompts(path: Path, *, with_answers: bool = False) -> list[dict[str, Any]]:
+    """The prompts of a JSON Lines file, one a line. with_answers: `questions_of` reads them next. Raises ValueError,
+    naming the line, for anything else."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-    prompts = [_prompt_of(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+    given = [(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
+    prompts = [_prompt_of(place, line, with_answers) for place, line in given]
     if not prompts:
         raise ValueError(f"{path} is empty; give a line of JSON per prompt")
     return prompts
 
 
-def _prompt_of(place: str, line: str) -> dict[str, Any]:
+def _prompt_of(place: str, line: str, with_answers: bool) -> dict[str, Any]:
     """A line's prompt, checked."""
     try:
         value = json.loads(line)
@@ -55,6 +57,9 @@ def _prompt_of(place: str, line: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{place} must be a JSON object, got {type(value).__name__}")
     content_of(value, place)
+    # Files for other commands may have "answers" of another kind.
+    if with_answers:
+        _answers_of(value, place)
     return value
 
 
@@ -80,9 +85,19 @@ def call_of(given: Prompt, tokenizer: Any, number: int) -> Call:
 def questions_of(prompts: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Question]:
     """The prompts of a file with what their right answers hold, "answers"."""
     return [
-        (call_of(given, tokenizer, number), list(map(str, given.get("answers", ()))))
+        (call_of(given, tokenizer, number), _answers_of(given, f"prompt {number}"))
         for number, given in enumerate(prompts, start=1)
     ]
+
+
+def _answers_of(given: Mapping[str, Any], place: str) -> list[str]:
+    """What a right answer holds; a text is a list of one. Raises ValueError, naming the place, for anything else."""
+    found = given.get("answers", ())
+    answers = [found] if isinstance(found, str) else found
+    # An empty text is in every answer.
+    if isinstance(answers, Sequence) and all(isinstance(each, str) and each.strip() for each in answers):
+        return list(answers)
+    raise ValueError(f'{place}: "answers" must be a text or a list of texts, none of them empty, got {found!r}')
 
 
 def document_prompts(documents: Mapping[str, str], tokenizer: Any, max_positions: int) -> list[str]:

@@ -303,7 +303,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         config = replace(QUICK, budget_s=config.budget_s)
     if max_loss is None and arguments.loss_prompts is not None:
         raise ValueError("--loss-prompts are for --max-loss; add it, or leave them out")
-    prompts = read_prompts(arguments.loss_prompts) if arguments.loss_prompts is not None else None
+    prompts = read_prompts(arguments.loss_prompts, with_answers=True) if arguments.loss_prompts is not None else None
     if max_loss is not None:
         check_share(max_loss)
     pair = ModelPair.load(**given(arguments, PAIR), target_weights=max_loss is not None)

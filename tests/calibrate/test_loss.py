@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,24 @@ def test_a_bound_goes_into_the_calibration_and_a_file(pair: ModelPair, tmp_path:
     assert checked.complete(PrefillConfig()).max_dropped_attention == 0.1
     for given in (PrefillConfig(max_dropped_attention=None), PrefillConfig.raw(), PrefillConfig.full_look_ahead()):
         assert checked.complete(given).max_dropped_attention is None
+
+
+@pytest.mark.parametrize("answers", [[""], [" "], 7, None, [7], {"text": ["7"]}])
+def test_answers_that_no_answer_can_be_compared_with_are_named_before_anything_runs(
+    answers: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [prompt(0), {**prompt(1), "answers": answers}]
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+    given = ["calibrate", "--out", str(tmp_path / "made.json"), "--max-loss", "0.1", "--loss-prompts", str(file)]
+    assert main([*given, "--target", "nowhere"]) == 2
+    assert f'{file}, line 3: "answers" must be' in capsys.readouterr().err
+
+
+def test_a_text_is_one_answer_and_no_answers_are_none(pair: ModelPair) -> None:
+    given: list[dict[str, Any]] = [{"prompt": "x", "answers": each} for each in ("48213", ["48213", "a"], [])]
+    read = [list(answers) for _, answers in questions_of([*given, {"prompt": "x"}], pair.tokenizer)]
+    assert read == [["48213"], ["48213", "a"], [], []]
 
 
 def test_the_command_stores_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
