@@ -100,6 +100,10 @@ class HeadRanking:
         return _num_layers([self.heads[row] for row in self.best(setting)])
 
 
+class TooFewPromptsError(ValueError):
+    """Too few prompts were judged for a choice."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """The chosen fields of PrefillConfig, and the reasons in sentences."""
@@ -110,12 +114,15 @@ class Choice:
 
 def choose(cases: Sequence[Case], margin: float, chooses_rates: bool = True) -> Choice:
     """The heads and shares with the best recall, or the default. margin: recall that a length's share may lose against
-    share 0.2. chooses_rates: False leaves shares alone. The last note says what is gained over the default."""
+    share 0.2. chooses_rates: False leaves shares alone. The last note says what is gained over the default. Raises
+    TooFewPromptsError."""
     first = min((case.task.num_tokens for case in cases), default=0)
     choosing = [case for case in cases if not case.task.is_guard and case.task.num_tokens == first]
     if len(choosing) < _FEWEST or len({case.task.kind for case in choosing}) < 2:
-        few = f"{len(choosing)} prompts are too few to choose by, so the default stays; more time gives more of them."
-        return Choice({}, [few])
+        few = f"{len(choosing)} prompts are too few to choose by, so nothing is saved"
+        raise TooFewPromptsError(
+            f"{few}; give more time (--budget), or more prompts of the shortest length (--prompts)"
+        )
     heads = [(int(layer), int(head)) for layer, head in choosing[0].judged.heads]
     ranks = HeadRanking(choosing, heads)
     found = _best_setting(choosing, ranks)

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from spec_stack.calibrate.choice import Case, choose
+from spec_stack.calibrate.choice import Case, TooFewPromptsError, choose
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.calibrate.judged import judge
 from spec_stack.calibrate.prompts import PromptMaker, fitting, plan
@@ -63,7 +63,7 @@ def calibrate(
     Raises
     ------
     ValueError
-        Without a tokenizer, and if no length fits the models.
+        Without a tokenizer, if no length fits the models, and if too few prompts were judged when the time was over.
     """
     started, config = monotonic(), config or CalibrateConfig()
     if pair.tokenizer is None:
@@ -125,10 +125,14 @@ def calibrate_heads(
     return replace(found, settings=settings, target={})
 
 
-def calibrate_at_load(pair: ModelPair, file: Path) -> Calibration:
-    """`calibrate_heads`, saved to `file`, for the next load; the log says so."""
+def calibrate_at_load(pair: ModelPair, file: Path) -> Calibration | None:
+    """`calibrate_heads`, saved to `file`, for the next load; None where the time was too short. The log says so."""
     logger.warning("this draft has no calibration: 24 short prompts find its scoring heads, once, for %s", file)
-    found = calibrate_heads(pair)
+    try:
+        found = calibrate_heads(pair)
+    except TooFewPromptsError as error:
+        logger.warning("not calibrated; the next load tries again: %s", error)
+        return None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         found.save(file)

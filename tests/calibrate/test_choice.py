@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
-from spec_stack.calibrate.choice import Case, HeadRanking, Setting, choose
+from spec_stack.calibrate.choice import Case, HeadRanking, Setting, TooFewPromptsError, choose
 from spec_stack.calibrate.judged import ScoredPrompt, needed
 from spec_stack.calibrate.needles import FAMILIES
 from spec_stack.calibrate.prompts import Task, plan
@@ -170,11 +170,10 @@ def test_heads_of_fewer_layers_that_keep_as_much_as_the_default_are_chosen() -> 
     assert "layers run" in choice.notes[-1]
 
 
-def test_too_few_prompts_leave_the_default() -> None:
-    choice = choose(cases_of(lambda task: [8])[:7], 0.1)
-    assert choice.settings == {}
-    assert "too few" in choice.notes[0]
-    assert choose([], 0.1).settings == {}
+def test_too_few_prompts_choose_nothing() -> None:
+    for cases in (cases_of(lambda task: [8])[:7], []):
+        with pytest.raises(TooFewPromptsError, match=rf"{len(cases)} prompts are too few to choose by"):
+            choose(cases, 0.1)
 
 
 def test_a_longer_prompt_keeps_no_larger_share_and_no_fewer_tokens() -> None:

@@ -137,7 +137,7 @@ def test_a_text_is_one_answer_and_no_answers_are_none(pair: ModelPair) -> None:
 def test_the_command_stores_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = tmp_path / "prompts.jsonl", tmp_path / "calibration.json"
     file.write_text("\n".join(json.dumps(prompt(number)) for number in range(3)))
-    given = ["calibrate", "--lengths", "400", "--budget", "0.02", "--out", str(out)]
+    given = ["calibrate", "--lengths", "400", "--prompts", "10", "--out", str(out)]
     assert main([*given, "--max-loss", "0.02", "--loss-prompts", str(file)]) == 0
     told = capsys.readouterr().out
     assert "No max_dropped_attention keeps lost answers under 0.02" in told

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from spec_stack import Pruner, SpecStackGenerator
+from spec_stack import PrefillConfig, Pruner, SpecStackGenerator
+from spec_stack.calibrate import search
+from spec_stack.calibrate.search import QUICK
 from spec_stack.cli.main import main
 from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill.calibration import FILE_NAME, Calibration
@@ -50,6 +53,31 @@ def test_a_pruner_calibrates_its_draft_for_any_target(draft: Path) -> None:
 def test_few_prompts_choose_no_keep_rate(draft: Path) -> None:
     assert main(["calibrate", "--quick", "--target", str(ASSETS / "target"), "--draft", str(draft)]) == 0
     assert not {"keep_rate", "min_prompt_tokens"} & set(Calibration.load(draft).settings)
+
+
+@pytest.mark.parametrize("more", [["--lengths", "512"], ["--quick"]])
+def test_a_calibration_that_ran_out_of_time_leaves_the_earlier_one(
+    draft: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier = Path(shutil.copy(ASSETS / "draft" / FILE_NAME, draft)).read_bytes()
+    command = ["calibrate", "--target", str(ASSETS / "target"), "--draft", str(draft), "--budget", "0.000001", *more]
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert "0 prompts are too few to choose by, so nothing is saved" in captured.err.splitlines()[-1]
+    assert not captured.out
+    assert (draft / FILE_NAME).read_bytes() == earlier
+
+
+def test_a_load_without_the_time_to_calibrate_saves_nothing(
+    draft: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        search, "calibrate_heads", partial(search.calibrate_heads, config=replace(QUICK, budget_s=1e-9))
+    )
+    generator = SpecStackGenerator.from_pretrained(ASSETS / "target", draft, calibration="auto")
+    assert "the next load tries again" in caplog.text
+    assert generator.config.prefill == PrefillConfig()
+    assert not (draft / FILE_NAME).exists()
 
 
 def test_a_number_of_prompts_beside_quick_is_an_error(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
