@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -18,9 +19,10 @@ from spec_stack.bench.prompts import BUILT_IN, Encoded, Prompt, call_of, read_pr
 from spec_stack.bench.recorded import Maker, registered
 from spec_stack.bench.rows import Row, Rows, key_of
 from spec_stack.controller.registry import make_policy
+from spec_stack.controller.simple import Fixed
 from spec_stack.engine.request import Call
 from spec_stack.hf.loading import ASSETS
-from spec_stack.records import check_record_path
+from spec_stack.records import check_record_path, read_records
 
 Progress = Callable[[int, int, str], None]
 _FEW = 12
@@ -88,6 +90,9 @@ def bench(
             raise ValueError(f"{records} exists, and a run may be recorded once; give rows to resume, or another file")
     policies = registered(options=predictors(generator)) if policies is None else policies
     encoded = encode(generator, read_prompts(BUILT_IN) if prompts is None else prompts, max_tokens)
+    kept = Rows(None if rows is None else Path(rows), minutes)
+    if records is not None:
+        _check_goes_on(Path(records), encoded, kept)
     makers = our_arms(generator, policies, max_tokens, clock)
     makers |= their_arms(generator, max_tokens, clock) if rivals else {}
     # Transformers warns of what these calls do on purpose.
@@ -99,7 +104,6 @@ def bench(
             name: Ours(generator, make_policy("fixed", gamma=gamma), by_draft, max_tokens, clock, file)
             for name, gamma in RECORDED.items()
         }
-    kept = Rows(None if rows is None else Path(rows), minutes)
     for turn, prompt in enumerate(encoded):
         if turn and not kept.has_time and left(arms, prompt, kept):
             break
@@ -117,6 +121,19 @@ def bench(
         names = "the embedded test pair (6M parameters: it shows that things work, not what a real pair gains)"
     source = f"live: {names}; {device}, drafts at {pair.draft_precision}, at most {max_tokens} tokens an answer"
     return Leaderboard(source, PLAIN, lines, [*notes, _SAME])
+
+
+def _check_goes_on(records: Path, prompts: Sequence[Encoded], rows: Rows) -> None:
+    """Raise ValueError where an answer has a row but no steps in the file of records, or the other way round."""
+    found = read_records(records) if records.exists() and records.stat().st_size else []
+    runs = {(record.request_id, record.policy) for record in found}
+    for (name, gamma), prompt in product(RECORDED.items(), prompts):
+        has_row, has_steps = (prompt.key, name) in rows, (prompt.key, Fixed(gamma).name) in runs
+        if has_row != has_steps:
+            lacking = f"{records} lacks the steps of {name!r}" if has_row else f"the rows lack {name!r} of {records}"
+            raise ValueError(
+                f"{lacking}; record with the rows that this file began with, or into a new file without rows"
+            )
 
 
 def predictors(generator: SpecStackGenerator) -> dict[str, dict[str, Any]]:

@@ -94,6 +94,26 @@ def test_what_a_run_has_recorded_is_replayed_with_the_same_steps(embedded: SpecS
             assert line.proposed_per_step == pytest.approx(proposed[line.policy], rel=0.25)
 
 
+def test_rows_and_records_that_do_not_go_together_are_named(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    rows, records, other = (tmp_path / name for name in ("rows.jsonl", "records.jsonl", "other.jsonl"))
+    options: dict[str, Any] = {"max_tokens": 2, "rivals": False}
+    bench(embedded, PROMPTS[:1], {}, **options, rows=rows)
+    with pytest.raises(ValueError, match=r"records\.jsonl lacks the steps of 'plain'; record with the rows that"):
+        bench(embedded, PROMPTS[:1], {}, **options, rows=rows, records=records)
+    rows.unlink()
+    bench(embedded, PROMPTS[:1], {}, **options, rows=rows, records=records)
+    before = rows.read_bytes(), records.read_bytes()
+    # A prompt more goes on in both.
+    bench(embedded, PROMPTS[:2], {}, **options, rows=rows, records=records)
+    assert all(file.read_bytes().startswith(kept) for file, kept in zip((rows, records), before, strict=True))
+    assert {record.policy for record in read([records])} == {"fixed-0", "fixed-2", "fixed-4", "fixed-8"}
+    assert len({record.request_id for record in read([records])}) == 2
+    with pytest.raises(ValueError, match=r"other\.jsonl lacks the steps of 'plain'"):
+        bench(embedded, PROMPTS[:1], {}, **options, rows=rows, records=other)
+    with pytest.raises(ValueError, match=r"the rows lack 'plain' of .*records\.jsonl"):
+        bench(embedded, PROMPTS[:1], {}, **options, rows=other, records=records)
+
+
 def test_time_ends_a_run_after_its_first_prompt_and_the_board_says_so(embedded: SpecStackGenerator) -> None:
     board = bench(embedded, PROMPTS, {}, max_tokens=1, rivals=False, minutes=1e-9)
     assert board.lines[0].num_prompts == 1
