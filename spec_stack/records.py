@@ -6,11 +6,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from math import isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from spec_stack.controller.base import DraftSignals, StepRecord
+
+# By annotation, which is a string.
+_KINDS: Mapping[Any, type] = {"str": str, "int": int, "float": Real, "bool": bool}
 
 
 def add_records(records: Iterable[StepRecord], path: str | Path) -> None:
@@ -54,7 +59,8 @@ def read_records(*paths: str | Path) -> list[StepRecord]:
     Raises
     ------
     ValueError
-        With file and line: for an empty or damaged file, missing or extra fields, and contradictory counts.
+        With file and line: for an empty or damaged file, missing or extra fields, values of another kind, numbers that
+        are not finite, and contradictory counts.
     """
     records: list[StepRecord] = []
     for path in map(Path, paths):
@@ -110,6 +116,11 @@ def as_record(row: Mapping[str, Any], place: str) -> StepRecord:
         raise ValueError(f"{place}: no record of a step (it has no {error})") from error
     except TypeError as error:
         raise ValueError(f"{place}: no record of a step ({error})") from error
+    named = [(each.name, getattr(record, each.name), _KINDS.get(each.type, object)) for each in fields(StepRecord)]
+    named += [(name, value, Real) for name, values in asdict(record.signals).items() for value in values]
+    for name, value, kind in named:
+        if not isinstance(value, kind) or (isinstance(value, float) and not isfinite(value)):
+            raise ValueError(f"{place}: {name} cannot be {value!r}")
     if not fits:
         raise ValueError(f"{place}: its numbers of proposed, accepted and output tokens contradict each other")
     return record

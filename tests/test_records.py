@@ -151,6 +151,14 @@ def test_a_path_that_cannot_be_appended_to_is_refused_before_any_work(tmp_path: 
         ("signals", {"entropy": [1.0] * 4}, "contradict"),
         ("signals", [1.0] * 4, "no record"),
         ("position", 3, "no record.*'position'"),
+        ("verify_s", math.nan, "verify_s cannot be nan"),
+        ("draft_s", None, "draft_s cannot be None"),
+        ("verify_s", "0.1", "verify_s cannot be '0.1'"),
+        ("keep_rate", math.inf, "keep_rate cannot be inf"),
+        ("step", 2.5, r"step cannot be 2\.5"),
+        ("precision", None, "precision cannot be None"),
+        ("signals", {"entropy": [None] * 4, "confidence": [0.5] * 4}, "entropy cannot be None"),
+        ("signals", {"entropy": [1.0] * 4, "confidence": [math.nan] * 4}, "confidence cannot be nan"),
     ],
 )
 def test_a_wrong_value_is_named_with_file_and_line(tmp_path: Path, field: str, value: object, message: str) -> None:

@@ -6,13 +6,13 @@ predictor) comes from the other folds' prompts, and policies that learn run over
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spec_stack.bench.leaderboard import ORACLE, Answer, Leaderboard, lines_by_task
 from spec_stack.bench.replay import Costs, ReplayText, Score, fit_costs, merge_runs, oracle, replay
@@ -23,6 +23,9 @@ from spec_stack.controller.registry import POLICIES, make_policy
 from spec_stack.controller.simple import Confidence, Fixed
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.records import as_record, read_records
+
+if TYPE_CHECKING:
+    from spec_stack.bench.training import Examples
 
 Maker = Callable[[], Policy]
 BASELINE = "best fixed"
@@ -85,17 +88,16 @@ class _Fold:
     train: list[ReplayText]
     tests: list[ReplayText]
     costs: Costs
-    records: list[StepRecord]
 
-    def makers(self, policies: Mapping[str, Maker], with_predictor: bool) -> dict[str, Maker]:
-        """All policies; the tuned ones, and SpecKV with a predictor trained as in the paper, among them."""
+    def makers(self, policies: Mapping[str, Maker], examples: Examples | None) -> dict[str, Maker]:
+        """All policies; the tuned ones, and SpecKV with a predictor trained on examples as in the paper, among them."""
         makers: dict[str, Maker] = {f"fixed {gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in _FIXED}
         makers |= {name: make for name, make in policies.items() if name != "fixed"}
         makers[BASELINE] = partial(Fixed, max(range(MAX_GAMMA + 1), key=lambda gamma: self._speed(Fixed(gamma))))
         threshold = max(_THRESHOLDS, key=lambda threshold: self._speed(Confidence(threshold)))
         makers["confidence, tuned"] = partial(Confidence, threshold)
-        if with_predictor:
-            inputs, rates, _ = step_examples(self.records)
+        if examples is not None:
+            inputs, rates, _ = examples
             trained = as_network(make_mlp().fit(inputs, rates))
             makers["speckv, trained"] = partial(SpecKV, predictor=trained)
             makers["speckv, as published"] = partial(SpecKV, predictor=trained, objective="per_step")
@@ -143,16 +145,19 @@ def replay_policies(
     Raises
     ------
     ValueError
-        For records of fewer than two prompts, of one gamma, or of incomplete runs.
+        For records of fewer than two prompts, of one gamma, of a prompt at several keep rates, or of incomplete runs.
     """
     merged = merge_runs(records)
+    (prompt, _), num_texts = Counter((text.prompt, text.precision) for text in merged.texts).most_common(1)[0]
+    if num_texts > 1:
+        raise ValueError(f"{prompt!r} was recorded at several keep rates; give the records of one keep rate")
     # A step that prefilled the draft says nothing of later ones.
     usual = (record for record in records if not record.draft_prefilled_prompt)
     costs = fit_costs(usual) if costs is None else costs
     fold_of = _split(merged.texts, num_folds)
     if len(fold_of) < 2:
         raise ValueError("the records are of one prompt; record two or more, so that one is left to compare on")
-    with_predictor = find_spec("sklearn") is not None
+    examples, lacking = _examples(records, fold_of)
     answers: dict[str, dict[str, dict[str, Answer]]] = defaultdict(lambda: defaultdict(dict))
     for precision in dict.fromkeys(text.precision for text in merged.texts):
         for number in range(max(fold_of.values()) + 1):
@@ -161,11 +166,10 @@ def replay_policies(
                 [text for text in own if fold_of[text.prompt] != number],
                 [text for text in own if fold_of[text.prompt] == number],
                 costs[precision],
-                [record for record in records if fold_of[record.request_id] != number],
             )
             if not (fold.train and fold.tests):
                 continue
-            makers = fold.makers(registered() if policies is None else policies, with_predictor)
+            makers = fold.makers(registered() if policies is None else policies, examples.get(number))
             for name, make in makers.items():
                 policy = make()
                 for text in fold.train if experienced else ():
@@ -184,8 +188,20 @@ def replay_policies(
     start = "after the training prompts" if experienced else "started anew for each fold"
     source = f"replay of {len(merged.texts)} recorded texts, {agreement}; policies {start}"
     notes = ["oracle: the bound of any choice of gammas. A policy's own seconds do not count."]
-    notes += [] if with_predictor else ["scikit-learn is not installed: no row of SpecKV with a trained predictor"]
+    notes += [f"{lacking}: no row of SpecKV with a trained predictor"] if lacking else []
     return Leaderboard(source, BASELINE, lines, notes)
+
+
+def _examples(records: Sequence[StepRecord], fold_of: Mapping[str, int]) -> tuple[dict[int, Examples], str]:
+    """What each fold's predictor is trained on; none, and why, where a fold has nothing or nothing can be trained."""
+    if not find_spec("sklearn"):
+        return {}, "scikit-learn is not installed"
+    found: dict[int, Examples] = {}
+    for number in set(fold_of.values()):
+        found[number] = step_examples([record for record in records if fold_of[record.request_id] != number])
+        if not len(found[number][0]):
+            return {}, "too few prompts have two drafted steps in a row"
+    return found, ""
 
 
 def _answer(score: Score) -> Answer:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
+    Examples = tuple[Floats, Floats, list[str]]
 
 
-def step_examples(records: Sequence[StepRecord]) -> tuple[Floats, Floats, list[str]]:
+def step_examples(records: Sequence[StepRecord]) -> Examples:
     """The paper's examples, made causal: inputs (n, 6), the `STEP_FEATURES` of the step before and the step's precision
     and gamma; the steps' acceptance rates (n,); and request ids, to split by. The records of a run are in order."""
     inputs, rates, groups = [], [], []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from spec_stack import StepContext
 from spec_stack.bench.recorded import BASELINE, read, registered, replay_policies
 from spec_stack.bench.replay import fit_costs, merge_runs, replay
-from spec_stack.controller.base import Policy, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepRecord
 from spec_stack.controller.registry import POLICIES, make_policy
 from spec_stack.controller.simple import Fixed
 from spec_stack.records import add_records
@@ -86,6 +87,21 @@ def test_policies_are_named_with_options() -> None:
         registered(["confidense"])
     with pytest.raises(ValueError, match="has no option 'treshold'"):
         registered(["confidence:treshold=0.3"])
+
+
+def test_runs_whose_steps_train_nothing_are_replayed_without_the_trained_predictors() -> None:
+    looked_up = [replace(record, signals=DraftSignals(), num_ngram_tokens=record.gamma) for record in RECORDS]
+    for records, can_train in ((RECORDS, True), (looked_up, False)):
+        board = replay_policies(records, {}, num_folds=2)
+        assert ("speckv, trained" in {line.policy for line in board.of("fp16")}) == can_train
+        assert any("two drafted steps in a row: no row" in note for note in board.notes) != can_train
+
+
+def test_a_prompt_at_several_keep_rates_is_refused() -> None:
+    pruned = [replace(record, keep_rate=0.2) for record in RECORDS]
+    assert replay_policies(pruned, {}, num_folds=2).of("fp16")
+    with pytest.raises(ValueError, match="'prompt-0' was recorded at several keep rates; give the records of one"):
+        replay_policies([*RECORDS, *pruned], {}, num_folds=2)
 
 
 def test_records_of_one_prompt_and_files_of_another_kind_are_rejected(tmp_path: Path) -> None:
