@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
+from collections.abc import Collection, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,13 @@ STEPS_FILE = "phase2_step_results.csv"
 RUNS_FILE = "phase2_experiment_results.csv"
 SOURCE = "https://github.com/Amorfati123/SpecKV"
 """The authors' repository, as the paper's reproducibility statement names it; its folder `results` has the files."""
-_TEXTS = ("precision", "task")
-_COUNTS = ("gamma", "num_accepted", "num_tokens")
+_KINDS: Mapping[str, type] = {
+    "compression": str,
+    "task": str,
+    **dict.fromkeys(("gamma", "accepted", "tokens_produced", "num_tokens"), int),
+}
+"""Of a column's cells; the others are fractions."""
+_RUN_COLUMNS = ("compression", "task", "gamma", "num_tokens", "elapsed_sec")
 
 
 StepTable = np.recarray[Any, Any]
@@ -43,35 +50,48 @@ def check_folder(folder: Path) -> None:
 
 
 def read_steps(path: Path) -> StepTable:
-    """Read a step file of the authors'. Raises ValueError for an empty file, a missing column and what is no number."""
-    # utf-8-sig: spreadsheets put a byte order mark first.
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        missing = [name for name in PUBLISHED_COLUMNS if name not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{path}: missing columns {', '.join(missing)}")
-        rows = [{name: cells[column] for column, name in PUBLISHED_COLUMNS.items()} for cells in reader]
-    if not rows:
-        raise ValueError(f"{path}: no rows below the header")
-    columns = {name: np.array([row[name] for row in rows]) for name in PUBLISHED_COLUMNS.values()}
-    numbers = {
-        name: values.astype(int if name in _COUNTS else float) for name, values in columns.items() if name not in _TEXTS
-    }
-    arrays = columns | numbers
+    """Read a step file of the authors'. Raises ValueError as `_read` does."""
+    rows = _read(path, PUBLISHED_COLUMNS)
+    arrays = {name: np.array([row[column] for row in rows]) for column, name in PUBLISHED_COLUMNS.items()}
     dtype = np.dtype([(name, array.dtype) for name, array in arrays.items()])
     found: np.recarray[Any, Any] = np.rec.fromarrays(list(arrays.values()), dtype=dtype)
     return found
 
 
+def _read(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
+    """A file's rows, of these columns. Raises ValueError for an empty file, a missing column, and with the line for a
+    missing cell and what is no finite number."""
+    # utf-8-sig: spreadsheets put a byte order mark first.
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in columns if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{path}: missing columns {', '.join(missing)}")
+        rows = [
+            {name: _value(cells[name], name, f"{path}, line {reader.line_num}") for name in columns} for cells in reader
+        ]
+    if not rows:
+        raise ValueError(f"{path}: no rows below the header")
+    return rows
+
+
+def _value(cell: str | None, column: str, place: str) -> Any:
+    try:
+        value = _KINDS.get(column, float)(cell or "")
+    except ValueError:
+        value = None
+    if value in (None, "") or (isinstance(value, float) and not isfinite(value)):
+        raise ValueError(f"{place}: {column} cannot be {cell!r}")
+    return value
+
+
 def best_gammas(path: Path) -> dict[tuple[str, str], int]:
     """The gamma with most tokens/s, per (precision, task), of the authors' file of runs; as their Table 1 has it.
 
-    It averages the rounded tokens/s of runs; seconds and tokens give the same ranking.
+    It averages the rounded tokens/s of runs; seconds and tokens give the same ranking. Raises ValueError as `_read`.
     """
     speeds: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        for cells in csv.DictReader(file):
-            own = speeds[cells["compression"], cells["task"]]
-            own[int(cells["gamma"])].append(int(cells["num_tokens"]) / float(cells["elapsed_sec"]))
+    for row in _read(path, _RUN_COLUMNS):
+        speeds[row["compression"], row["task"]][row["gamma"]].append(row["num_tokens"] / row["elapsed_sec"])
     means = {key: {gamma: float(np.mean(own)) for gamma, own in of.items()} for key, of in speeds.items()}
     return {key: max(of, key=of.__getitem__) for key, of in means.items()}

@@ -86,6 +86,43 @@ def test_a_file_that_is_not_the_authors_is_refused(tmp_path: Path, text: str, me
         read_steps(path)
 
 
+@pytest.mark.parametrize("name", [published.STEPS_FILE, published.RUNS_FILE])
+@pytest.mark.parametrize(
+    ("column", "cell", "message"),
+    [
+        ("task", None, r", line 3: .* cannot be None"),
+        ("gamma", "nan", r", line 3: gamma cannot be 'nan'"),
+        ("gamma", "4.0", r", line 3: gamma cannot be '4\.0'"),
+        (-1, "nan", r", line 3: \w+ cannot be 'nan'"),
+        (-1, "", r", line 3: \w+ cannot be ''"),
+        ("gamma", "", r", line 3: gamma cannot be ''"),
+    ],
+)
+def test_a_damaged_cell_is_named_with_file_and_line(
+    name: str, column: str | int, cell: str | None, message: str, tmp_path: Path
+) -> None:
+    reduce(authors_runs(1), tmp_path)
+    path = tmp_path / name
+    with path.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    at = header.index(column) if isinstance(column, str) else column
+    rows[1] = rows[1][:at] if cell is None else [*rows[1][:at], cell, *rows[1][at:][1:]]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    with pytest.raises(ValueError, match=name.replace(".", r"\.") + message):
+        (read_steps if name == published.STEPS_FILE else published.best_gammas)(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("compression,task,gamma\n", "missing columns num_tokens"), (None, "no rows")]
+)
+def test_a_file_of_runs_that_is_not_the_authors_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / published.RUNS_FILE
+    path.write_text(text or "compression,task,gamma,num_tokens,elapsed_sec\n")
+    with pytest.raises(ValueError, match=message):
+        published.best_gammas(path)
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
