@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, chosen_gamma
 
 
 class Costs(ABC):
@@ -255,8 +255,7 @@ def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = M
     seconds = 0.0
     while position < text.end:
         context = StepContext(last.step + 1, text.end - position - 1, last, text.precision, text.task)
-        limit = max(0, min(policy.choose(context), context.max_gamma, max_gamma))
-        signals = DraftSignals()
+        limit, signals = min(chosen_gamma(policy, context), max_gamma), DraftSignals()
         run_length = text.run_length(position, limit)
         while len(signals) < limit:
             signals.append(*text.signal(position, len(signals), run_length))

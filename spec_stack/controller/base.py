@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from spec_stack.config import MAX_GAMMA
@@ -219,6 +220,15 @@ class Policy(ABC):
 
     def observe(self, record: StepRecord) -> None:  # noqa: B027
         """Learn from a step's record, the prefill step (`record.is_prefill`) included; optional."""
+
+
+def chosen_gamma(policy: Policy, context: StepContext) -> int:
+    """The policy's gamma, cut to the request's and the library's bounds. Raises TypeError where it is no number."""
+    gamma = policy.choose(context)
+    if not isinstance(gamma, Integral):
+        kind = type(policy).__name__
+        raise TypeError(f"choose() of the policy {policy.name!r} ({kind}) must give a whole number, got {gamma!r}")
+    return max(0, min(int(gamma), context.max_gamma, MAX_GAMMA))
 
 
 def check_gamma(name: str, gamma: object, least: int = 0) -> None:

@@ -6,13 +6,11 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from numbers import Integral
 
 import torch
 import torch.nn.functional as F
 
-from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, chosen_gamma
 from spec_stack.controller.ngram import NgramPolicy, NgramProposal
 from spec_stack.decode.clock import Clock
 from spec_stack.decode.ngram_index import NgramIndex
@@ -104,7 +102,7 @@ class Proposer:
                 return policy.keep_drafting(context, signals)
 
         with self._clock.measure("controller"):
-            gamma = _checked_gamma(policy, context)
+            gamma = chosen_gamma(policy, context)
         proposal = propose(self.draft, committed_ids, gamma, self._sampler, self._end_ids, keep_drafting)
         if not proposal.is_finite:
             self._is_broken = True
@@ -180,15 +178,6 @@ def propose(
         if token_id in end_ids or len(token_ids) == max_tokens or not keep_drafting(signals):
             break
     return Proposal(token_ids, torch.stack(rows) if rows else None, signals, is_finite=is_finite)
-
-
-def _checked_gamma(policy: Policy, context: StepContext) -> int:
-    """The policy's gamma, cut to the request's and the library's bounds. Raises TypeError where it is no number."""
-    gamma = policy.choose(context)
-    if not isinstance(gamma, Integral):
-        kind = type(policy).__name__
-        raise TypeError(f"choose() of the policy {policy.name!r} ({kind}) must give a whole number, got {gamma!r}")
-    return max(0, min(int(gamma), context.max_gamma, MAX_GAMMA))
 
 
 def _as_proposal(found: NgramProposal) -> Proposal:

@@ -154,6 +154,16 @@ def test_every_replayed_text_begins_with_its_prefill_record_or_with_a_plain_one(
     assert [record.num_tokens for record in begun] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("nonsense", [2.0, "x", None])
+def test_a_policy_that_chooses_no_whole_number_is_named_as_it_is_live(nonsense: object) -> None:
+    class Dreamer(Policy):
+        def choose(self, context: StepContext) -> Any:
+            return nonsense
+
+    with pytest.raises(TypeError, match=r"policy 'Dreamer' \(Dreamer\) must give a whole number"):
+        replay(text_of([True] * 9), Dreamer(), COSTS)
+
+
 @pytest.mark.parametrize("gamma", [0, 1, 2, 5, 8, 12])
 def test_costs_are_the_measured_means_and_straight_lines_between_and_beyond(gamma: int) -> None:
     costs = StepCosts(0.004, 0.01, 0.03, 0.002)
