@@ -142,14 +142,20 @@ def constant_schedule(num_assistant: int) -> dict[str, Any]:
 def our_arms(
     generator: SpecStackGenerator, policies: Mapping[str, Callable[[], Policy]], num_tokens: int, clock: Clock
 ) -> dict[str, Callable[..., Arm]]:
-    """What makes each arm, given num_tokens or not: plain, default, n-gram lookup, and policies by the draft alone."""
+    """What makes each arm, given num_tokens or not: plain, default, n-gram lookup, and policies by the draft alone.
+
+    Raises ValueError for a policy that is named as another arm.
+    """
     default = partial(make_policy, DecodeConfig().policy)
     arms: dict[str, tuple[Callable[[], Policy], Mapping[str, Any]]] = {
         PLAIN: (partial(make_policy, "fixed", gamma=0), DRAFT_ONLY),
         "default": (default, {"proposer": "both"}),
         "n-gram lookup": (default, {"proposer": "ngram"}),
-        **{name: (make, DRAFT_ONLY) for name, make in policies.items()},
     }
+    for name in policies:
+        if name in {*arms, *RECORDED} or name.startswith(THEIRS):
+            raise ValueError(f"an arm of its own has the name {name!r}; name your policy otherwise")
+    arms |= {name: (make, DRAFT_ONLY) for name, make in policies.items()}
 
     def arm(make: Callable[[], Policy], options: Mapping[str, Any], *, num_tokens: int) -> Arm:
         return Ours(generator, make(), options, num_tokens, clock)

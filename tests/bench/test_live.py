@@ -155,6 +155,10 @@ def test_a_rival_that_cannot_run_is_left_out_with_its_reason_and_an_own_arm_rais
     [
         ([], {}, "no prompts to measure"),
         ([{"question": "x"}], {}, "prompt 1 must be a text, or have"),
+        *(
+            (["x"], {"policies": {name: Mine}}, f"an arm of its own has the name '{name}'; name your policy otherwise")
+            for name in (PLAIN, "default", "n-gram lookup", "fixed 2", "Transformers, lookup, 10")
+        ),
         (["x"], {"max_tokens": 0}, "must be over 0, got 0 and 10.0"),
         (["x"], {"minutes": 0}, "must be over 0, got 64 and 0"),
     ],
