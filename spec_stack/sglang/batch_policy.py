@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.base import BatchRequest, DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.base import BatchRequest, DraftSignals, Policy, StepContext, StepRecord, chosen_gamma
 from spec_stack.controller.batch import BatchThroughput
 from spec_stack.sglang.errors import log_failure
 from spec_stack.sglang.penalties import is_penalised
@@ -116,7 +116,8 @@ class BatchPolicy:
             caps = list(map(_cap, self._requests, options))
             name, requested = self._rule(caps, options)
             policy = self._policy(name)
-            wanted = policy.choose(self._context(padded, gammas[-1], caps)) if requested is None else requested
+            context = self._context(padded, gammas[-1], caps)
+            wanted = chosen_gamma(policy, context) if requested is None else requested
         except Exception:
             log_failure("choosing gamma", "the step drafts as little as it may, and nothing of it is accepted")
             policy, knows = self._cautious, False

@@ -131,6 +131,19 @@ def test_where_one_rank_cannot_read_its_requests_none_accepts_any_proposal() -> 
     assert gamma.caps == [0, 0]
 
 
+@pytest.mark.parametrize("choice", [None, "4", 2.5])
+def test_a_policy_that_gives_no_number_drafts_the_least(monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
+    class Forgetful(Policy):
+        def choose(self, context: StepContext) -> int:
+            return choice  # type: ignore[no-any-return]
+
+    monkeypatch.setitem(BATCH_POLICIES, "forgetful", Forgetful)
+    gamma = BatchPolicy(ServerConfig(policy="forgetful", gammas=(1, 4)), "fp32")
+    gamma.begin_step([request_of("a")])
+    assert gamma.get_steps_for_batch(1) == 1
+    assert gamma.caps == [0]
+
+
 def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
     gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
     stays, gone = request_of("a"), request_of("b")
