@@ -24,7 +24,7 @@ from spec_stack.prefill.prompt_text import ChatTurn, PromptText, clip_spans
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import gather_inputs
 from spec_stack.prefill.segments import find_lines
-from spec_stack.prefill.turn import Cached, NeedsScore, plan_scored, plan_turn, scoring_obstacle
+from spec_stack.prefill.turn import Cached, NeedsScore, Plan, plan_scored, plan_turn, scoring_obstacle
 from spec_stack.settings.checks import plain, require_config
 from spec_stack.types import Selection, TriedRate
 
@@ -335,12 +335,14 @@ class PrunerConversation:
         prompt, num_old = self._read(messages, question, protect)
         num_tokens = len(prompt.read)
         cached = Cached(num_old, sorted(at for at in self._kept if at < num_old))
-        kept, num_recalled = {*cached.positions, *range(num_old, num_tokens)}, 0
         # The same prompt again keeps what it kept.
-        recall = None if list(prompt.read.token_ids) == list(self._token_ids) else self._session
+        is_same = list(prompt.read.token_ids) == list(self._token_ids)
+        recall = replace(self._session, recall=self._session.recall and not is_same)
         obstacle = scoring_obstacle(config, num_tokens, self._pair.max_positions[1], self._pair.scoring_limit)
         turn = plan_turn(prompt.read.token_ids, lambda: prompt.read, cached, config, recall, obstacle)
         reason = turn.reason
+        selection = (turn if isinstance(turn, Plan) else turn.unscored(reason)).selection
+        kept, num_recalled = {*cached.positions, *selection.positions}, selection.num_recalled
         if max_tokens is not None and len(kept) <= max_tokens and not obstacle:
             reason = f"off: {len(kept)} tokens are no more than max_tokens={max_tokens}"
             turn = replace(turn, prunes=False) if isinstance(turn, NeedsScore) else turn

@@ -132,7 +132,10 @@ class Turn:
             observer = Explainer(request.explained, request.prefill, cached.num_tokens)
         self.observer = observer
         recall = config if self.target.can_recall else None
-        self.plan = plan_turn(request.prompt_ids, request.read, cached, request.prefill, recall, request.obstacle)
+        self._place: RecallPlace = "in_text" if pair.positions == "contiguous" else "last"
+        prefill, obstacle = request.prefill, request.obstacle
+        plan = plan_turn(request.prompt_ids, request.read, cached, prefill, recall, obstacle, self._place)
+        self.plan = self._rolled_back(plan) if isinstance(plan, Plan) else plan
 
     def score(self, needs: NeedsScore, look_ahead: LookAhead) -> tuple[Plan, Proposal]:
         """Score the prompt: what the target prefills, and the first proposal."""
@@ -146,13 +149,19 @@ class Turn:
             whole=self._keeps_draft_cache,
             first_query=needs.first_query,
         )
-        place: RecallPlace = "in_text" if self._pair.positions == "contiguous" else "last"
-        plan = plan_scored(needs, inputs, prefill, self._config, place)
-        selection = plan.selection
-        self.target.rollback(len(self.cached.positions) - selection.num_held)
+        plan = self._rolled_back(plan_scored(needs, inputs, prefill, self._config, self._place))
         if not self._keeps_draft_cache:
-            drop_unselected(self.draft, inputs, selection)
+            drop_unselected(self.draft, inputs, plan.selection)
         return plan, proposal
+
+    def unscored(self, needs: NeedsScore, reason: str) -> Plan:
+        """What the target prefills where scoring failed."""
+        return self._rolled_back(needs.unscored(reason, self._place))
+
+    def _rolled_back(self, plan: Plan) -> Plan:
+        """A plan, once the target has no more than what stays of its cache. Mutates it."""
+        self.target.rollback(len(self.cached.positions) - plan.selection.num_held)
+        return plan
 
     def draft_for_dense(self) -> DraftModel | SlottedDraft:
         """The draft of a dense request: over chosen slots of a long prompt, if its cache can drop slots, else over all

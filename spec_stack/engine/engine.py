@@ -118,7 +118,7 @@ class Engine:
                 reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
                 self._warnings.warn("scoring", f"{reason} (metrics.sparse_prefill_reason tells each time)")
                 caches.reset_draft()
-                plan = plan.unscored(reason)
+                plan = caches.unscored(plan, reason)
             else:
                 (plan, proposal), num_scored_tokens = scored, len(request.prompt_ids)
         return plan.selection, proposal, self._begin_metrics(request, caches.cached, plan, num_scored_tokens, policy)

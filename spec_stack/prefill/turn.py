@@ -42,6 +42,13 @@ class Cached:
     def is_dense(self) -> bool:
         return len(self.positions) == self.num_tokens
 
+    def missing(self, text: PromptText) -> list[int]:
+        """Old tokens that are always kept, and that an earlier turn dropped: it did not know them as protected."""
+        if self.is_dense:
+            return []
+        has, num_old = set(self.positions), self.num_tokens
+        return [at for start, stop in text.kept for at in range(start, min(stop, num_old)) if at not in has]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -53,13 +60,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class NeedsScore:
-    """The text is scored first. prunes: the new text is pruned. recalls: dropped text may come back."""
+    """The text is scored first. prunes: the new text is pruned. recalls: dropped text may come back by its score.
+    missing: protected tokens that come back whatever their score (`Cached.missing`)."""
 
     text: PromptText
     cached: Cached
     prunes: bool
     recalls: bool
     reason: str
+    missing: Sequence[int]
 
     @property
     def is_recall_only(self) -> bool:
@@ -80,9 +89,9 @@ class NeedsScore:
         num_old = self.cached.num_tokens
         return num_old * self.recalls + (len(self.text) - num_old) * self.prunes
 
-    def unscored(self, reason: str) -> Plan:
-        """The plan where scoring failed: what is cached stays, and all of the new text is prefilled."""
-        return Plan(select_turn(self.text, self.cached), reason)
+    def unscored(self, reason: str, place: RecallPlace = "last") -> Plan:
+        """The plan where scoring failed: what is cached stays, and what is protected and all new text is prefilled."""
+        return Plan(select_turn(self.text, self.cached, self.missing, place=place), reason)
 
 
 def plan_turn(
@@ -92,26 +101,29 @@ def plan_turn(
     config: PrefillConfig,
     recall: SessionConfig | None = None,
     obstacle: str = "",
+    place: RecallPlace = "last",
 ) -> Plan | NeedsScore:
     """Decide for a prompt, or the new text of a turn.
 
-    token_ids: the whole prompt, which `read` reads where it may be scored. cached: what earlier turns left of it.
-    recall: rules for dropped text; None leaves it. obstacle: why the draft cannot score the prompt, if so
-    (`scoring_obstacle`).
+    token_ids: the whole prompt, which `read` reads where it may be scored, or where protected text may come back.
+    cached: what earlier turns left of it. recall: rules for dropped text, of which protected text comes back in any
+    case; None where none can. obstacle: why the draft cannot score the prompt, if so (`scoring_obstacle`).
     """
     num_new, what = len(token_ids) - cached.num_tokens, "new text" if cached.num_tokens else "prompt"
     off = why_whole(config, num_new, obstacle, what)
     recalls = recall is not None and recall.recall and not cached.is_dense and not obstacle
-    if off and not recalls:
+    may_come_back = recall is not None and not cached.is_dense
+    if off and not may_come_back:
         return Plan(select_turn(PromptText(token_ids), cached), off)
     text = read()
+    missing = cached.missing(text) if may_come_back else []
     num_prunable = num_new - sum(stop - start for start, stop in clip_spans(text.kept, cached.num_tokens))
     if not off and num_prunable <= sum(config.forced_tokens):
         off = f"off: no more than {num_prunable} of {num_new} {what} tokens could be pruned"
     if off and not recalls:
-        return Plan(select_turn(text, cached), off)
+        return Plan(select_turn(text, cached, missing, place=place), off)
     on = "; ".join(filter(None, [why_pruned(config, what), text.note]))
-    return NeedsScore(text, cached, not off, recalls, off or on)
+    return NeedsScore(text, cached, not off, recalls, off or on, missing)
 
 
 def plan_scored(
@@ -122,9 +134,10 @@ def plan_scored(
     place: RecallPlace = "last",
 ) -> Plan:
     """What the target prefills, by the score: recalled text, then what is kept of the new text."""
-    cached, recalled, dropped = needs.cached, list[int](), list[int]()
+    cached, recalled, dropped = needs.cached, needs.missing, needs.missing
     if needs.recalls and recall is not None:
-        recalled = recall_dropped(inputs, cached.positions, cached.num_tokens, config, recall)
+        found = recall_dropped(inputs, cached.positions, cached.num_tokens, config, recall)
+        recalled = sorted({*found, *needs.missing})
         dropped = sorted({*range(cached.num_tokens)}.difference(cached.positions))
 
     def by(rule: PrefillConfig) -> Selection:

@@ -233,12 +233,14 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
         # Its route is another's.
         return replace(known.decisions[prompt], prompt=prompt)
     if _LEAST_SHARE * cached.num_tokens >= num_tokens:
-        recall = known.config.recall if prompt.follow_up == "recall" else None
+        recall = replace(known.config.recall, recall=prompt.follow_up == "recall" and known.config.recall.recall)
         found = plan_turn(prompt.token_ids, lambda: text, cached, config, recall)
-        turn = found if isinstance(found, NeedsScore) else NeedsScore(text, cached, False, False, found.reason)
+        if isinstance(found, Plan):
+            found = NeedsScore(text, cached, False, False, found.reason, cached.missing(text))
+        turn = found
     if known.reader.turns.openings and not text.turns:
         turn = replace(turn, reason=f"{turn.reason}; {_NO_TURN}")
-    unscored = UnscoredPrompt(text, turn.cached, turn.prunes, turn.recalls, turn.reason, prompt)
+    unscored = UnscoredPrompt(text, turn.cached, turn.prunes, turn.recalls, turn.reason, turn.missing, prompt)
     if (turn.prunes or turn.recalls) and needs_draft(config):
         return unscored
     return decide_scored(unscored, None, 0, known)
@@ -286,13 +288,14 @@ def decide_scored(
 
 
 def decide_unscored(unscored: UnscoredPrompt, why: str, outcome: str) -> Decision:
-    """The decision where scoring failed: an earlier turn's selection, and all of the new text."""
+    """The decision where scoring failed: an earlier turn's selection, what is protected, and all of the new text."""
     prompt, cached = unscored.prompt, unscored.cached
     if cached.is_dense:
         return Decision.dense(prompt, f"off: {why}", outcome)
-    positions = (*cached.positions, *range(cached.num_tokens, len(prompt.token_ids)))
+    selection = unscored.unscored(why, "in_text").selection
+    positions = (*cached.positions[: selection.num_held], *selection.positions)
     reason = f"on for earlier turns, without recall; new text is kept whole: {why}"
-    return Decision(prompt, positions, reason, outcome, cached.num_tokens)
+    return Decision(prompt, positions, reason, outcome, cached.num_tokens, selection.num_recalled)
 
 
 def apply(request: RunningRequest, decision: Decision, known: KnownTexts, scoring_s: float = 0.0) -> None:

@@ -459,7 +459,7 @@ class SparsePrefillManager:
         try:
             prompt = Prompt(self._any_text(), NAME, None, config, "recall")
             self._num_cached(prompt)
-            needs = UnscoredPrompt(self._known.text_of(prompt), Cached(), True, False, "", prompt)
+            needs = UnscoredPrompt(self._known.text_of(prompt), Cached(), True, False, "", (), prompt)
             if needs_draft(config):
                 with self._scorer.working(self._scheduler):
                     run(self._scorer.decide(needs, self._known, lambda chunk: chunk))

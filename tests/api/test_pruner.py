@@ -165,6 +165,17 @@ def test_a_conversation_keeps_what_it_kept_and_recalls_to_its_place(pruner: Prun
     assert pruner.prune(messages[:1], keep_rate=0.2, marker="").messages == first.messages
 
 
+@pytest.mark.parametrize("again", [[], ["It adds votes to units.", "Thanks. Go on."]], ids=["same", "follow-up"])
+def test_what_a_later_call_protects_comes_back(pruner: Pruner, again: list[str]) -> None:
+    conversation, text = pruner.conversation(), f"{CODE}\nWhat does add_votes do?"
+    dropped = next(line for line in CODE.splitlines() if "radix =" in line)
+    first = conversation.prune(chat(text), keep_rate=0.2)
+    assert dropped not in first.messages[0]["content"]
+    for options in ({"keep_rate": 0.2}, {"max_tokens": 10_000}):
+        second = conversation.prune(chat(text, *again), protect=["radix ="], **options)
+        assert dropped in second.messages[0]["content"]
+
+
 def test_a_question_in_the_newest_answer_recalls_what_it_is_about(pruner: Pruner) -> None:
     conversation, text = pruner.conversation(), f"{CODE}\nWhat does add_votes do?"
     first = conversation.prune(chat(text), keep_rate=0.2)

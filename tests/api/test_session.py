@@ -138,6 +138,23 @@ def test_the_threshold_counts_new_text_alone_and_a_long_one_is_pruned_alone() ->
     assert set(range(start, start + 8)) <= cached
 
 
+@pytest.mark.parametrize("positions", ["original", "contiguous"])
+@pytest.mark.parametrize("recalls", [True, False])
+@pytest.mark.parametrize("num_new", [6, 160])
+def test_what_a_turn_protects_of_dropped_text_comes_back(positions: Positions, recalls: bool, num_new: int) -> None:
+    config = replace(EAGER, recall=recalls, recall_threshold=1000.0)
+    session = make_generator(replace(SPARSE, positions=positions), config).session()
+    prompt = random_prompt(200)
+    first = session.generate(input_ids=prompt, max_tokens=4)
+    dropped = sorted({*range(200)}.difference(slots(session)[1]))
+    start = next(at for at in dropped if at + 7 in dropped)
+    prompt = [*prompt, *first.token_ids, *random_prompt(num_new, seed=3)]
+    second = session.generate(input_ids=prompt, max_tokens=4, protected=[(start, start + 8)])
+    assert {*range(start, start + 8)} <= {*slots(session)[1]}
+    assert second.metrics.num_recalled_tokens == sum(start <= at < start + 8 for at in dropped)
+    assert second.metrics.num_kept_tokens == sum(at < len(prompt) for at in slots(session)[1])
+
+
 @pytest.mark.parametrize("recall_word_threshold", [None, 0.4, 0.9])
 def test_what_is_restored_follows_the_slow_rule(recall_word_threshold: float | None) -> None:
     generator = torch.Generator().manual_seed(0)

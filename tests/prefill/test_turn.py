@@ -68,6 +68,29 @@ def test_what_is_dropped_comes_back_before_the_new_text() -> None:
     assert plan_scored(turn, inputs, CONFIG).selection.num_recalled == 0
 
 
+@pytest.mark.parametrize("num_tokens", [500, 900], ids=["short", "pruned"])
+@pytest.mark.parametrize("recalls", [True, False])
+@pytest.mark.parametrize("obstacle", ["", "no room"])
+def test_what_is_protected_comes_back_whatever_is_recalled(num_tokens: int, recalls: bool, obstacle: str) -> None:
+    text = PromptText(range(num_tokens), protected=[(30, 70), (380, 420)])
+    session = SessionConfig(recall=recalls)
+    turn = plan_turn(text.token_ids, lambda: text, DROPPED, CONFIG, session, obstacle, "in_text")
+    plans = [turn] if isinstance(turn, Plan) else [turn.unscored("failed", "in_text")]
+    if isinstance(turn, NeedsScore):
+        inputs = ScoringInputs(turn.text, importance=torch.zeros(num_tokens))
+        plans.append(plan_scored(turn, inputs, CONFIG, session, "in_text"))
+    for plan in plans:
+        selection = plan.selection
+        seen = [*DROPPED.positions[: selection.num_held], *selection.positions]
+        assert seen == sorted(set(seen))
+        assert {*DROPPED.positions, *range(30, 70), *range(400, 420)} <= set(seen)
+        assert selection.num_recalled == 20
+    # A target that takes nothing back.
+    turn = plan_turn(text.token_ids, lambda: text, DROPPED, CONFIG, None, obstacle)
+    selection = (turn if isinstance(turn, Plan) else turn.unscored("failed")).selection
+    assert selection.positions == [*range(400, num_tokens)]
+
+
 def test_what_is_protected_may_hold_the_question_and_the_template_may_not() -> None:
     plain = find_candidates(PromptText(range(len(PIECES)), PIECES))
     question = (len(PIECES) - 4, len(PIECES))

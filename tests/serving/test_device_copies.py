@@ -79,7 +79,7 @@ def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: 
     scorer = DraftScorer(launch, DraftScoringRunner(runner, num_tokens + 100))
     prompt = Prompt((5,) * num_tokens, None, None, config, "recall")
     known = KnownTexts(ServerConfig(), None, None, lambda prompt: 0, num_tokens)
-    needs = UnscoredPrompt(known.text_of(prompt), Cached(), True, False, "", prompt)
+    needs = UnscoredPrompt(known.text_of(prompt), Cached(), True, False, "", (), prompt)
     return scorer.decide(needs, known, most_of_a_part)
 
 

@@ -210,6 +210,31 @@ def test_without_a_score_nothing_new_is_dropped(inherits: bool) -> None:
         assert decision.reason == "off: no room"
 
 
+@pytest.mark.parametrize("num_tokens", [850, 1700], ids=["short", "pruned"])
+@pytest.mark.parametrize("follow_up", ["recall", "freeze", "afresh"])
+@pytest.mark.parametrize("is_scored", [True, False])
+def test_what_a_follow_up_protects_of_earlier_turns_comes_back(
+    follow_up: str, num_tokens: int, is_scored: bool
+) -> None:
+    known, kept = _known(), (*range(100), *range(700, 800))
+    known.turns.add((None, None), range(800), kept, [])
+    options = RequestOptions(protect=((300, 340), (690, 710)))
+    decision = decide(replace(_prompt(num_tokens), follow_up=follow_up, options=options), known)
+    if isinstance(decision, UnscoredPrompt):
+        if is_scored:
+            decision = decide_scored(decision, torch.zeros(num_tokens), 900, known)
+        else:
+            decision = decide_unscored(decision, "no room", "draft_pool_full")
+    assert {*range(300, 340), *range(690, 710)} <= {*decision.positions}
+    assert list(decision.positions) == sorted(set(decision.positions))
+    if follow_up != "afresh":
+        assert {*kept} <= {*decision.positions}
+        assert decision.num_recalled == 50
+    request = request_of("a")
+    apply(request, decision, known)
+    assert request.customized_info["spec_stack"][0]["num_protected_tokens"] == 60
+
+
 def test_a_turn_is_gone_on_with_by_its_tenant_alone() -> None:
     turns = TurnStore(1000)
     turns.add(("one", None), [1, 2, 3, 4], (0, 1, 3), [5])

@@ -35,7 +35,7 @@ def _kept(
     known = KnownTexts(ServerConfig(recall=recall or SessionConfig()), None, None, lambda prompt: 0, 1000)
     options = RequestOptions(protect=tuple(protected))
     prompt = Prompt(tuple(prompt_ids), None, None, config, "recall", options=options)
-    unscored = UnscoredPrompt(known.text_of(prompt), beginning, prunes, recall is not None, "on", prompt)
+    unscored = UnscoredPrompt(known.text_of(prompt), beginning, prunes, recall is not None, "on", (), prompt)
     plan = decide_scored(unscored, importance, 0, known)
     return tuple(plan.positions), plan.num_recalled
 
