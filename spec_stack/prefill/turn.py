@@ -229,13 +229,17 @@ def scoring_obstacle(
     """
     if not has_texts and config.granularity == "lines":
         return "there is no tokenizer, without which a prompt has no lines; give one, or granularity='chunks'"
-    num_repeated = MOST_REPEATED if config.queries_from_prompt else 0
-    num_checked = 0 if config.max_dropped_attention is None else config.check_tokens
-    num_behind = max(num_repeated or config.look_ahead, num_checked)
-    if num_draft_tokens + max(num_repeated, num_checked) > max_positions:
+    # A look-ahead ends with the draft's positions.
+    if num_draft_tokens + num_behind(config, 0) > max_positions:
         obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {max_positions} positions"
-    elif scoring_limit is not None and num_draft_tokens + num_behind > scoring_limit:
+    elif scoring_limit is not None and num_draft_tokens + num_behind(config, config.look_ahead) > scoring_limit:
         obstacle = f"every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
     else:
         return ""
     return obstacle if needs_draft(config) else ""
+
+
+def num_behind(config: PrefillConfig, look_ahead: int) -> int:
+    """Most tokens that the draft reads behind a prompt that it scores, with a look-ahead of so many."""
+    num_checked = 0 if config.max_dropped_attention is None else config.check_tokens
+    return max(MOST_REPEATED if config.queries_from_prompt else look_ahead, num_checked)

@@ -78,6 +78,13 @@ class DraftPrefixes:
         """Length of the text's prefix in the pool."""
         return len(self._match(namespace, np.asarray(token_ids, dtype=np.int64)))
 
+    def has_room(self, namespace: Hashable, token_ids: Sequence[int], num_wanted: int, num_more: int) -> bool:
+        """Whether a lease of a text that shares num_wanted slots at most can have the rest of it and num_more slots."""
+        shared = self._match(namespace, np.asarray(token_ids[:num_wanted], dtype=np.int64))
+        # The lease pins what it shares.
+        room = self.num_available - int((self._num_leases[shared] == 0).sum())
+        return len(token_ids) - len(shared) + num_more <= room
+
     def _match(self, namespace: Hashable, token_ids: Ints) -> Ints:
         """The slots of a text's longest prefix, whose text is the most recently used one now."""
         lengths = [num_equal(text.token_ids, token_ids) if text.namespace == namespace else 0 for text in self._texts]

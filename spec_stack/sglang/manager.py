@@ -339,7 +339,7 @@ class SparsePrefillManager:
             num_tokens = self._scorer.num_to_prefill(pending.needs.prompt)
             pending.is_long = num_tokens > most
             # Where a longer prompt's scoring holds the draft's pool, it waits for its turn.
-            if num_tokens <= left and pending.is_quick and num_tokens <= self._scorer.index.num_available:
+            if num_tokens <= left and pending.is_quick and self._scorer.has_room(pending.needs.prompt):
                 left -= num_tokens
                 while pending in self._pending:
                     self._do_a_part(pending)

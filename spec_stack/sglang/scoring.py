@@ -25,7 +25,9 @@ from sglang.srt.utils.common import reserve_rope_cache_for_long_sequences
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.attention import Parts
+from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.scoring import PartSize, ScoringQueries, capture_in_parts
+from spec_stack.prefill.turn import num_behind
 from spec_stack.sglang.decide import Decision, KnownTexts, Prompt, UnscoredPrompt, decide_scored
 from spec_stack.sglang.draft_pool import DraftScoringRunner, PooledLayers, Queries
 from spec_stack.sglang.draft_prefixes import Lease
@@ -139,6 +141,12 @@ class DraftScorer:
         """Tokens that the draft's pool lacks; the last one always runs."""
         return len(prompt.token_ids) - self.index.num_shared(prompt.tenant, prompt.token_ids[:-1])
 
+    def has_room(self, prompt: Prompt) -> bool:
+        """Whether the pool has room for a scoring of the prompt, whatever its queries are."""
+        config, num_tokens = prompt.config, len(prompt.token_ids)
+        num_wanted = max(0, num_tokens - WINDOW)
+        return self.index.has_room(prompt.tenant, prompt.token_ids, num_wanted, num_behind(config, config.look_ahead))
+
     def check_refusal(self, config: PrefillConfig) -> str | None:
         """Why a prompt cannot be checked, or None."""
         if config.max_dropped_attention is None or self._draft.has_all_layers:
@@ -167,10 +175,10 @@ class DraftScorer:
         lease = self.index.lease(prompt.tenant, prompt.token_ids, queries.start)
         num_new, draft = num_tokens - lease.num_shared, LeasedDraft(self._draft, lease, prompt.end_ids)
         config = replace(config, look_ahead=max(0, min(config.look_ahead, self._context_len - num_tokens)))
-        num_behind = config.look_ahead if queries.found is None else sum(map(len, queries.repeated))
+        num_queries = config.look_ahead if queries.found is None else sum(map(len, queries.repeated))
         is_checked, answer = config.max_dropped_attention is not None, None
         try:
-            lease.extend(num_new + max(num_behind, config.check_tokens * is_checked))
+            lease.extend(num_new + max(num_queries, config.check_tokens * is_checked))
             importance = yield from self._importance(draft, lease, queries, config, most_of_a_part)
             if is_checked:
                 yield

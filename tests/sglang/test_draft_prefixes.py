@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ class Written:
         self.leases: list[tuple[Lease, str, tuple[int, ...], int]] = []
 
     def begin(self, namespace: str, ids: tuple[int, ...], num_spare: int, num_wanted: int | None) -> None:
+        has_room = self.pool.has_room(namespace, ids, len(ids) if num_wanted is None else num_wanted, num_spare)
         lease = self.pool.lease(namespace, ids, num_wanted)
         for at, slot in enumerate(lease.slots.tolist()):
             assert self.content[slot] == (namespace, ids[: at + 1]), "a slot of another text was shared"
@@ -32,10 +34,12 @@ class Written:
             lease.extend(num_new)
         except PoolFullError:
             assert room < num_new
+            assert not has_room
             assert (self.pool.num_free, self.pool.num_used) == before
             lease.insert(0)
             return
         assert room >= num_new
+        assert has_room
         self.leases.append((lease, namespace, ids, num_spare))
         self.check()
 
@@ -126,6 +130,23 @@ def test_the_text_that_was_not_used_for_longest_is_cut_first() -> None:
     lease.extend(4)
     lease.insert(4)
     assert [pool.num_shared("", range(start, start + 10)) for start in (0, 100, 200)] == [10, 6, 10]
+
+
+@pytest.mark.parametrize(("num_behind", "has_room"), [(10, True), (11, False)])
+def test_a_follow_up_has_no_room_in_its_own_prefix(num_behind: int, has_room: bool) -> None:
+    pool, text = DraftPrefixes(100), range(40)
+    for ids in (text, range(100, 140)):
+        earlier = pool.lease("", ids)
+        earlier.extend(40)
+        if ids == text:
+            earlier.insert(40)
+    # The other text is being scored, so 20 slots are free, and the prefix's 40 can be evicted for others alone.
+    follow_up = range(50)
+    assert pool.num_available == 60
+    assert pool.has_room("", follow_up, 49, num_behind) is has_room
+    lease = pool.lease("", follow_up, 49)
+    with nullcontext() if has_room else pytest.raises(PoolFullError):
+        lease.extend(10 + num_behind)
 
 
 def test_a_text_longer_than_the_pool_is_refused_and_evicts_nobody() -> None:
