@@ -79,10 +79,11 @@ class Audits:
     def route_of(self, request: Request) -> str:
         """The route that a request is counted under."""
         named = request.headers.get(ROUTE_HEADER, "") or request.url.path
-        name = "".join(filter(str.isprintable, named))[:_MAX_NAME]
-        if name not in self._routes and len(self._routes) >= _MOST_ROUTES:
-            name = "other"
-        return name
+        return self._counted_as("".join(filter(str.isprintable, named))[:_MAX_NAME])
+
+    def _counted_as(self, name: str) -> str:
+        """The name of a route, as long as there are few: each makes metrics of its own."""
+        return name if name in self._routes or len(self._routes) < _MOST_ROUTES else "other"
 
     def why_whole(self, route: str) -> str:
         """Why prompts of a route are forwarded whole; empty where they are pruned."""
@@ -96,6 +97,9 @@ class Audits:
         """Audit a request later, by chance as often as audit_rate says; the oldest one gives way."""
         if random.random() >= self._config.audit_rate:
             return
+        # Others may have come since the request did.
+        audit.route = self._counted_as(audit.route)
+        self._routes.setdefault(audit.route, _Route())
         self._waiting.append(audit)
         if len(self._waiting) > self._config.max_audits:
             self._audits.labels(self._waiting.popleft().route, "dropped").inc()
@@ -167,7 +171,7 @@ class Audits:
 
     def _note(self, name: str, lost: bool) -> None:
         """Count an audit, and turn the route's pruning off or on."""
-        route = self._routes.setdefault(name, _Route())
+        route = self._routes[name]
         route.latest.append(lost)
         route.num_lost, route.num_audits = route.num_lost + lost, route.num_audits + 1
         self._loss.labels(name, "low").set(lower_bound(route.num_lost, route.num_audits, 0.975))
