@@ -10,6 +10,7 @@ import importlib.util
 import io
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from spec_stack.config import how_to_install
 from spec_stack.hf.loading import load_draft_tokenizer
 from spec_stack.prefill.cost import NEVER
 from spec_stack.prefill.registry import needs_draft
+from spec_stack.prefill.turn import num_behind
 from spec_stack.sglang.draft_kv_rows import num_row_slots, pool_slots
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, NAME, ServerConfig, with_calibration
 from spec_stack.tokenizers.chat_turns import ChatTurns
@@ -249,12 +251,16 @@ def architecture_refusal(config: Any) -> str | None:
 
 
 def describe(
-    launch: Launch, unrecognised: str, sizes: Sequence[int] | None, num_pool_tokens: int | None = None
+    launch: Launch,
+    unrecognised: str,
+    sizes: Sequence[int] | None,
+    num_pool_tokens: int | None = None,
+    max_positions: int = sys.maxsize,
 ) -> dict[str, Any]:
     """What a launch takes and does, as the doctor and a server's log say: sentences by topic, and "warnings".
 
     unrecognised: what the chat template leaves unprotected. sizes: batch sizes of CUDA graphs, None without.
-    num_pool_tokens: of the draft's pool, None before it is allocated.
+    num_pool_tokens: of the draft's pool, None before it is allocated. max_positions: the draft's, where they are known.
     """
     config, args = launch.config, launch.args
     report: dict[str, Any] = {"vocabularies": f"{launch.target.vocab_size} embedding rows in both"}
@@ -275,12 +281,15 @@ def describe(
                 ", or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
             )
         report["draft's pool"] = note
-        most = num_pool_tokens or size
-        if most < context and needs_draft(config.prefill):
+        most, prefill = num_pool_tokens or size, config.prefill
+        # A request may ask for the check.
+        behind = max(num_behind(prefill, prefill.look_ahead), prefill.check_tokens)
+        longest = min(context + behind, max_positions)
+        if most < longest and needs_draft(prefill):
             warnings.append(
-                f"prompts of over {most} tokens are prefilled densely, since the draft's pool has no room for them; "
-                f"--spec-stack-draft-pool-tokens {context} holds the longest one, in {context * num_bytes / 1e9:.2f} "
-                "GB on each rank"
+                f"prompts of over {max(0, most - behind)} tokens may be prefilled densely, since the draft's pool has "
+                f"no room for them; --spec-stack-draft-pool-tokens {longest} holds the longest one, in "
+                f"{longest * num_bytes / 1e9:.2f} GB on each rank"
             )
     if not launch.is_own:
         report["drafting"] = f"{launch.algorithm or 'none'}, by SGLang itself"

@@ -178,7 +178,8 @@ class SparsePrefillManager:
         if prunes:
             self._test_itself()
         sizes = None if self._worker is None else self._worker.batch_policy.graph_sizes
-        report = describe(self._launch, self._known.reader.turns.unrecognised, sizes, num_pool_tokens)
+        unrecognised = self._known.reader.turns.unrecognised
+        report = describe(self._launch, unrecognised, sizes, num_pool_tokens, scorer.max_positions)
         args = self._launch.args
         has_metrics = args.enable_metrics and own_rank() == 0
         self._metrics = SchedulerMetrics(str(args.served_model_name)) if has_metrics else None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.sglang.draft_kv_rows import num_row_slots
 from spec_stack.sglang.launch import Launch, as_text, check_launch, describe
 from spec_stack.sglang.server_args import ServerConfig
@@ -64,11 +65,22 @@ def test_each_rank_takes_its_part_of_the_drafts_pool(given: int | None) -> None:
     assert ("a tenth of the memory" in note) == (given is None)
 
 
-@pytest.mark.parametrize(("num_tokens", "is_too_small"), [(5_000, True), (40_960, False), (None, False)])
-def test_a_pool_smaller_than_the_context_is_a_warning_with_its_flag(num_tokens: int | None, is_too_small: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "shortest"), [(5_000, 4_680), (200, 0), (41_279, 40_959), (41_280, None), (None, None)]
+)
+def test_a_pool_smaller_than_a_prompt_with_its_queries_is_a_warning_with_its_flag(
+    num_tokens: int | None, shortest: int | None
+) -> None:
     said = "\n".join(_described(config=ServerConfig(draft_pool_tokens=num_tokens))["warnings"])
-    assert ("prompts of over 5000 tokens are prefilled densely" in said) == is_too_small
-    assert ("--spec-stack-draft-pool-tokens 40960 holds the longest one, in 4.70 GB" in said) == is_too_small
+    assert (f"prompts of over {shortest} tokens may be prefilled densely" in said) == (shortest is not None)
+    # The queries are read again behind the longest prompt.
+    flag = f"--spec-stack-draft-pool-tokens {40_960 + MOST_REPEATED} holds the longest one, in 4.73 GB"
+    assert (flag in said) == (shortest is not None)
+
+
+def test_a_pool_of_the_drafts_positions_is_enough() -> None:
+    launch = Launch("SPEC_STACK", _args(), _model(36), _model(28), ServerConfig(draft_pool_tokens=40_960), refusal=None)
+    assert describe(launch, "", None, max_positions=40_960)["warnings"] == []
 
 
 def test_the_pool_holds_the_layers_that_score() -> None:
