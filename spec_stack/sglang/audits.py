@@ -70,7 +70,10 @@ class ServerAudits:
         """A short greedy answer. Raises ValueError for none."""
         sampling, args = dict(request.sampling_params or {}), self._manager.server_args
         most = min(sampling.get("max_new_tokens") or MAX_TOKENS, MAX_TOKENS)
-        changed = {"temperature": 0, "n": 1, "max_new_tokens": most, "custom_params": custom}
+        # SGLang refuses more than the most.
+        least = min(sampling.get("min_new_tokens") or 0, most)
+        lengths = {"max_new_tokens": most, "min_new_tokens": least}
+        changed = {"temperature": 0, "n": 1, **lengths, "custom_params": custom}
         priority = _LOWEST if args.schedule_low_priority_values_first else -_LOWEST
         again = type(request)(
             text=request.text,

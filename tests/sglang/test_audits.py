@@ -73,7 +73,7 @@ async def _until(counts: Any) -> None:
 
 async def _audit(audits: ServerAudits, manager: Manager) -> None:
     custom = {"spec_stack": {"keep_rate": 0.3}, "mine": 1}
-    sampling = {"temperature": 0.7, "n": 3, "max_new_tokens": 2000, "custom_params": custom}
+    sampling = {"temperature": 0.7, "n": 3, "max_new_tokens": 2000, "min_new_tokens": 100, "custom_params": custom}
     client = GenerateReqInput(input_ids=[5, 6], sampling_params=sampling, extra_key="tenant", cache_salt="salt")
 
     # Dense replies, and the audits' own, are not audited.
@@ -93,7 +93,9 @@ async def _audit(audits: ServerAudits, manager: Manager) -> None:
     assert len(manager.requests) == 3
     assert (pruned.extra_key, whole.extra_key) == ("tenant", "tenant spec_stack audit whole")
     for each, own in ((pruned, custom), (whole, {**custom, "spec_stack": {"sparse_prefill": "off"}})):
-        changed = {"temperature": 0, "n": 1, "max_new_tokens": MAX_TOKENS, "custom_params": own}
+        # SGLang refuses more than the most.
+        lengths = {"max_new_tokens": MAX_TOKENS, "min_new_tokens": MAX_TOKENS}
+        changed = {"temperature": 0, "n": 1, **lengths, "custom_params": own}
         assert each.sampling_params == {**sampling, **changed}
         assert (each.input_ids, each.cache_salt, each.log_metrics) == ([5, 6], "salt", False)
         assert (each.priority or 0) < -(10**6)
