@@ -6,7 +6,6 @@ Under another algorithm each hook only forwards.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +25,14 @@ from spec_stack.sglang.http import SpecStackMiddleware
 from spec_stack.sglang.launch import require_drafting
 from spec_stack.sglang.manager import SparsePrefillManager
 from spec_stack.sglang.metrics import ReportStore
-from spec_stack.sglang.request import KEY, ReportAssembler, RequestOptions, RunningRequest, correct_acceptance
+from spec_stack.sglang.request import (
+    KEY,
+    ReportAssembler,
+    RequestOptions,
+    RunningRequest,
+    correct_acceptance,
+    entry_text,
+)
 from spec_stack.sglang.scoring import load_scoring_model
 from spec_stack.sglang.server_args import ENVIRONMENT, NAME, ServerConfig, add_flags
 
@@ -112,7 +118,7 @@ def _sampling_params(**params: Any) -> SamplingParams:
         if _is_on():
             if isinstance(custom, Mapping) and isinstance(entry := custom.get(KEY), Mapping | list):
                 # Whatever fails below: under msgpack a nested value ends SGLang's scheduler.
-                params["custom_params"] = {**custom, KEY: json.dumps(entry)}
+                params["custom_params"] = {**custom, KEY: entry_text(entry)}
             options, headers = RequestOptions.parse(custom, _config()), current_headers()
             by_header, is_set = headers.options(), options.sparse_prefill or options.keep_rate
             header, whole = None, None if is_set or by_header else headers.whole

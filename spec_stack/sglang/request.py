@@ -23,6 +23,7 @@ KEY = "spec_stack"
 """The key of the options in `custom_params` and of the report in a reply's meta info, and the attribute of SGLang's
 objects that holds ours: of a request, once it is decided, its RequestOptions."""
 _OF_PREFILL = ("sparse_prefill", "keep_rate", "max_dropped_attention")
+_TOO_DEEP = f"custom_params.{KEY} is nested too deeply"
 # No other reader of `custom_params` means these.
 _OURS_ALONE = (*_OF_PREFILL, "follow_up")
 # More than any model's context: a span that ends after it is a mistake.
@@ -82,6 +83,13 @@ class RequestOptions:
         Raises ValueError for an unknown option, for a value of the wrong type or out of range, and for a name that is
         this package's alone outside of the entry.
         """
+        try:
+            return cls._parse(custom_params, config)
+        except RecursionError:
+            raise ValueError(_TOO_DEEP) from None
+
+    @classmethod
+    def _parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:
         params: Mapping[str, Any] = custom_params if isinstance(custom_params, Mapping) else {}
         misplaced = [name for name in _OURS_ALONE if params.get(name) is not None]
         if misplaced:
@@ -176,6 +184,14 @@ def _is_span(span: object) -> bool:
 
 
 NO_OPTIONS = RequestOptions()
+
+
+def entry_text(entry: object) -> str:
+    """A client's entry KEY as one string. Raises ValueError."""
+    try:
+        return json.dumps(entry)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
 
 
 def attach(request: RunningRequest, options: RequestOptions, report: Mapping[str, Any]) -> None:

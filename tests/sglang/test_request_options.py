@@ -12,6 +12,7 @@ from spec_stack.sglang.launch import pruning_note
 from spec_stack.sglang.request import (
     RequestOptions,
     dense_reason,
+    entry_text,
 )
 from spec_stack.sglang.server_args import ServerConfig
 
@@ -57,6 +58,25 @@ def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> No
 def test_options_are_an_object(requested: object) -> None:
     with pytest.raises(ValueError, match="must be an object of options"):
         RequestOptions.parse({"spec_stack": requested}, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"keep_rate": ' * 10_000, f'{{"question": {"[" * 5000}{"]" * 5000}}}']
+)
+def test_a_text_nested_too_deeply_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"custom_params.spec_stack is nested too deeply"):
+        RequestOptions.parse({"spec_stack": text}, CONFIG)
+
+
+def test_an_object_nested_too_deeply_is_refused() -> None:
+    entry: list[Any] = []
+    for _ in range(5000):
+        entry = [entry]
+    for asked in (entry, {"gamma": entry}, {"protect": entry}):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            entry_text(asked)
+        with pytest.raises(ValueError, match="nested too deeply"):
+            RequestOptions.parse({"spec_stack": asked}, CONFIG)
 
 
 @pytest.mark.parametrize("name", ["sparse_prefill", "keep_rate", "max_dropped_attention", "follow_up"])
