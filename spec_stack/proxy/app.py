@@ -134,8 +134,9 @@ class ProxyEndpoint:
             reason = "the body is too long to parse" if error.status == 413 else error.message
             return body, self._report(Pruning("unread", f"off: {reason}")), None
         refuse_misplaced(parsed)
-        if (given := parsed.pop(OPTIONS_FIELD, None)) is not None:
-            options, body = body_options(given, options), _written(parsed)
+        if OPTIONS_FIELD in parsed:
+            # Upstream does not get the field, null or not.
+            options, body = body_options(parsed.pop(OPTIONS_FIELD), options), _written(parsed)
         try:
             prompt = _prunable(parsed, field)
         except ValueError as error:

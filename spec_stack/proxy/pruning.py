@@ -123,15 +123,17 @@ def refuse_misplaced(body: Mapping[str, Any]) -> None:
 
 
 def body_options(given: Any, default: PruneOptions) -> PruneOptions:
-    """The options of a body's field, and defaults of those that it lacks. Raises BadRequestError."""
-    known = [*PruneOptions.model_fields]
+    """The options of a body's field, and defaults of those that it lacks; a null is as if it was not there. Raises
+    BadRequestError."""
+    known, given = [*PruneOptions.model_fields], {} if given is None else given
     if not isinstance(given, dict):
         raise BadRequestError(f"spec_stack must be an object of {', '.join(known)}", "spec_stack")
     for name in given:
         if name not in known:
             raise unknown_field(name, known)
     try:
-        return PruneOptions.model_validate(default.model_dump() | given)
+        own = {name: value for name, value in given.items() if value is not None}
+        return PruneOptions.model_validate(default.model_dump() | own)
     except ValidationError as error:
         raise first_problem(error, "spec_stack") from error
 

@@ -135,6 +135,23 @@ def test_options_are_taken_from_the_body_and_upstream_does_not_see_them(
     assert "x-spec-stack-keep-rate" not in upstream.seen[-1].headers
 
 
+def test_a_null_is_as_an_option_that_is_not_there_and_upstream_does_not_see_it(
+    pruner: Pruner, start: Start, upstream: FakeUpstream
+) -> None:
+    url, document = start().url, [{"role": "user", "content": f"{CODE}{OTHER}"}]
+    short = [{"role": "user", "content": "Hi"}]
+    for messages in (short, document):
+        post(url, CHAT, {"messages": messages, "spec_stack": None})
+        assert upstream.seen[-1].json == {"messages": pruner.prune(messages).messages}
+    # Of a key that stands twice, the last value holds.
+    twice = json.dumps({"messages": short, "spec_stack": {"keep_rate": 0.5}})[:-1] + ', "spec_stack": null}'
+    post(url, CHAT, twice.encode())
+    assert upstream.seen[-1].json == {"messages": short}
+    nulls = dict.fromkeys(("keep_rate", "max_dropped_attention", "question", "protect"))
+    post(url, CHAT, {"messages": document, "spec_stack": nulls}, **{"x-spec-stack-keep-rate": "0.1"})
+    assert upstream.seen[-1].json == {"messages": pruner.prune(document, keep_rate=0.1).messages}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
