@@ -68,9 +68,11 @@ class BodyPrompt:
 
 
 def find_prompt(body: Mapping[str, Any], name: str | None = None) -> BodyPrompt:
-    """The prompt in a body's field, by default the first of `PROMPT_FIELDS` that it has. Raises ValueError where there
-    is no text to prune."""
-    name = name or next((each for each in PROMPT_FIELDS if each in body), PROMPT_FIELDS[0])
+    """The prompt in a body's field, by default the first of `PROMPT_FIELDS` that holds a text or a list: in Responses
+    `prompt` names a stored one. Raises ValueError where there is no text to prune."""
+    present = [each for each in PROMPT_FIELDS if each in body]
+    holding = [each for each in present if isinstance(body[each], str | list)]
+    name = name or [*holding, *present, PROMPT_FIELDS[0]][0]
     value: Any = body.get(name)
     place: Place = (name,)
     if name == "prompt":

@@ -127,10 +127,18 @@ def test_a_text_or_a_batch_of_one_is_a_text(prompt: Any) -> None:
     assert found.shortened("t") == {"prompt": "t" if prompt == "text" else ["t"], "n": 2}
 
 
+@pytest.mark.parametrize("stored", [{"id": "pmpt_1"}, None])
+def test_a_stored_prompt_beside_the_input_is_none(stored: Any) -> None:
+    found = find_prompt({"prompt": stored, "input": "Look."})
+    assert found.chat == [USER]
+    assert found.shortened([{"role": "user", "content": "L"}]) == {"prompt": stored, "input": "L"}
+
+
 @pytest.mark.parametrize(
     "body",
     [
         {},
+        {"prompt": {"id": "pmpt_1"}},
         {"messages": []},
         {"messages": "x"},
         {"messages": [5]},
