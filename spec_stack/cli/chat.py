@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import sys
 import warnings
@@ -22,6 +23,8 @@ HELP = (
     "/file PATH adds a document to the next message, /undo takes the last turn back, /save PATH, /load PATH, "
     "/reset begins anew, /help, /quit; what is pasted is one message; Ctrl-C stops an answer"
 )
+# A path, which a message may begin with, has more signs.
+_COMMAND = re.compile("/[A-Za-z]+(?:\\s|\\Z)")
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 # Longest gap in seconds between pasted lines.
 _PASTE_S = 0.05
@@ -106,15 +109,16 @@ class Chat:
         self._say(HELP, dim=True)
         while True:
             try:
-                line = self._read("> ").strip()
+                given = self._read("> ")
             except EOFError:
                 return
             except KeyboardInterrupt:
                 self._say("")
                 continue
-            if line == "/quit":
+            line = given.strip()
+            if given.rstrip() == "/quit":
                 return
-            if line.startswith("/") and "\n" not in line:
+            if _COMMAND.match(given) and "\n" not in line:
                 self._command(line)
             elif line:
                 self._answer(line)
@@ -129,8 +133,10 @@ class Chat:
                 commands[name]()
             elif name in path_commands and path.strip():
                 path_commands[name](Path(path.strip()).expanduser())
-            else:
+            elif name in (*path_commands, "/help", "/quit"):
                 self._say(HELP, dim=True)
+            else:
+                self._say(f"{name} is no command; a blank before it sends it as a message. {HELP}", dim=True)
         except (ValueError, OSError) as error:
             self._say(str(error), dim=True)
 

@@ -64,6 +64,18 @@ def test_documents_go_ahead_of_the_next_message_and_a_reset_forgets_all(
     assert said.count(" 0 cached") == 2
 
 
+def test_a_message_may_begin_with_a_slash_and_an_unknown_command_is_named(embedded: SpecStackGenerator) -> None:
+    for line in ("/etc/passwd: what is it?", "/", "/* a comment */", " /reset is a command", "/usr/bin"):
+        chat, _ = talk(embedded, [line])
+        assert chat.messages[0]["content"] == line.strip()
+    for line in ("/rest", "/Files x"):
+        chat, said = talk(embedded, [line])
+        assert not chat.messages
+        assert f"{line.split()[0]} is no command; a blank before it sends it as a message. /file PATH" in said
+    for line in ("/help", "/file", "/quit now"):
+        assert "is no command" not in talk(embedded, [line])[1]
+
+
 def test_an_interrupt_stops_the_answer_only(embedded: SpecStackGenerator) -> None:
     class Impatient(io.StringIO):
         def flush(self) -> None:
