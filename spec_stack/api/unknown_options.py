@@ -27,7 +27,7 @@ _NAMES_ELSEWHERE = {
     "stop_token_ids": ("eos_token_id",),
     "sampling": ("generation_config", "use_model_defaults"),
     "n": ("num_return_sequences",),
-    "logprobs": ("output_scores", "output_logits", "return_dict_in_generate"),
+    "logprobs": ("output_scores", "output_logits", "return_dict_in_generate", "top_logprobs", "top_n_tokens"),
     "response_format": ("guided_json", "guided_regex", "guided_grammar", "structured_outputs"),
     "logits_processor": (
         *("logits_processors", "prefix_allowed_tokens_fn", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"),
@@ -98,10 +98,15 @@ def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[
 
 
 def _hint(name: str, known: list[str]) -> str:
+    from transformers import GenerationConfig
+
     if name in _WHOLE_ANSWERS and "prompt" in known:
         return ": generate() takes it; a stream's steps bring their tokens, text and record"
     if name in _ELSEWHERE and "prompt" in known:
         return f"; {_ELSEWHERE[name]}"
     alias = ALIASES.get(name)
+    if alias not in known and "prompt" in known and name in vars(GenerationConfig()):
+        # Not a misspelling, whatever it is like.
+        return ", which is Transformers' and has no counterpart here; leave it out"
     nearest = [alias] if alias in known else get_close_matches(name, known, 1, cutoff=_LIKENESS)
     return f"; did you mean {nearest[0]}=?" if nearest else f"; it has {', '.join(known)}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from spec_stack import SamplingParams, SpecStackGenerator, with_draft
 from spec_stack.api.unknown_options import ALIASES
@@ -112,6 +112,8 @@ def test_an_option_of_another_name_is_refused_by_naming_the_option(embedded: Spe
         ("generate", "num_beams", "; .*n= samples several"),
         ("generate", "past_key_values", "; .*session"),
         ("generate", "zzz", "; it has prompt, messages"),
+        ("generate", "top_n_tokens", r"; did you mean logprobs=\?"),
+        ("stream", "guidance_scale", ", which is Transformers' and has no counterpart here; leave it out$"),
         *(("stream", option, r": generate\(\)") for option in ("streamer", "n", "records", "return_records")),
         ("from_pretrained", "load_in_4bit", r"; did you mean precision=\?"),
         ("from_pretrained", "torch_dtype", r"; did you mean precision=\?"),
@@ -121,6 +123,15 @@ def test_an_option_of_another_name_is_refused_by_naming_the_option(embedded: Spe
 def test_what_does_the_same_elsewhere_is_named(embedded: SpecStackGenerator, call: str, option: str, said: str) -> None:
     with pytest.raises(TypeError, match=rf"{call}\(\) has no option '{option}'{said}"):
         getattr(embedded, call)(**{option: 2})
+
+
+def test_no_option_of_transformers_is_answered_with_a_list_of_all(embedded: SpecStackGenerator) -> None:
+    known = inspect.signature(SpecStackGenerator.generate).parameters
+    for name in vars(GenerationConfig()).keys() - known:
+        with pytest.raises(TypeError, match="has no option") as refused:
+            embedded.generate("x", **{name: 1})
+        assert ("did you mean" in str(refused.value)) == (name in ALIASES and name != "assistant_model"), name
+        assert len(str(refused.value)) < 200
 
 
 def test_a_former_field_is_refused() -> None:
