@@ -230,11 +230,12 @@ class Metrics:
 
     Durations are in seconds, without the pauses of a stream's caller. `precision` is the target's. `proposer` is the
     enabled proposer ("model", "ngram", "both"); looked-up tokens are also counted separately. `sparse_prefill` is
-    whether the prompt was pruned, `sparse_prefill_reason` the reason, and `decode_reason` whether the draft can propose
-    to this target. `seed` is a sampled request's seed: the same call with the same `gamma` gives the same tokens. Under
-    a policy that depends on timing, drafted lengths differ between runs. `draft_step` and `target_step` are how short
-    forwards of each model ran, and why eagerly (`LoadConfig`). `tried_rates` is what the draft's check tried, and
-    `dropped_attention` what it found last (`PrefillConfig.max_dropped_attention`).
+    whether the prompt, in a session its new text, was pruned, `sparse_prefill_reason` the reason, and `decode_reason`
+    whether the draft can propose to this target. `seed` is a sampled request's seed: the same call with the same
+    `gamma` gives the same tokens. Under a policy that depends on timing, drafted lengths differ between runs.
+    `draft_step` and `target_step` are how short forwards of each model ran, and why eagerly (`LoadConfig`).
+    `tried_rates` is what the draft's check tried, and `dropped_attention` what it found last
+    (`PrefillConfig.max_dropped_attention`).
     """
 
     num_prompt_tokens: int

@@ -110,16 +110,19 @@ def plan_turn(
     case; None where none can. obstacle: why the draft cannot score the prompt, if so (`scoring_obstacle`).
     """
     num_new, what = len(token_ids) - cached.num_tokens, "new text" if cached.num_tokens else "prompt"
-    off = why_whole(config, num_new, obstacle, what)
     recalls = recall is not None and recall.recall and not cached.is_dense and not obstacle
     may_come_back = recall is not None and not cached.is_dense
+    unless = " unless it is recalled" if recalls else ""
+    earlier = "" if cached.is_dense else f"; text that earlier turns dropped stays dropped{unless}"
+    off = why_whole(config, num_new, obstacle, what)
+    off = off and off + earlier
     if off and not may_come_back:
         return Plan(select_turn(PromptText(token_ids), cached), off)
     text = read()
     missing = cached.missing(text) if may_come_back else []
     num_prunable = num_new - sum(stop - start for start, stop in clip_spans(text.kept, cached.num_tokens))
     if not off and num_prunable <= sum(config.forced_tokens):
-        off = f"off: no more than {num_prunable} of {num_new} {what} tokens could be pruned"
+        off = f"off: no more than {num_prunable} of {num_new} {what} tokens could be pruned{earlier}"
     if off and not recalls:
         return Plan(select_turn(text, cached, missing, place=place), off)
     on = "; ".join(filter(None, [why_pruned(config, what), text.note]))

@@ -498,6 +498,23 @@ def test_a_question_that_is_asked_again_continues_no_conversation(embedded: Spec
         assert session.num_continued(encode_messages(embedded.tokenizer, question)) == 0
 
 
+def test_the_reason_says_that_earlier_text_stays_dropped(embedded: SpecStackGenerator) -> None:
+    rooms = "".join(f"The code of room {at} is {4 * at}.\n" for at in range(60))
+    messages = [{"role": "user", "content": f"{rooms}What is the code of room 41?"}]
+    with embedded.session() as session:
+        first = session.generate(messages=messages, max_tokens=4, sparse_prefill="on", keep_rate=0.3)
+        messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Why?"}]
+        told = "; text that earlier turns dropped stays dropped"
+        for recall, end in ((False, told), (True, f"{told} unless it is recalled")):
+            with session.fork(SessionConfig(recall=recall)) as branch:
+                metrics = branch.generate(messages=messages, max_tokens=4, keep_rate=1.0).metrics
+            assert metrics.num_kept_tokens < metrics.num_prompt_tokens
+            assert metrics.sparse_prefill_reason == f"off: keep_rate is 1.0{end}"
+        whole = session.generate(messages=messages, max_tokens=4, sparse_prefill="off").metrics
+    assert whole.num_kept_tokens == whole.num_prompt_tokens
+    assert told not in whole.sparse_prefill_reason
+
+
 def test_a_dropped_fact_comes_back_when_it_is_asked_for(embedded: SpecStackGenerator) -> None:
     """Judged by what the target holds: whether a small model then answers well is its own affair."""
     filler = "The river runs past the old mill and the children play there in the long summer. " * 12

@@ -239,12 +239,31 @@ def test_the_keep_rate_header_prunes_any_length_and_the_bodys_options_hold_again
     assert report("1") == (False, 'off: sparse_prefill="off" leaves the target dense')
     assert report("0.3", sparse_prefill="off") == (False, 'off: sparse_prefill="off" leaves the target dense')
     assert report("0.3", keep_rate=0.4)[1].startswith("off: the prompt is shorter than min_prompt_tokens")
+    assert report("0.3", keep_rate=1) == (False, 'off: sparse_prefill="off" leaves the target dense')
+    assert report("0.3", keep_rate=1, sparse_prefill="draft_only")[1].startswith('off: sparse_prefill="draft_only"')
     for bad in ("0", "2", "nan", "half", ""):
         status, answer = send(bad)
         assert (status, answer["error"]["message"]) == (
             400,
             "x-spec-stack-keep-rate must be over 0 and at most 1; 1 is the whole prompt",
         )
+
+
+@pytest.mark.parametrize(
+    "asked", [{"extra_headers": {"x-spec-stack-keep-rate": "1"}}, {"extra_body": {"keep_rate": 1}}], ids=str
+)
+def test_a_keep_rate_of_one_reads_what_earlier_turns_dropped_too(start: Start, asked: dict[str, Any]) -> None:
+    create = start().client().chat.completions.create
+    rooms = "".join(f"The code of room {at} is {4 * at}.\n" for at in range(60))
+    messages: list[Any] = [{"role": "user", "content": f"{rooms}What is the code of room 41?"}]
+    pruned: dict[str, Any] = {"sparse_prefill": "on", "keep_rate": 0.3}
+    first = create(messages=messages, max_tokens=2, extra_body=pruned, **GREEDY)
+    answer = {"role": "assistant", "content": first.choices[0].message.content}
+    messages += [answer, {"role": "user", "content": "Why?"}]
+    second = create(messages=messages, max_tokens=2, **asked, **GREEDY)
+    assert second.usage.prompt_tokens_details.cached_tokens > 0
+    report = second.usage.spec_stack
+    assert report["kept_tokens"] == report["prompt_tokens"] > first.usage.spec_stack["kept_tokens"] * 2
 
 
 @pytest.mark.parametrize(
