@@ -16,7 +16,10 @@ ELLIPSIS = "\u2026"
 _BREAK = re.compile("\r\n?|[\n\u2028\u2029]")
 # Most lines at each end of a gap that tell what kind of text it was.
 _MOST_LINES = 20
-_BRACES = re.compile("\\S.*[;{}]\\Z|//|/\\*|\\*/|(?:public|private|static|const|let|var|func|fn|pub|use|package)\\b")
+_WORDS = "(?:public|private|static|const|let|var|func|fn|pub|use|package)\\b"
+_BRACES = re.compile(f"\\S.*[;{{}}]\\Z|//|/\\*|\\*/|{_WORDS}")
+# A literal, of languages with either sign.
+_LITERAL = re.compile(f"(?!{_WORDS}).*(?:[=:,(\\[{{]|\\breturn)\\s*\\{{[^{{}}]*\\}}?\\Z")
 _HASHES = re.compile(
     "#(?!#)|@\\w|(?:def|class|from|import|with|raise|return|elif|except|echo|export)\\b.*\\Z|(?:else|try|finally):\\Z|"
     "(?:if|for|while)\\b.*:\\Z|[\\w.\\[\\]]+ [-+*/|&]?= \\S|[\\w.]+\\(.*\\)\\Z|end\\Z"
@@ -157,7 +160,7 @@ def marker_of(dropped: str) -> str:
     signs = [
         "--" if _DASHES.match(line) else "//" if _BRACES.match(line) else "#" if _HASHES.match(line) else ""
         for line in lines
-        if line[0] not in "\"'[]{}|<"
+        if line[0] not in "\"'[]{}|<" and not _LITERAL.match(line)
     ]
     is_fenced = any(line.startswith(("```", "~~~")) for line in lines)
     if is_fenced or 2 * sum(map(bool, signs)) < max(1, len(lines)):
