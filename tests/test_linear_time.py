@@ -7,6 +7,7 @@ from time import process_time
 
 import pytest
 
+from spec_stack.api.pruned_text import write_spans
 from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, ToolFormat, parse_answer
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
@@ -68,6 +69,16 @@ CALLERS: dict[str, Callable[[str], object]] = {
     "words": find_words,
     "answers": lambda text: parse_answer(AnswerParser(TOOLS, ["f"]), text),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["ab\n", "ab, "])
+def test_a_text_of_many_gaps_is_written_in_linear_time(line: str) -> None:
+    text = line * (MEGABYTE // len(line))
+    began = process_time()
+    written = write_spans(text, [(at, at + len(line)) for at in range(0, len(text), 2 * len(line))], None)
+    assert process_time() - began < SECONDS / 10
+    assert len(written) > MEGABYTE / 2
 
 
 @pytest.mark.slow

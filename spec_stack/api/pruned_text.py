@@ -128,18 +128,21 @@ def write_spans(text: str, spans: Sequence[Span], marker: str | None) -> str:
 
     marker: None is an ellipsis, in code in a comment, in place of lines alone. Another one stands within lines too.
     """
-    written, at = "", 0
+    parts: list[str] = []
+    at = 0
     for start, stop in [*spans, (len(text), len(text))]:
         if start > at:
-            written += _gap(text, at, start, marker, written)
-        written, at = written + text[start:stop], stop
-    return written
+            last = next((part[-1] for part in reversed(parts) if part), "")
+            parts.append(_gap(text, at, start, marker, last))
+        parts.append(text[start:stop])
+        at = stop
+    return "".join(parts)
 
 
-def _gap(text: str, at: int, start: int, marker: str | None, written: str) -> str:
-    """What stands for the characters at…start - 1 behind what is written."""
+def _gap(text: str, at: int, start: int, marker: str | None, last: str) -> str:
+    """What stands for the characters at…start - 1 behind the character `last`, if any."""
     dropped, is_end = text[at:start], start == len(text)
-    starts_line = not written or _BREAK.match(written, len(written) - 1) is not None
+    starts_line = not last or _BREAK.match(last) is not None
     found = _BREAK.search(dropped)
     if found or (is_end and starts_line):
         line_break = found[0] if found else ""
@@ -148,7 +151,7 @@ def _gap(text: str, at: int, start: int, marker: str | None, written: str) -> st
         behind = line_break if own and (not is_end or _BREAK.match(dropped, len(dropped) - 1)) else ""
         return f"{before}{own}{behind}"
     # A blank stands between texts and around a marker, where there is none.
-    before = "" if not written or written[-1].isspace() else " "
+    before = "" if not last or last.isspace() else " "
     behind = "" if is_end or text[start].isspace() else " "
     return f"{before}{marker}{behind}" if marker else "" if is_end else before and behind
 
