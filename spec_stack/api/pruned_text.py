@@ -11,9 +11,12 @@ from itertools import pairwise
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.prompt_text import union
 from spec_stack.prefill.segments import Lines
+from spec_stack.prefill.sentences import is_prose, label_end, sentence_ends
 
 ELLIPSIS = "\u2026"
 _BREAK = re.compile("\r\n?|[\n\u2028\u2029]")
+# What a line of records begins with, in JSON or markup.
+_OPENERS = tuple('[{(<"')
 # Most lines at each end of a gap that tell what kind of text it was.
 _MOST_LINES = 20
 _WORDS = "(?:public|private|static|const|let|var|func|fn|pub|use|package)\\b"
@@ -126,33 +129,72 @@ def write_spans(text: str, spans: Sequence[Span], marker: str | None) -> str:
     """The kept spans of a text. Where a line break was dropped, a line of the marker stands between them, or a line
     break; where none was, a blank.
 
-    marker: None is an ellipsis, in code in a comment, in place of lines alone. Another one stands within lines too.
+    marker: None is an ellipsis, in code in a comment, in place of lines and inside of sentences. Another one stands
+    within lines too.
     """
     parts: list[str] = []
-    at = 0
+    sentences, at = _Sentences(text), 0
     for start, stop in [*spans, (len(text), len(text))]:
         if start > at:
             last = next((part[-1] for part in reversed(parts) if part), "")
-            parts.append(_gap(text, at, start, marker, last))
+            cuts = (sentences.is_cut_at(at), sentences.is_cut_at(start)) if marker is None else (False, False)
+            parts.append(_gap(text, at, start, marker, last, cuts))
         parts.append(text[start:stop])
         at = stop
     return "".join(parts)
 
 
-def _gap(text: str, at: int, start: int, marker: str | None, last: str) -> str:
-    """What stands for the characters at…start - 1 behind the character `last`, if any."""
+class _Sentences:
+    """The sentences of a text. Asked about places in order, it reads each line once."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._start, self._stop = text, 0, 0
+        self._ends: set[int] = set()
+        self._is_record = False
+
+    def is_cut_at(self, place: int) -> bool:
+        """Whether a place is inside of a sentence. Records that stand in one line hold none."""
+        if place in (0, len(self._text)):
+            return False
+        if place >= self._stop:
+            self._go_to(place)
+        end = place
+        while end > self._start and self._text[end - 1].isspace():
+            end -= 1
+        return end > self._start and end not in self._ends and not self._is_record
+
+    def _go_to(self, place: int) -> None:
+        """Read the line of a place."""
+        while self._stop <= place:
+            found = _BREAK.search(self._text, self._stop)
+            self._start, self._stop = self._stop, found.end() if found else len(self._text) + 1
+        line = self._text[self._start : self._stop].rstrip()
+        self._ends = {self._start + at for at in (label_end(line), *sentence_ends(line), len(line))}
+        self._is_record = line.lstrip()[:1] in _OPENERS and not is_prose(line)
+
+
+def _gap(text: str, at: int, start: int, marker: str | None, last: str, cuts: tuple[bool, bool]) -> str:
+    """What stands for the characters at…start - 1 behind the character `last`, if any. cuts: whether the gap begins,
+    and whether it ends, inside of a sentence."""
     dropped, is_end = text[at:start], start == len(text)
     starts_line = not last or _BREAK.match(last) is not None
-    found = _BREAK.search(dropped)
+    found, ends_line = _BREAK.search(dropped), _BREAK.match(dropped, len(dropped) - 1) is not None
+    # A blank stands between texts and around a marker, where there is none.
+    before = "" if not last or last.isspace() else " "
+    behind = "" if is_end or text[start].isspace() else " "
+    if any(cuts):
+        if found is None:
+            return f"{before}{ELLIPSIS}{behind}"
+        # The ellipsis of a sentence stands for whole lines too.
+        head, tail = f"{before}{ELLIPSIS}" if cuts[0] else "", f"{ELLIPSIS}{behind}" if cuts[1] else ""
+        ends = (head or not starts_line) and (ends_line or not is_end)
+        return f"{head}{found[0] if ends else ''}{tail}"
     if found or (is_end and starts_line):
         line_break = found[0] if found else ""
         own = marker_of(dropped) if marker is None else marker
         before = "" if starts_line or (is_end and not own) else line_break
-        behind = line_break if own and (not is_end or _BREAK.match(dropped, len(dropped) - 1)) else ""
+        behind = line_break if own and (not is_end or ends_line) else ""
         return f"{before}{own}{behind}"
-    # A blank stands between texts and around a marker, where there is none.
-    before = "" if not last or last.isspace() else " "
-    behind = "" if is_end or text[start].isspace() else " "
     return f"{before}{marker}{behind}" if marker else "" if is_end else before and behind
 
 

@@ -238,8 +238,8 @@ class Pruner:
         protect : sequence of str
             Strings whose lines are kept.
         marker : str, optional
-            Stands for every gap, on a line of its own where lines were dropped. None is an ellipsis, in code in a
-            comment, for dropped lines alone; "" is nothing. It counts among the kept tokens.
+            Stands for every gap, on a line of its own where lines were dropped. None is an ellipsis, for dropped lines
+            (in code in a comment) and inside of sentences; "" is nothing. It counts among the kept tokens.
         max_dropped_attention : float, optional
             The draft's check, as in `PrefillConfig`; None is the configuration's. Under max_tokens it reports alone.
 

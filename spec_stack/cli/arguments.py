@@ -166,7 +166,7 @@ def _add_prune(commands: Any) -> None:
     _add_question(parser)
     _add_quiet(parser)
     _add_list(parser, "--protect", "string whose lines are kept")
-    parser.add_argument("--marker", help='text in place of every gap (default: "…" for lines, in code a comment)')
+    parser.add_argument("--marker", help='text in place of every gap (default: "…" for lines and in sentences)')
     parser.add_argument("--json", action="store_true", help="print the result, kept spans and counts as a JSON object")
     parser.add_argument("--explain", action="store_true", help="print the kept spans and the reason on standard error")
 

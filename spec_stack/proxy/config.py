@@ -24,7 +24,7 @@ class ProxyConfig(HttpConfig):
         "", "base URL of the upstream server, as for OpenAI's clients; /v1 may be left out: http://127.0.0.1:8000"
     )
     port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one", least=0, most=MAX_PORT)
-    marker: str | None = option(None, "text in place of every gap of a prompt; by default an ellipsis for lines")
+    marker: str | None = option(None, "text in place of every gap; by default an ellipsis for lines and in sentences")
     recall: bool = option(
         True,
         "recall dropped text that a later turn needs, at its place; upstream's prefix cache hits up to there",

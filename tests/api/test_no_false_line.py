@@ -3,6 +3,7 @@ marker; in texts and in kept tokens alike."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -22,6 +23,7 @@ from tests.api.known_documents import KINDS, false_lines
 RATES = (0.05, 0.1, 0.2, 0.35, 0.5)
 MARKERS = ("…", "# …", "// …", "-- …")
 ENDS = ("\n", "\r\n", "  \n")
+LETTERS = "ABCDEFGHIJKLMNOPQR"
 
 
 @cache
@@ -72,6 +74,28 @@ def test_a_kept_sentence_keeps_nothing_of_the_next_line() -> None:
             written, tokens, _ = kept_at(text, keep_rate, seed)
             kept = [line.strip() for line in tokens.splitlines() if line.strip()]
             assert [line for line in written.splitlines() if line != "…"] == kept
+
+
+@pytest.mark.parametrize("end", ENDS, ids=ascii)
+@pytest.mark.parametrize("label", ["", "Mr. Voss: ", "- "])
+def test_a_gap_inside_of_a_sentence_is_marked(label: str, end: str) -> None:
+    lines = []
+    for room in range(6):
+        paid = ", ".join(f"the firm of Mr. {letter} paid {room}{at} francs" for at, letter in enumerate(LETTERS))
+        lines += [f"{label}The board of room {room} denies that {paid}.", f"Room {room} closed."]
+    num_cut = 0
+    for seed, keep_rate, last in itertools.product(range(6), RATES, (end, "")):
+        for line in filter(str.strip, kept_at(end.join(lines) + last, keep_rate, seed)[0].splitlines()):
+            parts = [re.escape(part.strip()) for part in line.split("…")]
+            assert any(re.fullmatch(".*".join(parts), each) for each in lines), line
+            num_cut += "…" in line and "paid" in line
+    assert num_cut > 20
+
+
+def test_a_row_of_records_has_no_mark_inside() -> None:
+    for form in ("minified", "one line"):
+        text = shape_of([{"id": at, "price": 7 * at, "size": at % 9} for at in range(120)], form)
+        assert not any("…" in kept_at(text, keep_rate, 0)[0].rstrip("… ") for keep_rate in RATES)
 
 
 def shape_of(records: Sequence[dict[str, int]], form: str) -> str:
@@ -191,9 +215,9 @@ def test_numbers_and_words_of_one_line_stay_whole() -> None:
         family = "".join(f"{emoji}👍🏽{at}" for at in range(150))
         for keep_rate in RATES:
             for kept in kept_at(thai, keep_rate, seed)[:2]:
-                assert set(kept.split()) <= words
+                assert set(kept.replace("…", "").split()) <= words
             text = kept_at(family, keep_rate, seed)[0]
-            assert text.replace(emoji, "").replace("👍🏽", "").replace(" ", "").isdecimal()
+            assert re.sub(f"{emoji}|👍🏽|[ …]", "", text).isdecimal()
 
 
 @pytest.mark.slow
