@@ -146,11 +146,11 @@ def _is_end(text: str, start: int, match: re.Match[str]) -> bool:
     at = match.start() + stop.start()
     word = _WORD_BEFORE.search(text, max(start, at - 40), at)
     before = word[0] if word else ""
-    is_first = not text[start : at - len(before)].strip()
     return not (
         _ABBREVIATION.fullmatch(before.lower().replace(".", ""))
         or (first.isdigit() and _BEFORE_NUMBER.fullmatch(before.lower()))
         or _INITIALS.fullmatch(before)
         or (before.isdigit() and _ORDINAL.search(text, max(start, at - 12), at))
-        or (is_first and _NUMBER.fullmatch(before))
+        # What precedes a number is read last: the sentence ends there, unless it begins there.
+        or (_NUMBER.fullmatch(before) and not text[start : at - len(before)].strip())
     )
