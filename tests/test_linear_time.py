@@ -6,14 +6,17 @@ from collections.abc import Callable
 from time import process_time
 
 import pytest
+import torch
 
+from spec_stack import PrefillConfig
 from spec_stack.api.pruned_text import write_spans
 from spec_stack.hf.answer_parser import AnswerFormat, AnswerParser, ToolFormat, parse_answer
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.question import shared_rare_words
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.segments import Segments, line_borders
+from spec_stack.prefill.segments import Segments, line_borders, make_segments
+from spec_stack.prefill.sentences import sentence_ends
 
 # Runs behind which an expression may have to go back: stops, closers, blanks, breaks, brackets, quotes, marks.
 RUNS = [
@@ -40,7 +43,9 @@ RUNS = [
     *("\n|", " |\n", "//", "/*", "```\n", "- ", "\n\n", "👍🏽", "\u0915\u094d"),
     *("<tool_call>", '<tool_call>"', "</tool_call>", "<dt>", "<!--\n", "<<EOF\n", "#if 0\n"),
     *("---\n", "- a:\n", "{\n", "name: a\n", ',"', ',"\n', "== ", "=>", "Q: a?\n", "a/", "a.", "&\\\\\n", "A b:\n"),
-    *("> a\n", "a\n---\n", "am 3. "),
+    *("> a\n", "a\n---\n", "am 3. ", "A. ", "ii. "),
+    # Lines that need each other.
+    *("A, b:\n", "1. A, b:\n c\n"),
 ]
 # The processor time of 1 MB at most, and what anything may take: what goes back over a run takes minutes at 64 KB.
 SECONDS, ANYWAY = 60.0, 1.0
@@ -60,15 +65,32 @@ def prompt_of(text: str) -> PromptText:
 
 
 def find_words(text: str) -> None:
-    shared_rare_words(ScoringInputs(prompt_of(text)), Segments(line_borders(pieces_of(text))))
+    shared_rare_words(ScoringInputs(prompt_of(text)), segments_of(text))
+
+
+def choose(text: str) -> None:
+    segments = segments_of(text)
+    segments.chosen(torch.arange(len(segments)), PrefillConfig(), 0.2)
+
+
+def segments_of(text: str) -> Segments:
+    pieces = pieces_of(text)
+    return make_segments(len(pieces), pieces, PrefillConfig())
 
 
 CALLERS: dict[str, Callable[[str], object]] = {
     "borders": lambda text: line_borders(pieces_of(text)),
     "queries": lambda text: find_candidates(prompt_of(text)),
     "words": find_words,
+    "selection": choose,
     "answers": lambda text: parse_answer(AnswerParser(TOOLS, ["f"]), text),
 }
+
+
+def seconds(caller: Callable[[str], object], text: str) -> float:
+    began = process_time()
+    caller(text)
+    return process_time() - began
 
 
 @pytest.mark.slow
@@ -87,6 +109,21 @@ def test_a_text_of_many_gaps_is_written_in_linear_time(line: str) -> None:
 @pytest.mark.parametrize("run", RUNS, ids=ascii)
 def test_a_run_of_any_character_takes_linear_time(caller: str, run: str, size: int) -> None:
     text = "Tests: " + run * (size // len(run)) + "ok\nThe end."
-    began = process_time()
-    CALLERS[caller](text)
-    assert process_time() - began < ANYWAY + SECONDS * size / MEGABYTE
+    assert seconds(CALLERS[caller], text) < ANYWAY + SECONDS * size / MEGABYTE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["A. ", "Mr. A ", "am 3. "])
+def test_stops_that_end_no_sentence_take_linear_time(run: str) -> None:
+    def read(text: str) -> None:
+        assert len([*sentence_ends(text)]) <= 1
+
+    short, long = (seconds(read, run * (size // len(run))) for size in (10**5, 8 * 10**5))
+    # Eight times as long; a look back over the sentence at every stop took 29 times as long.
+    assert long < 16 * short + 0.1
+
+
+@pytest.mark.parametrize("caller", ["words", "selection"])
+def test_lines_of_any_depth_take_linear_time(caller: str) -> None:
+    # All heads of every line took 9 seconds.
+    assert seconds(CALLERS[caller], "#if 0\n" * 800 + "x = 1\n" + "#endif\n" * 800) < ANYWAY

@@ -19,6 +19,9 @@ from spec_stack.prefill.structure import Unit, cut_text
 
 # Keeps ceil(0.3 * 10) at 3, whatever 0.3 is in binary.
 _ROUNDING = 1e-9
+MOST_HEADS = 32
+"""Most heads that are kept with a segment, its nearest ones: no text that means something nests deeper, and all heads
+of all segments would take quadratic time."""
 
 
 class Segments:
@@ -101,12 +104,12 @@ class Segments:
         return {at for each in wanted for at in range(self.borders[each], self.borders[each + 1])}
 
     def chain(self, segment: int) -> list[int]:
-        """A segment, its head, that one's head, and so on."""
-        chain: list[int] = []
-        while segment >= 0 and segment not in chain:
-            chain.append(segment)
+        """A segment, its head, that one's head, and so on, up to MOST_HEADS."""
+        chain: dict[int, None] = {}
+        while segment >= 0 and segment not in chain and len(chain) <= MOST_HEADS:
+            chain[segment] = None
             segment = self.heads[segment]
-        return chain
+        return [*chain]
 
 
 class ChunkSegments(Segments):

@@ -16,9 +16,10 @@ def selected(
     first: int,
     last: int,
     protected: Sequence[tuple[int, int]],
+    most_heads: int = 32,
 ) -> list[int]:
-    """Whole segments by their mean score within the budget, each with its head and what that needs; labels come with
-    others alone. The ends count into the budget, protected tokens nowhere.
+    """Whole segments by their mean score within the budget, each with its head and what that needs, up to most_heads;
+    labels come with others alone. The ends count into the budget, protected tokens nowhere.
 
     Tokens of the ends, which are kept anyway, carry no segment.
     """
@@ -36,7 +37,7 @@ def selected(
         if own in labels or all(kept[at] or free[at] for at in segments[own]):
             continue
         needed, at = [own], heads[own]
-        while at >= 0 and at not in needed:
+        while at >= 0 and at not in needed and len(needed) <= most_heads:
             needed.append(at)
             at = heads[at]
         new = {at for each in needed for at in segments[each] if not kept[at] and not free[at]}
