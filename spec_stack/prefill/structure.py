@@ -195,8 +195,8 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
             continue
         is_body, is_scope = is_scope and line.content == "{", _is_scope(lines, at)
         is_inside = is_body or (at in regions and line.content[0] == "#")
-        while keys and not is_inside and not _is_below(lines[keys[-1]], line):
-            keys.pop()
+        if not is_inside:
+            _leave(lines, keys, line)
         if last_key >= 0 and line.indent < lines[last_key].indent:
             last_key = -1
         level = _level(lines, at, sections)
@@ -229,7 +229,8 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
             last_key = at
         elif _is_lead(line, following):
             keys.append(at)
-            if following.head < 0 and not line.is_before_blank and not _level(lines, at + 1, sections):
+            is_free = following.head < 0 and not (line.is_before_blank or _is_sibling(line, following))
+            if is_free and not _level(lines, at + 1, sections):
                 following.head = at
         elif following.indent > line.indent and line.is_text and line.last == at:
             # A record's first line, or an item's, over the others.
@@ -309,11 +310,41 @@ def _goes_on_below(line: Line, following: Line) -> bool:
     return _ITEM.match(content) is not None or (is_clause and (is_item or following.is_prose))
 
 
+def _leave(lines: Sequence[Line], keys: list[int], line: Line) -> None:
+    """Take away the keys that a line does not stand below; an item leaves its siblings, and what is below them."""
+    while keys and not _is_below(lines[keys[-1]], line):
+        keys.pop()
+    # Of equal indent there are as many keys as signs at most.
+    for at in range(len(keys) - 1, -1, -1):
+        if lines[keys[at]].indent < line.indent:
+            break
+        if _is_sibling(lines[keys[at]], line):
+            del keys[at:]
+            break
+
+
 def _is_below(key: Line, line: Line) -> bool:
     """Whether a line belongs to a key by its indentation; items of a list need none."""
     is_over = key.is_lead or (key.content.endswith(":") and not key.content.startswith("- "))
     is_listed = line.indent == key.indent and is_over and _ITEM.match(line.content) is not None
     return line.indent > key.indent or is_listed
+
+
+def _is_sibling(item: Line, other: Line) -> bool:
+    """Whether two lines are items of one list."""
+    return item.indent == other.indent and _sign(item.content) == _sign(other.content) != ""
+
+
+def _sign(content: str) -> str:
+    """What an item begins with, the same for all items of a list; empty for another line."""
+    found = _ITEM.match(content)
+    sign = found[0].strip() if found and found[0][0] not in "|`~<\\" else ""
+    number = sign.strip("().")
+    return (
+        sign.replace(number, "1" if number.isdigit() else "a" if number.islower() else "A")
+        if number.isalnum()
+        else sign
+    )
 
 
 def _is_caption(line: Line, following: Line) -> bool:

@@ -210,6 +210,20 @@ def test_items_of_yaml_need_the_key_that_they_stand_below_without_indentation() 
     assert heads_of("servers:\n" + "\n".join(items) + "\n") == dict.fromkeys(items, "servers:")
 
 
+@pytest.mark.parametrize("sign", ["{n}.", "{n})", "({n})", "{a}.", "*", "+", "•", "-", "・"])
+def test_an_item_that_ends_with_a_colon_needs_no_other_item(sign: str) -> None:
+    for key in ("The pump of hall {n} (old):", "**Hall {n}**:", "Hall, room {n}："):
+        signs = [sign.format(n=at, a="abcdefghijkl"[at]) for at in range(12)]
+        items = [f"{own} {key.format(n=at)}" for at, own in enumerate(signs)]
+        said = [f"It holds {at}9 litres of oil, and is older than all others of the house." for at in range(12)]
+        text = "".join(f"{item}\n   {below}\n" for item, below in zip(items, said, strict=True))
+        assert heads_of(text) == dict(zip(said, items, strict=True))
+    # Below each other, of two kinds
+    halls, rest = ([f"{form} {at}" for at in (1, 2)] for form in ("1. Hall", "- It is blue"))
+    text = "".join(f"{hall}:\n- Its pump, {hall[-1]}:\n{blue}\n" for hall, blue in zip(halls, rest, strict=True))
+    assert [heads_of(text).get(own) for own in ("1. Hall 2:", *rest)] == [None, "1. Hall 1:", "1. Hall 2:"]
+
+
 def test_rows_of_markup_and_tuples_of_a_long_line_stay_whole() -> None:
     rows = [f"<tr><td>{at}</td><td>{at}00</td></tr>" for at in range(60)]
     tuples = [f"({at}, 'x', {at}00)" for at in range(60)]
