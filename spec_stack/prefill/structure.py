@@ -31,7 +31,16 @@ _CLOSER = re.compile("[)\\]}]|</|(?:end|fi|done|esac)\\b")
 # Of diffs: the lines behind the one that names a file, and that of a place in it.
 _OF_FILE = re.compile("index |--- |\\+\\+\\+ |(?:new|deleted) file |(?:old|new) mode |similarity |rename |copy ")
 _PLACE = re.compile("@@ -\\d")
-_KEY = re.compile("(?:- )?[\"']?\\w[\\w ./-]{0,40}[\"']?\\s?(?:[:=]\\s?[\\[{(]?|[\\[{])")
+# A name, of more forms in quotes or without blanks, with what opens lines; an element, a type, a call or a tag.
+_KEY = re.compile(
+    '(?:- )?(?:["\']?\\w[\\w ./-]{0,40}["\']?|"[^"]{1,80}"|[\\w.-]{1,80})'
+    "(?:\\s?(?:[:=]\\s?[\\[{(]?|[\\[{])|:\\s[&!]\\S{0,40}|"
+    "(?:\\[[^\\[\\]]{1,40}\\]|:[^=]{1,60})?\\s?=\\s?(?:[\\w. ]{0,20}\\()?[\\[{(])(?:\\s+(?:#|//)\\s.{0,120})?"
+)
+# What opens lines below it in any other form.
+_OPENER = re.compile("[:\uff1a\\[{(][*_\"')]*(?:\\s+(?:#|//)\\s.*|\\s[&!|>]\\S*)?\\Z")
+_STATEMENT = re.compile("(?:if|elif|for|while|with|except|case|match|async)\\b")
+_TIME = re.compile("\\(?\\d{1,2}[:.]\\d\\d(?:[:.]\\d\\d)?(?: ?[AaPp][Mm])?[)\\]]?\\Z")
 # What opens a scope with a name in code, over the lines that are indented below it.
 _SCOPE = re.compile(
     "(?:(?:export|default|public|private|protected|internal|static|final|abstract|async|virtual|override|inline|pub"
@@ -57,7 +66,7 @@ _UNDERLINE = re.compile('([=~^*"+-])\\1{3,}')
 # term, a file over its numbered lines.
 _LONGEST_CAPTION = 160
 _CAPTION = re.compile(
-    "(?:Q|Question|Frage) ?\\d{0,3}[:.)] .+|<dt\\b.*|[A-Z][A-Z .'-]{2,40}[.:]?|"
+    "(?:Q|Question|Frage) ?\\d{0,3}(?: ?\\([^()]{1,40}\\))?[:.)] .+|<dt\\b.*|[A-Z][A-Z .'-]{2,40}[.:]?|"
     "[^\\W\\d][\\w.' -]{1,40}[,(\\[]? ?\\(?\\d{1,2}[:.]\\d\\d(?:[:.]\\d\\d)?(?: ?[AaPp][Mm])?[)\\]]?:?|"
     "(?:INSERT|REPLACE|COPY|insert|copy)\\b.{1,200}(?:VALUES|values|stdin;)|<tr\\b.*<th\\b.*|"
     "[\\[(]?\\d[\\d/:., T-]{3,24}(?: ?[AaPp][Mm])?[\\])]? ?-? ?[^\\W\\d][\\w.' -]{1,40}:"
@@ -186,9 +195,9 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
     sections: list[tuple[int, int]] = []
     # What the open regions stand below, and their last lines.
     outer: list[tuple[list[int], list[tuple[int, int]], int]] = []
-    # The key or caption over the lines up to the next blank one.
-    last_key = -1
-    is_scope = False
+    # What names the lines beside it, and the last one that did in a known form.
+    last_key = named = -1
+    is_scope = is_over = False
     for at, line in enumerate(lines):
         if outer and at == outer[-1][2]:
             (keys, sections, _), last_key = outer.pop(), -1
@@ -206,10 +215,13 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
         is_key = _KEY.fullmatch(line.content) is not None
         following = lines[at + 1] if at + 1 < len(lines) else line
         is_caption = _is_caption(line, following)
+        kinds = set[str]()
+        if last_key >= 0 and not (is_key or is_caption or level or is_scope or at in regions):
+            kinds = _kinds(lines[last_key], line)
         if _DEFINITION.match(line.content) and at and line.head < 0 and not lines[at - 1].is_before_blank:
             line.head = lines[at - 1].head if _DEFINITION.match(lines[at - 1].content) else at - 1
         if line.head < 0:
-            follows_key = last_key >= 0 and not (is_key or is_caption)
+            follows_key = last_key >= 0 and not (is_over or is_key or is_caption or kinds)
             line.head = section if level else keys[-1] if keys else last_key if follows_key else section
         if at in regions:
             lines[regions[at]].head, line.head = line.head, regions[at]
@@ -222,11 +234,14 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
                 line.last = at + 1
         elif is_scope:
             keys.append(at)
-        elif is_key:
-            keys.append(at)
-            last_key = at
-        elif is_caption:
-            last_key = at
+        elif is_key or is_caption or kinds:
+            keys += [at] if is_key or kinds & {":", "["} else []
+            if kinds == {"A"} and line.head < 0 and not is_over:
+                # Maybe an item of it
+                line.head = named
+            elif kinds:
+                _is_lead(line, following)
+            last_key, named, is_over = at, named if kinds else at, False
         elif _is_lead(line, following):
             keys.append(at)
             is_free = following.head < 0 and not (line.is_before_blank or _is_sibling(line, following))
@@ -239,6 +254,8 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
                 keys.append(at)
             elif _goes_on_below(line, following):
                 keys.append(at)
+        is_closed = line.content.startswith((")", "]", "}")) and not _opens(line.content)
+        is_over |= is_closed and last_key >= 0 and line.indent == lines[last_key].indent
         if line.is_before_blank:
             last_key = -1
         if _END_OF_SECTION.fullmatch(line.content):
@@ -347,11 +364,35 @@ def _sign(content: str) -> str:
     )
 
 
+def _kinds(named: Line, line: Line) -> set[str]:
+    """In what a line is like the one that names those beside it, which takes its place then, in whatever form."""
+    if named.indent != line.indent:
+        return set()
+    return _kinds_of(named.content) & _kinds_of(line.content)
+
+
+def _kinds_of(content: str) -> set[str]:
+    kinds = set[str]()
+    if len(content) <= _LONGEST_CAPTION:
+        opener = _OPENER.search(content)
+        if opener and content[0] not in ")]}":
+            is_block = opener[0][0] in "[{("
+            kinds.update("[" if is_block else () if _CODE.search(content) or _STATEMENT.match(content) else ":")
+        is_plain = content[:1].isalpha() and content[-1] not in "!?," and ":" not in content[:-1]
+        if is_plain and content.partition("(")[0].isupper() and not _CODE.search(content):
+            kinds.add("A")
+        kinds.update("0".join(re.split("[\\dAPap]+", time[0])) for time in _TIME.finditer(content))
+        kinds.update({_sign(content)} if content[:1] in "(0123456789" else ())
+    return kinds - {""}
+
+
 def _is_caption(line: Line, following: Line) -> bool:
     if not line.is_text or line.is_before_blank or len(line.content) > _LONGEST_CAPTION:
         return False
     # "1. Budget" over what was said of it
-    is_topic = _TOPIC.fullmatch(line.content) and not ends_sentence(line.content) and not _ITEM.match(following.content)
+    is_topic = _TOPIC.fullmatch(line.content) and not _ITEM.match(following.content)
+    is_asked = line.content.endswith("?") and not label_end(following.content)
+    is_topic = is_topic and (is_asked or not ends_sentence(line.content))
     is_topic = is_topic and following.indent == line.indent and not following.content[:1].islower()
     is_file = _FILE.fullmatch(line.content) and _NUMBERED.match(following.content)
     return bool(is_file or is_topic or _CAPTION.fullmatch(line.content))

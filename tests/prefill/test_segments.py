@@ -224,6 +224,64 @@ def test_an_item_that_ends_with_a_colon_needs_no_other_item(sign: str) -> None:
     assert [heads_of(text).get(own) for own in ("1. Hall 2:", *rest)] == [None, "1. Hall 1:", "1. Hall 2:"]
 
 
+LONG_KEY = "users_that_may_enter_the_office_at_any_time"
+
+
+@pytest.mark.parametrize("first", ["denied:", "denied = [", '"denied": ['])
+@pytest.mark.parametrize(
+    "opener",
+    [
+        *("allowed: # by order", "allowed: &all", "allowed: !!set", f"{LONG_KEY}:", '"$allowed@x": ['),
+        *(
+            '"allowed": [ // now',
+            "ALLOWED: list[str] = [",
+            "allowed = frozenset({",
+            'allowed["x"] = [',
+            "let x: T[] = [",
+        ),
+    ],
+)
+def test_a_key_of_any_form_ends_the_list_above_it(first: str, opener: str) -> None:
+    closes = "" if first[-1] == ":" else "],\n"
+    for blank in ("", "\n"):
+        heads = heads_of(f"{first}\n- user x\n{closes}{blank}{opener}\n- user b\n- user c\n")
+        assert [heads.get(own) for own in ("- user x", "- user b", "- user c", opener)] == [first, opener, opener, None]
+
+
+def test_lines_behind_what_closes_a_list_need_no_key_of_it() -> None:
+    heads = heads_of("DENIED = [\n'a',\n'b',\n]\nx = 1\nallow(\n'c',\n'd',\n)\n")
+    assert heads == {
+        **dict.fromkeys(("'a',", "'b',", "]"), "DENIED = ["),
+        **dict.fromkeys(("'c',", "'d',", ")"), "allow("),
+    }
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("Pros:", "Cons & risks:"),
+        ("Forbidden:", "What's allowed:"),
+        ("Day 1:", "Day 2 (rain):"),
+        ("1. Budget of the harbour", "2. What shall we do about the roof?"),
+        ("1. Can I smoke?", "2. Can I pay by card?"),
+        ("Alice Smith  10:02 AM", "Bob Hill (he/him)  10:04 PM"),
+        ("Alice Smith (10:02)", 'Bob "B." Hill, Oslo \U0001f600 (10:04)'),
+        ("Q: Is it open?", "Q2 (new): Is it safe?"),
+    ],
+)
+def test_what_is_like_the_line_that_names_others_takes_its_place(first: str, second: str) -> None:
+    heads = heads_of(f"{first}\nIt rains today.\nIt pours.\n{second}\nIt is dry.\nIt stays so.\n")
+    said = "It rains today.", "It pours.", "It is dry.", "It stays so.", second
+    assert [heads.get(line) for line in said] == [first, first, second, second, None]
+
+
+def test_what_may_be_a_name_in_capitals_stands_between_a_name_and_its_lines() -> None:
+    # A speaker, or another room that is denied
+    for second in ("BOB (laughing)", "GUARD 2", "ROOM 14", "O\u2019NEIL"):
+        heads = heads_of(f"ALICE\nIt rains today.\n{second}\nIt is dry.\nIt stays so.\n")
+        assert [heads[line] for line in ("It is dry.", "It stays so.", second)] == [second, second, "ALICE"]
+
+
 def test_rows_of_markup_and_tuples_of_a_long_line_stay_whole() -> None:
     rows = [f"<tr><td>{at}</td><td>{at}00</td></tr>" for at in range(60)]
     tuples = [f"({at}, 'x', {at}00)" for at in range(60)]
