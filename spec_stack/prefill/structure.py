@@ -54,14 +54,16 @@ _SCOPE = re.compile(
 # What names all lines up to the next such line: "[server]", "==> a.txt <==", "== Use ==", a letter's sender, a commit,
 # a document's tag or its source.
 _SECTION = re.compile(
-    '\\[{1,2}[A-Za-z][\\w.:/ "-]{0,60}\\]{1,2}|[=_*#~-]{2,40}+>? \\S.{0,80}? <?[=_*#~-]{2,40}|'
-    "\\*\\*[^*]{1,60}\\*\\*:?|From: \\S.{0,80}|commit [0-9a-f]{7,40}|"
-    "\\\\(?:part|chapter|(?:sub){0,2}section|paragraph)\\*?\\{.{1,120}|<(h[1-6])\\b[^<>]{0,80}>.{1,120}</\\1>|"
+    '\\[{1,2} ?[A-Za-z][\\w.:/ "-]{0,60}\\]{1,2}(?:\\s+[#;].{0,80})?|[=_*#~-]{2,40}+>? \\S.{0,80}? <?[=_*#~-]{2,40}|'
+    "\\*\\*[^*]{1,60}\\*\\*:?|From: \\S.{0,80}|commit [0-9a-f]{7,40}(?: \\(.{1,160}\\))?|"
+    "\\\\(?:part|chapter|(?:sub){0,2}section|paragraph)\\*?\\{.{1,120}|<([hH][1-6])\\b[^<>]{0,80}>.{1,120}</\\1>|"
     "<(?:document|doc|file|source|page|article|title|path)\\b[^<>]{0,80}>(?:[^<>]{1,80}</\\w{1,10}>)?"
 )
 _END_OF_SECTION = re.compile("</(?:document|doc|file|page|article)>|.*(?:\"\"\"|''')")
 _STARTS_ANEW = re.compile("From:|commit |<")
-_UNDERLINE = re.compile('([=~^*"+-])\\1{3,}')
+# Another one of those in brackets
+_BRACKETS = re.compile("\\[[^\\[\\]]{1,80}\\](?:\\s+[#;].{0,80})?")
+_UNDERLINE = re.compile('([=~^*"+-])\\1*+')
 # What names the lines that stand directly below it: a question of a list, a speaker with the time or in capitals, a
 # term, a file over its numbered lines.
 _LONGEST_CAPTION = 160
@@ -79,6 +81,7 @@ _DEEPEST = 32
 _TOP_KEY = re.compile("[\\w.-]{1,40}:(?:\\s|\\Z)")
 # In Markdown, with a blank line above or below it. One sign is a comment as well, unless it parts other headings.
 _HEADING = re.compile("#{2,6} \\S")
+_TITLE = re.compile("#\\s+\\S.{0,80}\\Z")
 _FIRST_HEADING = re.compile("# [^\\Wa-z].{0,80}(?<![.,;:])\\Z")
 # What the lines of a list begin with, and what is over lines that it speaks of.
 _ITEM = re.compile(
@@ -266,19 +269,30 @@ def _level(lines: Sequence[Line], at: int, sections: Sequence[tuple[int, int]]) 
     """How deep the section is that a line names, the outermost 1; 0 for another line."""
     line, content = lines[at], lines[at].content
     is_first = not at or lines[at - 1].is_before_blank
+    above = lines[sections[-1][1]] if sections and sections[-1][0] else None
+    following = lines[at + 1].content if at + 1 < len(lines) else ""
     if line.is_text and content.startswith("#"):
-        if line.is_before_blank:
-            is_heading = _HEADING.match(content) or (_FIRST_HEADING.match(content) and sections and sections[0][0])
-        else:
-            is_over = at + 1 < len(lines) and not lines[at + 1].content.startswith("#")
-            is_heading = is_first and is_over and _HEADING.match(content)
+        # Below a heading of Markdown one sign is no comment.
+        is_below = above is not None and sections[0][0] > 0 and above.content.startswith("#")
+        is_heading = bool(_HEADING.match(content) or (is_below and _TITLE.match(content)))
+        if not line.is_before_blank:
+            is_first = is_first or (is_below and at == sections[-1][1] + 1)
+            is_deeper = _HEADING.match(following) and _depth(following) > _depth(content)
+            is_over = following != "" and bool(following[0] != "#" or is_deeper)
+            is_heading = is_first and is_over and is_heading
+        elif not is_heading:
+            is_heading = bool(_FIRST_HEADING.match(content) and sections and sections[0][0])
         if is_heading:
-            return content[:6].count("#")
+            return _depth(content)
     if line.is_text and is_first and not line.indent and not line.is_before_blank:
-        rule = lines[at + 1].content if at + 1 < len(lines) else ""
-        if _UNDERLINE.fullmatch(rule) and len(content) <= len(rule) + 2 and not RULE.fullmatch(content):
+        # A short rule has the length of what it is below.
+        is_below = len(following) > 3 and len(content) <= len(following) + 2
+        is_below = is_below or (len(following) == len(content) and content.isalnum())
+        if is_below and _UNDERLINE.fullmatch(following) and not RULE.fullmatch(content):
             line.last = at + 1
-            return "=-".find(rule[0]) + 1 or len("=-") + 1
+            return "=-".find(following[0]) + 1 or len("=-") + 1
+    if above and above.content[0] == "[" and above.indent == line.indent and _BRACKETS.fullmatch(content):
+        return 7
     section = _SECTION.fullmatch(content)
     if section is None:
         is_branch = sections and not sections[0][0] and lines[sections[0][1]].content[:1] == "#" and ELSE.match(content)
@@ -288,6 +302,10 @@ def _level(lines: Sequence[Line], at: int, sections: Sequence[tuple[int, int]]) 
     if content[0] == "\\":
         return 1 + content.count("sub") + content.startswith("\\section")
     return 1 if _STARTS_ANEW.match(content) else 7
+
+
+def _depth(heading: str) -> int:
+    return len(heading) - len(heading.lstrip("#"))
 
 
 def _is_lead(line: Line, following: Line) -> bool:

@@ -267,12 +267,41 @@ def test_lines_behind_what_closes_a_list_need_no_key_of_it() -> None:
         ("Alice Smith  10:02 AM", "Bob Hill (he/him)  10:04 PM"),
         ("Alice Smith (10:02)", 'Bob "B." Hill, Oslo \U0001f600 (10:04)'),
         ("Q: Is it open?", "Q2 (new): Is it safe?"),
+        ("commit abcdef1", "commit abcdef2 (HEAD -> main, tag: v2)"),
+        ("[old]", "[ new ]"),
+        ("[old]", "[new] # today"),
+        ("<h2>Old</h2>", "<H2>New</H2>"),
     ],
 )
 def test_what_is_like_the_line_that_names_others_takes_its_place(first: str, second: str) -> None:
     heads = heads_of(f"{first}\nIt rains today.\nIt pours.\n{second}\nIt is dry.\nIt stays so.\n")
     said = "It rains today.", "It pours.", "It is dry.", "It stays so.", second
     assert [heads.get(line) for line in said] == [first, first, second, second, None]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("## Old\n\n", "# new things\n\n"),
+        ("## Old\n\n", "# New:\n\n"),
+        ("## Old\n\n", "# New\n"),
+        ("Old one\n-------\n", "Bob\n---\n"),
+        ("Old one\n=======\n", "API\n===\n"),
+        ("[old]\n", "[1.2.3]\n"),
+        ("[old]\n", '["c".d]\n'),
+    ],
+)
+def test_a_heading_of_another_form_ends_the_one_before(first: str, second: str) -> None:
+    heads = heads_of(f"{first}It rains.\n\n{second}It is dry.\nIt stays so.\n")
+    assert heads == {"It rains.": first.strip(), **dict.fromkeys(("It is dry.", "It stays so."), second.strip())}
+
+
+def test_a_heading_directly_below_another_one_is_a_heading() -> None:
+    heads = heads_of("## 1.2\n### Old\n- a\n\n## 1.3\n### New\n- b\n")
+    assert heads == {"### Old": "## 1.2", "- a": "### Old", "### New": "## 1.3", "- b": "### New"}
+    # Comments, rules and documents are none.
+    for text in ("# a\n# b\nx = 1\n", "## a\n## b\nx = 1\n", "a: 1\n---\nb: 1\n", "x\n---\n\ny\n"):
+        assert heads_of(text) == {}
 
 
 def test_what_may_be_a_name_in_capitals_stands_between_a_name_and_its_lines() -> None:
