@@ -120,6 +120,8 @@ def main() -> None:
             loaded.tokenizer,
             config=SpecStackConfig(config),
             draft_tokenizer=other,
+            # What ships for the draft would complete the others.
+            calibration=False,
         )
         for name, config in settings.items()
     }
