@@ -70,7 +70,7 @@ def commands(pair: Pair, size: Size, out: Path) -> Iterator[tuple[str, list[str]
     def to(name: str) -> list[str]:
         return ["--rows", str(out / f"{name}.jsonl"), "--out", str(out / f"{name}.json")]
 
-    speed = [*timed, *calibration, *(["--windows", *window] if window else []), "--only", "calibrated"]
+    speed = [*models, "--precision", "fp32", "--draft-precision", "fp32", *calibration, *(["--windows", *window] if window else []), "--only", "calibrated"]
     speed += ["--repeats", str(size.repeats), "--max-tokens", "4"]
     yield "real_speed", ["real.speed", *speed, "--tokens", *lengths, *to("real_speed")]
     end = [*timed, "--arms", "theirs", "pruned", "--answers", *size.answers, "--prompts", str(size.repeats)]
