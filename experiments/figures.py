@@ -70,7 +70,9 @@ def commands(pair: Pair, size: Size, out: Path) -> Iterator[tuple[str, list[str]
     def to(name: str) -> list[str]:
         return ["--rows", str(out / f"{name}.jsonl"), "--out", str(out / f"{name}.json")]
 
-    speed = [*models, "--precision", "fp32", "--draft-precision", "fp32", *calibration, *(["--windows", *window] if window else []), "--only", "calibrated"]
+    # The precision of the answers at 2K.
+    speed = [*models, "--precision", "fp32", "--draft-precision", "fp32", *calibration, "--only", "calibrated"]
+    speed += ["--windows", *window] if window else []
     speed += ["--repeats", str(size.repeats), "--max-tokens", "4"]
     yield "real_speed", ["real.speed", *speed, "--tokens", *lengths, *to("real_speed")]
     end = [*timed, "--arms", "theirs", "pruned", "--answers", *size.answers, "--prompts", str(size.repeats)]

@@ -85,7 +85,7 @@ def draw(to: Path) -> None:
         axis.tick_params(axis="x", length=0, labelsize=9)
         axis.set_title(f"{chart.title}\n\n", loc="left", fontweight="bold", fontsize=13)
         axis.text(0, 1.03, f"{chart.unit}\n{chart.note}", transform=axis.transAxes, fontsize=9.5, color=_SMALL)
-    caption = "Qwen2.5-Coder 1.5B with its 0.5B draft, 8K with a draft window of 512; fp32, Intel (decoding: bf16, AMD EPYC)"
+    caption = "Qwen2.5-Coder 1.5B, 0.5B draft, 8K with a draft window of 512; fp32, Intel (decoding: bf16, AMD EPYC)"
     figure.supxlabel(caption, fontsize=9.5, color=_SMALL, x=0.005, ha="left")
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(to, dpi=150, facecolor="white", metadata={"Software": None, "Description": data(panels)})
