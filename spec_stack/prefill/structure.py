@@ -61,7 +61,7 @@ _SECTION = re.compile(
 )
 _END_OF_SECTION = re.compile("</(?:document|doc|file|page|article)>|.*(?:\"\"\"|''')")
 _STARTS_ANEW = re.compile("From:|commit |<")
-# Another one of those in brackets
+# Below a section in brackets, another one of any form.
 _BRACKETS = re.compile("\\[[^\\[\\]]{1,80}\\](?:\\s+[#;].{0,80})?")
 _UNDERLINE = re.compile('([=~^*"+-])\\1*+')
 # What names the lines that stand directly below it: a question of a list, a speaker with the time or in capitals, a
@@ -198,9 +198,9 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
     sections: list[tuple[int, int]] = []
     # What the open regions stand below, and their last lines.
     outer: list[tuple[list[int], list[tuple[int, int]], int]] = []
-    # What names the lines beside it, and the last one that did in a known form.
-    last_key = named = -1
-    is_scope = is_over = False
+    # The key or caption over the lines up to the next blank one, and the last one of a known form.
+    last_key = last_known = -1
+    is_scope = is_ended = False
     for at, line in enumerate(lines):
         if outer and at == outer[-1][2]:
             (keys, sections, _), last_key = outer.pop(), -1
@@ -220,11 +220,11 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
         is_caption = _is_caption(line, following)
         kinds = set[str]()
         if last_key >= 0 and not (is_key or is_caption or level or is_scope or at in regions):
-            kinds = _kinds(lines[last_key], line)
+            kinds = _shared_kinds(lines[last_key], line)
         if _DEFINITION.match(line.content) and at and line.head < 0 and not lines[at - 1].is_before_blank:
             line.head = lines[at - 1].head if _DEFINITION.match(lines[at - 1].content) else at - 1
         if line.head < 0:
-            follows_key = last_key >= 0 and not (is_over or is_key or is_caption or kinds)
+            follows_key = last_key >= 0 and not (is_ended or is_key or is_caption or kinds)
             line.head = section if level else keys[-1] if keys else last_key if follows_key else section
         if at in regions:
             lines[regions[at]].head, line.head = line.head, regions[at]
@@ -239,12 +239,13 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
             keys.append(at)
         elif is_key or is_caption or kinds:
             keys += [at] if is_key or kinds & {":", "["} else []
-            if kinds == {"A"} and line.head < 0 and not is_over:
-                # Maybe an item of it
-                line.head = named
+            if kinds == {"A"} and line.head < 0 and not is_ended:
+                # In capitals it may be a name, or an item of the last known one.
+                line.head = last_known
             elif kinds:
+                # Notes what it speaks of.
                 _is_lead(line, following)
-            last_key, named, is_over = at, named if kinds else at, False
+            last_key, last_known, is_ended = at, last_known if kinds else at, False
         elif _is_lead(line, following):
             keys.append(at)
             is_free = following.head < 0 and not (line.is_before_blank or _is_sibling(line, following))
@@ -258,7 +259,7 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
             elif _goes_on_below(line, following):
                 keys.append(at)
         is_closed = line.content.startswith((")", "]", "}")) and not _opens(line.content)
-        is_over |= is_closed and last_key >= 0 and line.indent == lines[last_key].indent
+        is_ended |= is_closed and last_key >= 0 and line.indent == lines[last_key].indent
         if line.is_before_blank:
             last_key = -1
         if _END_OF_SECTION.fullmatch(line.content):
@@ -268,29 +269,9 @@ def _find_keys(lines: Sequence[Line], regions: Mapping[int, int]) -> None:
 def _level(lines: Sequence[Line], at: int, sections: Sequence[tuple[int, int]]) -> int:
     """How deep the section is that a line names, the outermost 1; 0 for another line."""
     line, content = lines[at], lines[at].content
-    is_first = not at or lines[at - 1].is_before_blank
     above = lines[sections[-1][1]] if sections and sections[-1][0] else None
-    following = lines[at + 1].content if at + 1 < len(lines) else ""
-    if line.is_text and content.startswith("#"):
-        # Below a heading of Markdown one sign is no comment.
-        is_below = above is not None and sections[0][0] > 0 and above.content.startswith("#")
-        is_heading = bool(_HEADING.match(content) or (is_below and _TITLE.match(content)))
-        if not line.is_before_blank:
-            is_first = is_first or (is_below and at == sections[-1][1] + 1)
-            is_deeper = _HEADING.match(following) and _depth(following) > _depth(content)
-            is_over = following != "" and bool(following[0] != "#" or is_deeper)
-            is_heading = is_first and is_over and is_heading
-        elif not is_heading:
-            is_heading = bool(_FIRST_HEADING.match(content) and sections and sections[0][0])
-        if is_heading:
-            return _depth(content)
-    if line.is_text and is_first and not line.indent and not line.is_before_blank:
-        # A short rule has the length of what it is below.
-        is_below = len(following) > 3 and len(content) <= len(following) + 2
-        is_below = is_below or (len(following) == len(content) and content.isalnum())
-        if is_below and _UNDERLINE.fullmatch(following) and not RULE.fullmatch(content):
-            line.last = at + 1
-            return "=-".find(following[0]) + 1 or len("=-") + 1
+    if level := _heading(lines, at, sections, above) or _underlined(lines, at):
+        return level
     if above and above.content[0] == "[" and above.indent == line.indent and _BRACKETS.fullmatch(content):
         return 7
     section = _SECTION.fullmatch(content)
@@ -302,6 +283,39 @@ def _level(lines: Sequence[Line], at: int, sections: Sequence[tuple[int, int]]) 
     if content[0] == "\\":
         return 1 + content.count("sub") + content.startswith("\\section")
     return 1 if _STARTS_ANEW.match(content) else 7
+
+
+def _heading(lines: Sequence[Line], at: int, sections: Sequence[tuple[int, int]], above: Line | None) -> int:
+    """The depth of a heading with "#"; 0 for another line. above: the heading of the section that it stands in."""
+    line, content = lines[at], lines[at].content
+    if not (line.is_text and content.startswith("#")):
+        return 0
+    # Below a heading of Markdown one sign is no comment.
+    is_below = above is not None and sections[0][0] > 0 and above.content.startswith("#")
+    is_heading = bool(_HEADING.match(content) or (is_below and _TITLE.match(content)))
+    if line.is_before_blank:
+        is_heading = is_heading or bool(_FIRST_HEADING.match(content) and sections and sections[0][0])
+    elif is_heading:
+        following = lines[at + 1].content if at + 1 < len(lines) else ""
+        is_first = not at or lines[at - 1].is_before_blank or (is_below and at == sections[-1][1] + 1)
+        is_over_deeper = _HEADING.match(following) is not None and _depth(following) > _depth(content)
+        is_heading = is_first and following != "" and (following[0] != "#" or is_over_deeper)
+    return _depth(content) if is_heading else 0
+
+
+def _underlined(lines: Sequence[Line], at: int) -> int:
+    """The depth of a heading over a rule, which becomes part of it; 0 for another line."""
+    line, content = lines[at], lines[at].content
+    is_first = not at or lines[at - 1].is_before_blank
+    if at + 1 == len(lines) or not (line.is_text and is_first) or line.indent or line.is_before_blank:
+        return 0
+    rule = lines[at + 1].content
+    # A short rule has the length of what it is below.
+    fits = (len(rule) > 3 and len(content) <= len(rule) + 2) or (len(rule) == len(content) and content.isalnum())
+    if not fits or not _UNDERLINE.fullmatch(rule) or RULE.fullmatch(content):
+        return 0
+    line.last = at + 1
+    return "=-".find(rule[0]) + 1 or len("=-") + 1
 
 
 def _depth(heading: str) -> int:
@@ -382,14 +396,14 @@ def _sign(content: str) -> str:
     )
 
 
-def _kinds(named: Line, line: Line) -> set[str]:
-    """In what a line is like the one that names those beside it, which takes its place then, in whatever form."""
-    if named.indent != line.indent:
-        return set()
-    return _kinds_of(named.content) & _kinds_of(line.content)
+def _shared_kinds(key: Line, line: Line) -> set[str]:
+    """The kinds of key that two lines of the same indentation share: the later one ends the earlier one's block."""
+    return _kinds_of(key.content) & _kinds_of(line.content) if key.indent == line.indent else set()
 
 
 def _kinds_of(content: str) -> set[str]:
+    """The kinds of key that a line may be, in whatever form: ":" and "[" by what it ends with, "A" of a name in
+    capitals, the form of a time, the sign of a number."""
     kinds = set[str]()
     if len(content) <= _LONGEST_CAPTION:
         opener = _OPENER.search(content)
