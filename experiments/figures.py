@@ -64,14 +64,15 @@ def commands(pair: Pair, size: Size, out: Path) -> Iterator[tuple[str, list[str]
     """The result that each command writes, and the module with its arguments."""
     models = ["--target", str(pair.target), "--draft", str(pair.draft)]
     timed = [*models, "--precision", pair.precision, "--draft-precision", pair.precision]
+    # First tokens and answers are of one setting; bf16 draws answers at near-ties, and is slower on some CPUs.
+    fp32 = ["--precision", "fp32"]
     calibration, window = ["--calibration", str(pair.calibration)], [str(pair.window)] if pair.window else []
     lengths = [str(int(length.removesuffix("k")) * 1024) for length in LENGTHS]
 
     def to(name: str) -> list[str]:
         return ["--rows", str(out / f"{name}.jsonl"), "--out", str(out / f"{name}.json")]
 
-    # The precision of the answers at 2K.
-    speed = [*models, "--precision", "fp32", "--draft-precision", "fp32", *calibration, "--only", "calibrated"]
+    speed = [*models, *fp32, "--draft-precision", "fp32", *calibration, "--only", "calibrated"]
     speed += ["--windows", *window] if window else []
     speed += ["--repeats", str(size.repeats), "--max-tokens", "4"]
     yield "real_speed", ["real.speed", *speed, "--tokens", *lengths, *to("real_speed")]
@@ -85,8 +86,7 @@ def commands(pair: Pair, size: Size, out: Path) -> Iterator[tuple[str, list[str]
         long = ["--draft-window", *window, "--precision", pair.precision] if window and length == "8k" else []
         yield name, ["real.evidence", *texts, *shapes, *long, *to(name)]
         asks = ["--shapes", "bare", "briefly", "json", "ahead", "--limit", str(prompts), "--documents", "32"]
-        # bf16 draws answers at near-ties, and is slower on some CPUs.
-        asks += ["--precision", "fp32", "--max-tokens", "32", "--no-contiguous"]
+        asks += [*fp32, "--max-tokens", "32", "--no-contiguous"]
         yield answers, ["real.answers", *texts, *asks, *to(answers)]
     decode = [*timed, "--arms", "plain", "default", "draft", "look-up 10", "--per-task", str(size.per_task)]
     yield "real_decode", ["real.decode", *decode, "--tokens", str(size.new_tokens), *to("real_decode")]

@@ -38,6 +38,8 @@ ProposerName = Literal["auto", "model", "ngram", "both"]
 KNOWN_POLICIES: list[str] = []
 KNOWN_SCORERS: list[str] = []
 MAX_GAMMA = 16
+WHOLE_PROMPT: Mapping[str, Any] = {"sparse_prefill": "off"}
+"""What a client's keep rate of 1 stands for: with what earlier turns dropped, since clients know of no session."""
 KEEP_RATE_HEADER = "x-spec-stack-keep-rate"
 """Of HTTP requests: a keep rate, which prunes prompts of any length; 1 is the whole prompt."""
 MAX_LOOKED_UP = 64
@@ -63,7 +65,7 @@ def header_options(given: str | None) -> dict[str, Any]:
     except ValueError:
         keep_rate = math.nan
     require(0 < keep_rate <= 1, f"{KEEP_RATE_HEADER} must be over 0 and at most 1; 1 is the whole prompt")
-    return {"sparse_prefill": "off"} if keep_rate == 1 else {"sparse_prefill": "on", "keep_rate": keep_rate}
+    return {**WHOLE_PROMPT} if keep_rate == 1 else {"sparse_prefill": "on", "keep_rate": keep_rate}
 
 
 def how_to_install(extra: str) -> str:

@@ -60,8 +60,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class NeedsScore:
-    """The text is scored first. prunes: the new text is pruned. recalls: dropped text may come back by its score.
-    missing: protected tokens that come back whatever their score (`Cached.missing`)."""
+    """The text is scored first. prunes: the new text is pruned. recalls: dropped text may be recalled by its score.
+    missing: protected tokens (`Cached.missing`), which are recalled in any case."""
 
     text: PromptText
     cached: Cached
@@ -105,21 +105,21 @@ def plan_turn(
 ) -> Plan | NeedsScore:
     """Decide for a prompt, or the new text of a turn.
 
-    token_ids: the whole prompt, which `read` reads where it may be scored, or where protected text may come back.
-    cached: what earlier turns left of it. recall: rules for dropped text, of which protected text comes back in any
-    case; None where none can. obstacle: why the draft cannot score the prompt, if so (`scoring_obstacle`).
+    token_ids: the whole prompt, which `read` reads where it may be scored, or hold protected text to recall.
+    cached: what earlier turns left of it. recall: rules for dropped text, of which protected text is always recalled;
+    None where the target cannot recall. obstacle: why the draft cannot score the prompt, if so (`scoring_obstacle`).
     """
     num_new, what = len(token_ids) - cached.num_tokens, "new text" if cached.num_tokens else "prompt"
-    recalls = recall is not None and recall.recall and not cached.is_dense and not obstacle
-    may_come_back = recall is not None and not cached.is_dense
+    can_recall = recall is not None and not cached.is_dense
+    recalls = recall is not None and recall.recall and can_recall and not obstacle
     unless = " unless it is recalled" if recalls else ""
     earlier = "" if cached.is_dense else f"; text that earlier turns dropped stays dropped{unless}"
     off = why_whole(config, num_new, obstacle, what)
     off = off and off + earlier
-    if off and not may_come_back:
+    if off and not can_recall:
         return Plan(select_turn(PromptText(token_ids), cached), off)
     text = read()
-    missing = cached.missing(text) if may_come_back else []
+    missing = cached.missing(text) if can_recall else []
     num_prunable = num_new - sum(stop - start for start, stop in clip_spans(text.kept, cached.num_tokens))
     if not off and num_prunable <= sum(config.forced_tokens):
         off = f"off: no more than {num_prunable} of {num_new} {what} tokens could be pruned{earlier}"

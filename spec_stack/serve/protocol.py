@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from spec_stack.config import DecodeConfig, PrefillConfig, header_options
+from spec_stack.config import WHOLE_PROMPT, DecodeConfig, PrefillConfig
 from spec_stack.hf.prompt import PromptSource
 from spec_stack.http.errors import MAX_NAME_CHARS, MAX_QUESTION_CHARS, BadRequestError, is_like, unknown_field
 from spec_stack.serve.config import ServeConfig
@@ -144,8 +144,7 @@ class GenerationRequest(_Options, ABC):
                 raise ValueError(f"{name} is not supported; see repetition_penalty")
         options = self.model_dump(include=set(_Options.model_fields), exclude_none=True)
         if options.get("keep_rate") == 1 and options.get("sparse_prefill") in (None, "auto", "on"):
-            # As by the header the whole prompt, with what earlier turns dropped: clients know of no session.
-            options |= header_options("1")
+            options |= WHOLE_PROMPT
         temperature = config.temperature if self.temperature is None else self.temperature
         if config.max_time is not None:
             options["max_time"] = min(config.max_time, options.get("max_time", config.max_time))

@@ -234,10 +234,9 @@ def decide(prompt: Prompt, known: KnownTexts, refusal: str | None = None) -> Dec
         return replace(known.decisions[prompt], prompt=prompt)
     if _LEAST_SHARE * cached.num_tokens >= num_tokens:
         recall = replace(known.config.recall, recall=prompt.follow_up == "recall" and known.config.recall.recall)
-        found = plan_turn(prompt.token_ids, lambda: text, cached, config, recall)
-        if isinstance(found, Plan):
-            found = NeedsScore(text, cached, False, False, found.reason, cached.missing(text))
-        turn = found
+        turn = plan_turn(prompt.token_ids, lambda: text, cached, config, recall)
+        if isinstance(turn, Plan):
+            turn = NeedsScore(text, cached, False, False, turn.reason, cached.missing(text))
     if known.reader.turns.openings and not text.turns:
         turn = replace(turn, reason=f"{turn.reason}; {_NO_TURN}")
     unscored = UnscoredPrompt(text, turn.cached, turn.prunes, turn.recalls, turn.reason, turn.missing, prompt)

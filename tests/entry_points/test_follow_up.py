@@ -71,6 +71,19 @@ def test_a_proxy(proxy: RunningApp, upstream: FakeUpstream, session: tuple[str, 
     assert lines_of_prompt(upstream.seen[-1].json["messages"]) == session[1]
 
 
+def test_a_proxy_recalls_what_the_second_turn_protects(
+    proxy: RunningApp, upstream: FakeUpstream, session: tuple[str, frozenset[str]]
+) -> None:
+    first = {"role": "system", "content": "Be brief."}
+    dropped = next(line for line in DOCUMENT.splitlines()[20:] if line and line not in session[1])
+    for messages, protect in ((FIRST, []), (second(session[0]), []), (second(session[0]), [dropped])):
+        options = {"keep_rate": RATE, "protect": protect}
+        post(proxy.url + CHAT, {"messages": [first, *messages], "model": "m", "spec_stack": options})
+    before, lines = (lines_of_prompt(seen.json["messages"]) for seen in upstream.seen[-2:])
+    assert lines - before == {dropped}
+    assert before <= lines
+
+
 def test_sglangs_scheduler(generator: SpecStackGenerator, session: tuple[str, frozenset[str]]) -> None:
     known = KnownTexts(ServerConfig(), generator.tokenizer, None, lambda prompt: 0, sys.maxsize)
     kept: list[str] = []
