@@ -77,21 +77,21 @@ class Target:
 
     @torch.inference_mode()
     def losses(self, arms: Sequence[Prefilled], answer: Sequence[int]) -> list[float]:
-        """The mean loss of an answer's tokens behind each arm's cache, in nats a token."""
-        widths, known = [arm.cache.get_seq_length() for arm in arms], answer[:-1]
-        logits = torch.stack([arm.logits for arm in arms])[:, None]
-        if known:
-            mask = _mask(widths)
+        """The mean loss of an answer's tokens behind each arm's cache, which then holds them, in nats a token."""
+        return [self._loss(arm, answer) for arm in arms]
+
+    def _loss(self, arm: Prefilled, answer: Sequence[int]) -> float:
+        logits = arm.logits[None]
+        if known := answer[:-1]:
             made = self.model(
-                torch.tensor([known] * len(arms)),
-                attention_mask=torch.cat([mask, mask.new_ones(len(arms), len(known))], dim=1),
-                position_ids=torch.tensor([[arm.position + at for at in range(len(known))] for arm in arms]),
-                **cache_argument(self.model, _side_by_side([arm.cache for arm in arms])),
+                torch.tensor([known]),
+                attention_mask=torch.ones(1, arm.cache.get_seq_length() + len(known), dtype=torch.long),
+                position_ids=torch.arange(arm.position, arm.position + len(known))[None],
+                **cache_argument(self.model, arm.cache),
             )
-            logits = torch.cat([logits, made.logits], dim=1)
-        wanted = torch.tensor([answer] * len(arms))[..., None]
-        told: list[float] = (-logits.float().log_softmax(-1).gather(-1, wanted)).mean(dim=(1, 2)).tolist()
-        return told
+            logits = torch.cat([logits, made.logits[0]])
+        told = -logits.float().log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])
+        return float(told.mean())
 
     def _to_the_end(self, answer: list[int]) -> list[int]:
         return answer[: next((at for at, token_id in enumerate(answer) if token_id in self.end_ids), len(answer))]
@@ -118,7 +118,7 @@ def _side_by_side(caches: Sequence[Any]) -> Any:
 
 @dataclass
 class DensePrefix:
-    """The dense cache of the previous prompt, which the next one resumes where both begin alike."""
+    """The dense cache of the previous prompt, which the next one resumes where it shares most of it."""
 
     target: Target
     token_ids: Sequence[int] = ()
@@ -126,11 +126,14 @@ class DensePrefix:
 
     def prefill(self, token_ids: Sequence[int]) -> Prefilled:
         """Go over what the previous prompt does not share. The result's cache ends with the next call."""
-        if self.cache is not None:
-            shared = min(num_shared(self.token_ids, token_ids), len(token_ids) - 1)
+        shared = min(num_shared(self.token_ids, token_ids), len(token_ids) - 1)
+        surplus = 0 if self.cache is None else self.cache.get_seq_length() - shared
+        if 2 * shared < len(token_ids):
+            # Behind a cache attention takes a mask, and twice as long.
+            self.cache = None
+        elif surplus:
             # transformers crops by how many tokens go.
-            if surplus := self.cache.get_seq_length() - shared:
-                self.cache.crop(-surplus)
+            self.cache.crop(-surplus)
         made = self.target.prefill(token_ids, range(len(token_ids)), cache=self.cache)
         self.token_ids, self.cache = token_ids, made.cache
         return made

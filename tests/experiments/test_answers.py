@@ -37,7 +37,7 @@ def test_shifted_positions_answer_as_unshifted_ones(target: Target) -> None:
 
 def test_a_dense_prefill_resumes_the_one_before(target: Target) -> None:
     dense, first = DensePrefix(target), random_prompt(60)
-    for prompt in (first, [*first[:40], *random_prompt(9, seed=2)], first[:30], first):
+    for prompt in (first, [*first[:40], *random_prompt(9, seed=2)], first[:30], random_prompt(50, seed=3), first):
         got, alone = dense.prefill(prompt), target.prefill(prompt, range(len(prompt)))
         torch.testing.assert_close(got.logits, alone.logits, atol=1e-4, rtol=1e-3)
         assert (got.position, got.cache.get_seq_length()) == (len(prompt), len(prompt))
