@@ -12,8 +12,8 @@ RUN if [ -n "$TORCH_CPU_INDEX" ]; then \
       pip install --no-cache-dir --no-deps --index-url "$TORCH_CPU_INDEX" "$(grep '^torch==' constraints.txt)"; \
     fi \
     && pip install --no-cache-dir -c constraints.txt '.[serve]' \
-    && useradd --create-home proxy && mkdir /models && chown proxy /models
-USER proxy
+    && useradd --create-home serving && mkdir /models && chown serving /models
+USER serving
 # Drafts named by hub id are stored here.
 ENV HF_HOME=/models
 VOLUME /models
