@@ -35,6 +35,19 @@ def test_shifted_positions_answer_as_unshifted_ones(target: Target) -> None:
     assert plain == shifted
 
 
+def test_an_answers_loss_is_that_of_one_pass_over_the_kept_tokens(target: Target) -> None:
+    prompt, answer = random_prompt(60), random_prompt(5, seed=4)
+    kept = [range(60), [*range(8), *range(40, 60)]]
+    model = make_model(seed=1)
+    for positions, loss in zip(kept, target.losses([target.prefill(prompt, own) for own in kept], answer), strict=True):
+        ids = torch.tensor([[*(prompt[position] for position in positions), *answer]])
+        places = torch.tensor([[*positions, *range(60, 65)]])
+        with torch.inference_mode():
+            logits = model(ids, position_ids=places, attention_mask=torch.ones_like(ids)).logits[0]
+        expected = torch.nn.functional.cross_entropy(logits[-6:-1], torch.tensor(answer))
+        assert loss == pytest.approx(float(expected), abs=1e-4)
+
+
 def test_a_dense_prefill_resumes_the_one_before(target: Target) -> None:
     dense, first = DensePrefix(target), random_prompt(60)
     for prompt in (first, [*first[:40], *random_prompt(9, seed=2)], first[:30], random_prompt(50, seed=3), first):
