@@ -26,6 +26,7 @@ from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import DecodeConfig, PrefillConfig, SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
+from spec_stack.controller.pool import check_gamma
 from spec_stack.hf.architectures import as_ids
 from spec_stack.hf.loading import load_draft
 from spec_stack.hf.processors import Processor, is_shareable, keeps_nothing, name_of
@@ -107,6 +108,7 @@ def with_draft(
     if config is not None and not isinstance(config, SpecStackConfig):
         raise TypeError(f"config must be a SpecStackConfig, got {config!r}")
     options = {"keep_rate": keep_rate, "sparse_prefill": sparse_prefill, "policy": policy, "gamma": gamma}
+    check_gamma(gamma, policy)
     # A policy of one's own is no setting.
     named = {**options, "policy": policy if isinstance(policy, str) else None}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}

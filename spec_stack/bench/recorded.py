@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 Maker = Callable[[], Policy]
 BASELINE = "best fixed"
+_TUNED, _TRAINED, _PUBLISHED = "confidence, tuned", "speckv, trained", "speckv, as published"
 _FIXED = (0, 1, 2, 4, 6, 8, 10, 12, 16)
+_ADDED = frozenset({BASELINE, ORACLE, _TUNED, _TRAINED, _PUBLISHED, *(f"fixed {gamma}" for gamma in _FIXED)})
 _THRESHOLDS = tuple(number / 20 for number in range(2, 20))
 
 
@@ -92,15 +94,15 @@ class _Fold:
     def makers(self, policies: Mapping[str, Maker], examples: Examples | None) -> dict[str, Maker]:
         """All policies; the tuned ones, and SpecKV with a predictor trained on examples as in the paper, among them."""
         makers: dict[str, Maker] = {f"fixed {gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in _FIXED}
-        makers |= {name: make for name, make in policies.items() if name != "fixed"}
+        makers |= policies
         makers[BASELINE] = partial(Fixed, max(range(MAX_GAMMA + 1), key=lambda gamma: self._speed(Fixed(gamma))))
         threshold = max(_THRESHOLDS, key=lambda threshold: self._speed(Confidence(threshold)))
-        makers["confidence, tuned"] = partial(Confidence, threshold)
+        makers[_TUNED] = partial(Confidence, threshold)
         if examples is not None:
             inputs, rates, _ = examples
             trained = as_network(make_mlp().fit(inputs, rates))
-            makers["speckv, trained"] = partial(SpecKV, predictor=trained)
-            makers["speckv, as published"] = partial(SpecKV, predictor=trained, objective="per_step")
+            makers[_TRAINED] = partial(SpecKV, predictor=trained)
+            makers[_PUBLISHED] = partial(SpecKV, predictor=trained, objective="per_step")
         return makers
 
     def _speed(self, policy: Policy) -> float:
@@ -145,8 +147,13 @@ def replay_policies(
     Raises
     ------
     ValueError
-        For records of fewer than two prompts, of one gamma, of a prompt at several keep rates, or of incomplete runs.
+        For records of fewer than two prompts, of one gamma, of a prompt at several keep rates, or of incomplete runs,
+        and for a policy that has the name of an added one.
     """
+    if policies is None:
+        policies = {name: make for name, make in registered().items() if name != "fixed"}
+    if taken := sorted(_ADDED & policies.keys()):
+        raise ValueError(f"{', '.join(taken)}: added to every comparison; give the policy another name")
     merged = merge_runs(records)
     (prompt, _), num_texts = Counter((text.prompt, text.precision) for text in merged.texts).most_common(1)[0]
     if num_texts > 1:
@@ -169,7 +176,7 @@ def replay_policies(
             )
             if not (fold.train and fold.tests):
                 continue
-            makers = fold.makers(registered() if policies is None else policies, examples.get(number))
+            makers = fold.makers(policies, examples.get(number))
             for name, make in makers.items():
                 policy = make()
                 for text in fold.train if experienced else ():

@@ -34,6 +34,12 @@ class ObjectPool(Generic[Thing]):
                 self._idle.append(thing)
 
 
+def check_gamma(gamma: int | None, policy: str | Policy | None) -> None:
+    """Raise ValueError for a gamma with another policy than "fixed"."""
+    if gamma is not None and policy is not None and policy != "fixed":
+        raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
+
+
 class PolicyPool:
     """Chooses requests' policies, which keep their learned state under a name. Thread-safe. Raises ValueError where the
     default is no policy.
@@ -58,9 +64,8 @@ class PolicyPool:
         gamma: short for "fixed" with this gamma. is_seeded: the call must reproduce its tokens. Clock policies vary
         between runs, so "fixed" replaces the generator's own, and one that the call names starts afresh.
         """
+        check_gamma(gamma, policy)
         if gamma is not None:
-            if policy is not None and policy != "fixed":
-                raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
             return self._pool_of("fixed", {"gamma": gamma})
         if policy is None:
             policy = "fixed" if is_seeded and self._default in CLOCK_POLICY_NAMES else self._default

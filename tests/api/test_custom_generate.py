@@ -411,6 +411,12 @@ def test_right_padding_and_a_streamer_for_a_batch_are_refused(
         target.generate(**ids_of(), max_new_tokens=2, custom_generate=with_draft("./nowhere"))
 
 
+def test_a_gamma_with_another_policy_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="give gamma or another policy, not both"):
+        with_draft("draft", gamma=3, policy="ema")
+    with_draft("draft", gamma=3, policy="fixed")
+
+
 @pytest.mark.parametrize("draft", [5, None, ["a"], {}, object()])
 def test_a_draft_or_configuration_that_is_none_is_refused_at_once(draft: Any) -> None:
     with pytest.raises(TypeError, match="a folder, a hub id or a loaded transformers model"):

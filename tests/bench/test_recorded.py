@@ -75,6 +75,17 @@ def test_the_baseline_is_the_best_gamma_of_the_training_prompts_at_the_costs_giv
         assert fits(line.proposed_per_step)
 
 
+@pytest.mark.parametrize("name", ["oracle", BASELINE, "fixed 4", "confidence, tuned"])
+def test_a_policy_with_the_name_of_an_added_row_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: added to every comparison; give the policy another name$"):
+        replay_policies(RECORDS, {name: Fixed}, num_folds=2)
+
+
+def test_a_fixed_gamma_that_the_user_names_has_a_row_of_its_own() -> None:
+    board = replay_policies(RECORDS, registered(["fixed:gamma=3"]) | {"fixed": Fixed}, num_folds=2)
+    assert {"fixed:gamma=3", "fixed", "fixed 4"} <= {line.policy for line in board.of("fp16")}
+
+
 def test_policies_are_named_with_options() -> None:
     made = registered(["confidence:threshold=0.3,max_gamma=5", "speckv:objective=per_step"])
     confidence, speckv = (make() for make in made.values())
