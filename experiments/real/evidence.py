@@ -2,10 +2,11 @@
 
 Prompts (evidence_prompts.py): with --shapes documents with several questions, each asked in many shapes of prompts;
 with --multi-hop a question set whose evidence stands in several paragraphs. Rules: the default, a calibration where one
-is named, BM25, the paper's, and lines in random order; with --draft-free BM25, random lines and the newest ones,
-without a pass of the draft. A row is written for every prompt and rule: the share of the prompt at which all of its
-evidence is kept, and how much of it is kept at 0.1, 0.2 and 0.3. A run goes on where it ended. Intervals: 95 %, by
-drawing documents again. Prints tables, ends in one JSON line. The target's weights are not used.
+is named, BM25, the paper's, and lines in random order; with --draft-free BM25, random lines, the newest ones, and with
+--embeddings those like the question, without a pass of the draft. A row is written for every prompt and rule: the share
+of the prompt at which all of its evidence is kept, and how much of it is kept at 0.1, 0.2 and 0.3. A run goes on where
+it ended. Intervals: 95 %, by drawing documents again. Prints tables, ends in one JSON line. The target's weights are
+not used.
 
     python -m experiments.real.evidence --data DATA --target TARGET --draft DRAFT --rows ROWS.jsonl --shapes
         [--calibration FILE] [--minutes 10]
@@ -27,6 +28,7 @@ from experiments.common import script
 from experiments.common.bootstrap import mean_interval
 from experiments.common.environment import note_pair
 from experiments.real.evidence_prompts import EvidencePrompt, multi_hop, shaped_prompts
+from experiments.real.line_embeddings import LineEmbeddings
 from experiments.real.scoring import (
     Encoded,
     Looks,
@@ -43,24 +45,24 @@ from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.loading import load_tokenizer
 
 RATES = (0.1, 0.2, 0.3)
-RANDOM, NEWEST = "random lines", "newest lines"
+RANDOM, NEWEST, EMBEDDINGS = "random lines", "newest lines", "line embeddings"
 _GRID = [at / 200 for at in range(4, 201)]
 Tell = Callable[[Row], float]
 
 
-Rule = Callable[[str, Encoded, Looks], Ranked]
-"""What ranks a prompt's segments: by its name, its tokens and what the draft attended to."""
+Rule = Callable[[Any, Encoded, Looks], Ranked]
+"""What ranks a prompt's segments: by the prompt, its tokens and what the draft attended to."""
 
 
 def by_config(config: PrefillConfig) -> Rule:
-    return lambda name, encoded, looks: Ranked.by_rule(encoded, looks, config)
+    return lambda prompt, encoded, looks: Ranked.by_rule(encoded, looks, config)
 
 
-def by_chance(name: str, encoded: Encoded, looks: Looks) -> Ranked:
-    return Ranked.by_chance(encoded, crc32(name.encode()))
+def by_chance(prompt: Any, encoded: Encoded, looks: Looks) -> Ranked:
+    return Ranked.by_chance(encoded, crc32(prompt.name.encode()))
 
 
-def by_age(name: str, encoded: Encoded, looks: Looks) -> Ranked:
+def by_age(prompt: Any, encoded: Encoded, looks: Looks) -> Ranked:
     return Ranked.by_age(encoded)
 
 
@@ -76,7 +78,10 @@ def rules_of(arguments: argparse.Namespace) -> dict[str, Rule]:
     """The rules that the arguments ask for."""
     found = rules(arguments.calibration)
     if arguments.draft_free:
-        return {"BM25": found["BM25"], RANDOM: by_chance, NEWEST: by_age}
+        own: dict[str, Rule] = {"BM25": found["BM25"], RANDOM: by_chance, NEWEST: by_age}
+        if arguments.embeddings:
+            own[EMBEDDINGS] = LineEmbeddings(load_tokenizer(str(arguments.target)))
+        return own
     return {**found, RANDOM: by_chance}
 
 
@@ -129,7 +134,7 @@ def run(
         began, encoded = process_time(), encode(tokenizer, prompt)
         looks = {} if scorer is None else scorer.look(encoded)
         for name, rule in left.items():
-            found = judge(prompt, encoded, rule(prompt.name, encoded, looks))
+            found = judge(prompt, encoded, rule(prompt, encoded, looks))
             rows.add(prompt.name, name, {"num_tokens": len(encoded.token_ids), **found})
         kept = "  ".join(f"{name} {[*rows.of_arm(name)[prompt.name]['share'].values()]}" for name in left)
         print(f"{prompt.name:40s} {kept}  {process_time() - began:.0f} CPU s", flush=True)
@@ -195,8 +200,11 @@ def main() -> None:
     sets.add_argument("--multi-hop", type=Path, metavar="FILE", help="a set of multi-hop questions, JSON lines")
     parser.add_argument("--per-shape", type=int, default=2, help="with --shapes, questions a shape of a document")
     parser.add_argument("--draft-free", action="store_true", help="only rules that need no draft")
+    parser.add_argument("--embeddings", action="store_true", help="with --draft-free, WordLlama's too")
     script.add_row_arguments(parser, limited=False)
     arguments = parser.parse_args()
+    if arguments.embeddings and not arguments.draft_free:
+        parser.error("--embeddings needs --draft-free")
     note_pair(str(arguments.target), str(arguments.draft))
     wanted, rows = rules_of(arguments), Rows(arguments.rows, arguments.minutes)
     if arguments.multi_hop:

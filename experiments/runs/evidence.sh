@@ -12,11 +12,14 @@ measure() { # draft, name of the result, tokens, options
 }
 SHAPES=(--shapes --per-shape 1)
 CALIBRATED=(--calibration spec_stack/assets/calibrations/qwen2.5-coder-0.5b.json)
-measure "$QWEN" shapes_qwen_2k 2048 "${CALIBRATED[@]}" "${SHAPES[@]}" --documents 12 --seed 313
-measure "$QWEN" shapes_qwen_4k 4096 "${CALIBRATED[@]}" "${SHAPES[@]}" --documents 6 --seed 312
-measure "$QWEN" shapes_qwen_8k 8192 "${CALIBRATED[@]}" "${SHAPES[@]}" --documents 4 --seed 333 --draft-window 512 \
-  --precision bf16
-measure "$QWEN" shapes_draft_free_2k 2048 --draft-free "${SHAPES[@]}" --documents 12 --seed 313
+of_shapes() { # length, tokens, documents, seed, options; DATA is that of experiments.real.fetch_texts
+  measure "$QWEN" "shapes_qwen_$1" "$2" "${CALIBRATED[@]}" "${SHAPES[@]}" --documents "$3" --seed "$4" --precision bf16 "${@:5}"
+  # Needs WordLlama.
+  measure "$QWEN" "shapes_draft_free_$1" "$2" --draft-free --embeddings "${SHAPES[@]}" --documents "$3" --seed "$4"
+}
+of_shapes 2k 2048 12 313
+of_shapes 4k 4096 6 312
+of_shapes 8k 8192 4 333 --draft-window 512
 for questions in musique hotpotqa 2wikimultihopqa; do
   measure "$QWEN" "$questions" 2048 "${CALIBRATED[@]}" --multi-hop "$DATA/multihop/$questions.jsonl" --limit 30
 done
