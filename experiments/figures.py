@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic
 
 from experiments.common import script
-from experiments.common.front_page import ANSWERS, LENGTHS, ROWS, cells_of
+from experiments.common.front_page import ANSWERS, LENGTHS, ROWS, SHAPES, cells_of
 from experiments.common.headlines import CALIBRATION, RESULTS, ROOT
 from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill.calibration import FILE_NAME
@@ -43,7 +43,7 @@ class Size:
 
 
 SMALL = Size(1, (2, 1, 1), (6, 4, 4), ("64",), ("2048",), 1, 32)
-WHOLE = Size(2, (12, 6, 4), (200, 24, 21), ("64",), ("2048", "4096", "8192"), 5, 128)
+WHOLE = Size(2, (12, 6, 4), (200, 200, 200), ("64",), ("2048", "4096", "8192"), 5, 128)
 
 
 @dataclass(frozen=True)
@@ -62,32 +62,28 @@ EMBEDDED = Pair(ASSETS / "target", ASSETS / "draft", ASSETS / "draft" / FILE_NAM
 
 def commands(pair: Pair, size: Size, out: Path) -> Iterator[tuple[str, list[str]]]:
     """The result that each command writes, and the module with its arguments."""
-    models = ["--target", str(pair.target), "--draft", str(pair.draft)]
-    timed = [*models, "--precision", pair.precision, "--draft-precision", pair.precision]
-    # First tokens and answers are of one setting; bf16 draws answers at near-ties, and is slower on some CPUs.
-    fp32 = ["--precision", "fp32"]
+    models = ["--target", str(pair.target), "--draft", str(pair.draft), "--precision", pair.precision]
+    timed = [*models, "--draft-precision", pair.precision]
     calibration, window = ["--calibration", str(pair.calibration)], [str(pair.window)] if pair.window else []
     lengths = [str(int(length.removesuffix("k")) * 1024) for length in LENGTHS]
 
     def to(name: str) -> list[str]:
         return ["--rows", str(out / f"{name}.jsonl"), "--out", str(out / f"{name}.json")]
 
-    speed = [*models, *fp32, "--draft-precision", "fp32", *calibration, "--only", "calibrated"]
-    speed += ["--windows", *window] if window else []
+    speed = [*timed, *calibration, "--only", "calibrated", *(["--windows", *window] if window else [])]
     speed += ["--repeats", str(size.repeats), "--max-tokens", "4"]
     yield "real_speed", ["real.speed", *speed, "--tokens", *lengths, *to("real_speed")]
     end = [*timed, "--arms", "theirs", "pruned", "--answers", *size.answers, "--prompts", str(size.repeats)]
     yield "real_end_to_end", ["real.end_to_end", *end, "--lengths", *size.end_to_end, *to("real_end_to_end")]
-    sizes = zip(LENGTHS, lengths, size.documents, size.prompts, ("313", "312", "333"), ANSWERS, strict=True)
-    for length, num_tokens, documents, prompts, seed, answers in sizes:
+    sizes = zip(LENGTHS, lengths, size.documents, size.prompts, ("313", "312", "333"), SHAPES, ANSWERS, strict=True)
+    for length, num_tokens, documents, prompts, seed, evidence, answers in sizes:
         texts = [*models, *calibration, "--data", str(out / "texts"), "--num-tokens", num_tokens, "--seed", seed]
+        # Evidence and answers are of the window that first tokens are of.
+        texts += ["--draft-window", *window] if window and length == "8k" else []
         shapes = ["--shapes", "--per-shape", "1", "--documents", str(documents)]
-        name = f"evidence_shapes_qwen_{length}"
-        long = ["--draft-window", *window, "--precision", pair.precision] if window and length == "8k" else []
-        yield name, ["real.evidence", *texts, *shapes, *long, *to(name)]
+        yield evidence, ["real.evidence", *texts, *shapes, *to(evidence)]
         asks = ["--shapes", "bare", "briefly", "json", "ahead", "--limit", str(prompts), "--documents", "32"]
-        asks += [*fp32, "--max-tokens", "32", "--no-contiguous"]
-        yield answers, ["real.answers", *texts, *asks, *to(answers)]
+        yield answers, ["real.answers", *texts, *asks, "--max-tokens", "32", "--no-contiguous", *to(answers)]
     decode = [*timed, "--arms", "plain", "default", "draft", "look-up 10", "--per-task", str(size.per_task)]
     yield "real_decode", ["real.decode", *decode, "--tokens", str(size.new_tokens), *to("real_decode")]
 

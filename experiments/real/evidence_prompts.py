@@ -4,9 +4,9 @@
 many shapes of prompts (`SHAPES`). `multi_hop`: question sets whose evidence stands in several paragraphs.
 
 Eleven kinds, with and without words in common with the question, in novels, Python modules, meetings, logs and JSON
-records. The wordings (experiments/prompts/evidence.json) have chosen nothing. The texts come from a folder, either one
-of `experiments.real.fetch_texts`, where manuals stand for novels and meetings, or the committed results' own, of novels
-out of copyright (ELTeC-eng, 100_english_novels), Python modules and QMSum: `corpus/prose_novels_*.jsonl.xz`,
+records. The wordings (experiments/prompts/evidence.json) have chosen nothing. The texts come from a folder: one of
+`experiments.real.fetch_texts`, where manuals stand for novels and meetings, or, as for evidence_novels_2k.json, one of
+novels out of copyright (ELTeC-eng, 100_english_novels), Python modules and QMSum: `corpus/prose_novels_*.jsonl.xz`,
 `corpus/code_python_*.jsonl.xz` (records with "id" and "text") and `qmsum/val.jsonl`.
 """
 

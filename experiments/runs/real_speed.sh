@@ -2,5 +2,5 @@
 # Time to first token and of whole answers by prompt length, nothing else running: real_speed.sh TARGET DRAFT ROWS.jsonl
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-.venv/bin/python -m experiments.real.speed --target "$1" --draft "$2" --rows "$3" --precision fp32 \
-  --draft-precision fp32 --threads 2 "${@:4}"
+.venv/bin/python -m experiments.real.speed --target "$1" --draft "$2" --rows "$3" --precision bf16 \
+  --draft-precision bf16 --threads 2 "${@:4}"

@@ -24,16 +24,22 @@ def test_the_loss_in_the_front_pages_first_lines_is_the_tables() -> None:
         rule: [round(n * (1 - found["whole"][rule][rate][0])) for rate in ("0.1", "0.2")]
         for rule in ("calibrated", "default")
     }
-    default = [f"{speed[length]['default 0.2']['ttft_ratio'][0]:.2f}" for length in ("2048", "8192")]
+    default = sorted(f"{own['default 0.2']['ttft_ratio'][0]:.2f}" for own in speed.values())
     text = front_page.PAGE.read_text(encoding="utf-8")
-    assert f"{lost['calibrated'][0]} of {n} prompts lose evidence" in text
+    assert f"{lost['calibrated'][0]} of {n} prompts of manuals, logs and code lose evidence" in text
     sooner, decoding = speed["2048"]["calibrated 0.1"]["ttft_ratio"][0], headlines.load("real_decode")["all"]["default"]
     assert f"with 10 % kept the first token of a 2K prompt comes {sooner:.1f}× sooner" in text
     assert f"{decoding['speed_over_plain'][0]:.1f}× on short prompts" in text
     page = (ROOT / "docs" / "loss.md").read_text(encoding="utf-8")
     told = "of {} prompts of 2K, calibrated, {} with 10 % kept and {} with 20 %; else {} and {}."
     assert told.format(n, *lost["calibrated"], *lost["default"]) in page
-    assert f"20 % kept, first tokens gain [{' to '.join(default)}×]" in text
+    novels = headlines.load("evidence_novels_2k")["whole"]["calibrated"]["0.1"][0]
+    assert f"lose evidence their answer needs, {round(n * (1 - novels))} of novels and meetings" in text
+    without = speed["8192"]["calibrated 0.1"]["ttft_ratio"][0]
+    assert f"a window of 512 ({without:.1f}× without)" in text
+    pairs = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
+    assert f"| Qwen2.5-Coder 1.5B | Qwen2.5-Coder 0.5B | 3 | 2.4 | {sooner:.1f} |" in pairs
+    assert f"20 % kept, first tokens gain [{default[0]} to {default[-1]}×]" in text
 
 
 @pytest.mark.parametrize(
