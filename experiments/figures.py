@@ -20,10 +20,10 @@ from pathlib import Path
 from time import monotonic
 
 from experiments.common import script
-from experiments.common.front_page import ANSWERS, LENGTHS, ROWS, SHAPES, cells_of
+from experiments.common.front_page import ANSWERS, EVIDENCE, LENGTHS, ROWS, cells_of
 from experiments.common.headlines import CALIBRATION, RESULTS, ROOT
 from spec_stack.hf.loading import ASSETS
-from spec_stack.prefill.calibration import FILE_NAME
+from spec_stack.prefill.calibration import FILE_NAME, Calibration
 
 # Of a checkpoint, what is read of it.
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -48,13 +48,12 @@ WHOLE = Size(2, (12, 6, 4), (200, 200, 200), ("64",), ("2048", "4096", "8192"), 
 
 @dataclass(frozen=True)
 class Pair:
-    """Folders of models, the draft's calibration, and precision and draft window that the figures are of."""
+    """Folders of models, the draft's calibration, and the precision that the figures are of."""
 
     target: Path
     draft: Path
     calibration: Path
     precision: str = "fp32"
-    window: int | None = None
 
 
 EMBEDDED = Pair(ASSETS / "target", ASSETS / "draft", ASSETS / "draft" / FILE_NAME)
@@ -64,22 +63,24 @@ def commands(pair: Pair, size: Size, out: Path) -> Iterator[tuple[str, list[str]
     """The result that each command writes, and the module with its arguments."""
     models = ["--target", str(pair.target), "--draft", str(pair.draft), "--precision", pair.precision]
     timed = [*models, "--draft-precision", pair.precision]
-    calibration, window = ["--calibration", str(pair.calibration)], [str(pair.window)] if pair.window else []
+    calibration, prefill = ["--calibration", str(pair.calibration)], Calibration.load(pair.calibration).apply()
     lengths = [str(int(length.removesuffix("k")) * 1024) for length in LENGTHS]
+    windows = [prefill.window_for(int(length)) for length in lengths]
 
     def to(name: str) -> list[str]:
         return ["--rows", str(out / f"{name}.jsonl"), "--out", str(out / f"{name}.json")]
 
-    speed = [*timed, *calibration, "--only", "calibrated", *(["--windows", *window] if window else [])]
+    used = [str(window) for window in dict.fromkeys(windows) if window]
+    speed = [*timed, *calibration, "--only", "calibrated", *(["--windows", *used] if used else [])]
     speed += ["--repeats", str(size.repeats), "--max-tokens", "4"]
     yield "real_speed", ["real.speed", *speed, "--tokens", *lengths, *to("real_speed")]
     end = [*timed, "--arms", "theirs", "pruned", "--answers", *size.answers, "--prompts", str(size.repeats)]
     yield "real_end_to_end", ["real.end_to_end", *end, "--lengths", *size.end_to_end, *to("real_end_to_end")]
-    sizes = zip(LENGTHS, lengths, size.documents, size.prompts, ("313", "312", "333"), SHAPES, ANSWERS, strict=True)
-    for length, num_tokens, documents, prompts, seed, evidence, answers in sizes:
+    sizes = zip(lengths, windows, size.documents, size.prompts, ("313", "312", "333"), EVIDENCE, ANSWERS, strict=True)
+    for num_tokens, window, documents, prompts, seed, evidence, answers in sizes:
         texts = [*models, *calibration, "--data", str(out / "texts"), "--num-tokens", num_tokens, "--seed", seed]
         # Evidence and answers are of the window that first tokens are of.
-        texts += ["--draft-window", *window] if window and length == "8k" else []
+        texts += ["--draft-window", str(window)] if window else []
         shapes = ["--shapes", "--per-shape", "1", "--documents", str(documents)]
         yield evidence, ["real.evidence", *texts, *shapes, *to(evidence)]
         asks = ["--shapes", "bare", "briefly", "json", "ahead", "--limit", str(prompts), "--documents", "32"]
@@ -128,7 +129,7 @@ def main() -> None:
     is_small, pair, size = arguments.target is None, EMBEDDED, SMALL
     if not is_small:
         folders = folder_of(arguments.target), folder_of(arguments.draft)
-        pair, size = Pair(*folders, arguments.calibration, "bf16", 512), WHOLE
+        pair, size = Pair(*folders, arguments.calibration, "bf16"), WHOLE
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     every = dict(commands(pair, size, out))

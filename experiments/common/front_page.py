@@ -76,14 +76,14 @@ def _decoding(content: Content, length: str, calibration: Path) -> Found | None:
     return None if own is None else (f"**{around(own['speed_over_plain'])}×**", content["num_prompts"])
 
 
-SHAPES = tuple(f"evidence_shapes_qwen_{length}" for length in LENGTHS)
+EVIDENCE = tuple(f"evidence_shapes_qwen_{length}" for length in LENGTHS)
 ANSWERS = tuple(f"answers_{length}" for length in LENGTHS)
 ROWS = (
     Row("time to first token, dense over ours", "real_speed", ("real_speed",) * 3, _first_token),
     Row("64 tokens about code, Transformers over ours", "real_end_to_end", ("real_end_to_end",) * 3, _whole_answer),
-    Row("prompts with all evidence kept", "evidence", SHAPES, _evidence("calibrated")),
-    Row("the same, BM25 in place of the draft", "evidence", SHAPES, _evidence("BM25")),
-    Row("the same, SpecPrefill's rule", "evidence", SHAPES, _evidence("paper")),
+    Row("prompts with all evidence kept", "evidence", EVIDENCE, _evidence("calibrated")),
+    Row("the same, BM25 in place of the draft", "evidence", EVIDENCE, _evidence("BM25")),
+    Row("the same, SpecPrefill's rule", "evidence", EVIDENCE, _evidence("paper")),
     Row("share of right answers, ours less dense", "real_answers", ANSWERS, _answers("calibrated 0.1")),
     Row("decoding, plain over ours, short prompts", "real_decode", ("real_decode",), _decoding),
 )

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Maker = Callable[[], Policy]
 BASELINE = "best fixed"
 _TUNED, _TRAINED, _PUBLISHED = "confidence, tuned", "speckv, trained", "speckv, as published"
-_FIXED = (0, 1, 2, 4, 6, 8, 10, 12, 16)
-_ADDED = frozenset({BASELINE, ORACLE, _TUNED, _TRAINED, _PUBLISHED, *(f"fixed {gamma}" for gamma in _FIXED)})
+_FIXED = {f"fixed {gamma}": gamma for gamma in (0, 1, 2, 4, 6, 8, 10, 12, 16)}
+_ADDED = frozenset({BASELINE, ORACLE, _TUNED, _TRAINED, _PUBLISHED, *_FIXED})
 _THRESHOLDS = tuple(number / 20 for number in range(2, 20))
 
 
@@ -93,7 +93,7 @@ class _Fold:
 
     def makers(self, policies: Mapping[str, Maker], examples: Examples | None) -> dict[str, Maker]:
         """All policies; the tuned ones, and SpecKV with a predictor trained on examples as in the paper, among them."""
-        makers: dict[str, Maker] = {f"fixed {gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in _FIXED}
+        makers: dict[str, Maker] = {name: partial(make_policy, "fixed", gamma=gamma) for name, gamma in _FIXED.items()}
         makers |= policies
         makers[BASELINE] = partial(Fixed, max(range(MAX_GAMMA + 1), key=lambda gamma: self._speed(Fixed(gamma))))
         threshold = max(_THRESHOLDS, key=lambda threshold: self._speed(Confidence(threshold)))

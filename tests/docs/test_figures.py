@@ -33,13 +33,27 @@ def test_the_loss_in_the_front_pages_first_lines_is_the_tables() -> None:
     page = (ROOT / "docs" / "loss.md").read_text(encoding="utf-8")
     told = "of {} prompts of 2K, calibrated, {} with 10 % kept and {} with 20 %; else {} and {}."
     assert told.format(n, *lost["calibrated"], *lost["default"]) in page
-    novels = headlines.load("evidence_novels_2k")["whole"]["calibrated"]["0.1"][0]
-    assert f"lose evidence their answer needs, {round(n * (1 - novels))} of novels and meetings" in text
+    whole = headlines.load("evidence_novels_2k")["whole"]
+    novels = [round(n * (1 - whole[rule][rate][0])) for rule in ("calibrated", "default") for rate in ("0.1", "0.2")]
+    assert f"lose evidence their answer needs, {novels[0]} of novels and meetings" in text
+    assert "Of novels and meetings it is {} and {}; {} and {}.".format(*novels) in page
     without = speed["8192"]["calibrated 0.1"]["ttft_ratio"][0]
     assert f"a window of 512 ({without:.1f}× without)" in text
     pairs = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
     assert f"| Qwen2.5-Coder 1.5B | Qwen2.5-Coder 0.5B | 3 | 2.4 | {sooner:.1f} |" in pairs
     assert f"20 % kept, first tokens gain [{default[0]} to {default[-1]}×]" in text
+
+
+def test_the_figures_are_of_the_settings_that_the_front_page_names() -> None:
+    text = front_page.PAGE.read_text(encoding="utf-8")
+    assert "bf16 on two AMD EPYC cores (rows 2 and 7: one; 2K answers: fp32, Intel)" in text
+    for number, row in enumerate(front_page.ROWS, start=1):
+        for name in row.files:
+            result, is_apart = headlines.load(name), name == "answers_2k"
+            assert ("Intel" if is_apart else "AMD EPYC") in result["machine"], name
+            assert f"--precision {'fp32' if is_apart else 'bf16'}" in result["command"], name
+            assert result["threads"] == (1 if number in (2, 7) else 2), name
+            assert ("--draft-window 512" in result["command"]) == (name.endswith("8k")), name
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -86,14 +87,39 @@ def answers_over_dense() -> list[str]:
     return rows
 
 
+def answers_in_prose() -> list[str]:
+    at_2k = load("answers_2k")["shapes"]["all"]
+    arms = ("calibrated 0.1", "calibrated 0.2", "BM25 0.2")
+    losses = " / ".join(f"{at_2k['over_dense'][arm]['loss_over'][0]:.2f}" for arm in arms)
+    (kept, of_kept), (lost, of_lost) = (at_2k["fidelity"][f"loss {band}"] for band in ("-inf to 0.05", "0.5 to inf"))
+    near, far = (
+        load(f"answers_positions_{length}")["shapes"]["all"]["contiguous_over_original"]["calibrated 0.1 contiguous"]
+        for length in ("2k", "8k")
+    )
+    rows = {length: [json.loads(line) for line in rows_of(f"answers_{length}")] for length in ("4k", "8k")}
+    short = sum(row["num_kept"] < 3_600 for row in rows["4k"] if row["arm"] == "dense")
+    assert len({row["source"] for row in rows["8k"]}) == 4
+    return [
+        f"loss rises by {losses} nats a token at 2K",
+        f"{kept} of {of_kept} are lost",
+        f"{lost} of {of_lost} from",
+        f"At 4K {short} prompts are under 3,600 tokens",
+        f"({near['n']}, {far['n']} prompts): {around(near['right_over'], '+.2f')} at 2K",
+        f"{around(far['right_over'], '+.2f')} at 8K",
+    ]
+
+
+def rows_of(name: str) -> list[str]:
+    return (ROOT / "experiments" / "results" / f"{name}_rows.jsonl").read_text(encoding="utf-8").splitlines()
+
+
 def evidence_by_prompts() -> list[str]:
     of_rules = {
-        (f"{length.upper()}, thirteen shapes", number): (
-            load(f"evidence_shapes_qwen_{length}")["whole"] | without_a_draft(length)
-        )
-        for length, number in zip(LENGTHS, (120, 60, 40), strict=True)
+        (f"{length.upper()}, thirteen shapes", found["num_prompts"]): found["whole"] | without_a_draft(length)
+        for length, found in ((length, load(f"evidence_shapes_qwen_{length}")) for length in LENGTHS)
     }
-    of_rules["2K, novels, meetings, code; fp32", 120] = load("evidence_novels_2k")["whole"]
+    novels = load("evidence_novels_2k")
+    of_rules["2K, novels, meetings, code; fp32", novels["num_prompts"]] = novels["whole"]
     of_rules["1.9K, instructions, agents, languages", 104] = load("selection_judged")["judge"]["judge"]
     rows = []
     for (name, number), rules in of_rules.items():
@@ -192,6 +218,7 @@ def steps_on_a_gpu() -> list[str]:
         evidence_without_a_draft,
         answers,
         answers_over_dense,
+        answers_in_prose,
         evidence_by_prompts,
         whole_answers,
         decoding_by_task,

@@ -50,10 +50,13 @@ def test_an_answers_loss_is_that_of_one_pass_over_the_kept_tokens(target: Target
 
 def test_a_dense_prefill_resumes_the_one_before(target: Target) -> None:
     dense, first = DensePrefix(target), random_prompt(60)
-    for prompt in (first, [*first[:40], *random_prompt(9, seed=2)], first[:30], random_prompt(50, seed=3), first):
+    prompts = (first, [*first[:40], *random_prompt(9, seed=2)], first[:30], random_prompt(50, seed=3), first)
+    for prompt, is_resumed in zip(prompts, (False, True, True, False, False), strict=True):
+        before = dense.cache
         got, alone = dense.prefill(prompt), target.prefill(prompt, range(len(prompt)))
         torch.testing.assert_close(got.logits, alone.logits, atol=1e-4, rtol=1e-3)
         assert (got.position, got.cache.get_seq_length()) == (len(prompt), len(prompt))
+        assert (got.cache is before) == is_resumed
 
 
 def test_an_answer_is_right_where_it_holds_all_parts() -> None:
