@@ -18,6 +18,7 @@ from spec_stack.controller.tuning import TUNING
 from spec_stack.decode.ngram_index import NgramIndex, SharedNgramCache
 from spec_stack.decode.sampler import Sampler
 from tests.support import reference
+from tests.support.clocks import counted_readings
 from tests.support.controller_data import step
 from tests.support.enumeration import chain_tokens, exact_law
 from tests.support.models import make_model, random_prompt
@@ -74,14 +75,12 @@ def test_the_embedded_pair_copies_in_fewer_steps_and_loses_nothing(embedded: Spe
     prompt = looping(embedded)
     options = {"input_ids": prompt, "max_tokens": 60, "ignore_eos": True, "gamma": 4}
     plain = embedded.generate(**options)  # type: ignore[arg-type]
-    # Look-up goes by measured seconds, and gives up for an answer in which a busy machine stalls its first try.
-    several = [embedded.generate(proposer="both", **options) for _ in range(5)]  # type: ignore[arg-type]
+    with counted_readings():
+        both = embedded.generate(proposer="both", **options)  # type: ignore[arg-type]
     assert plain.metrics.proposer == "model"
-    expected = reference.greedy(embedded.target, prompt, 60)
-    assert all(each.token_ids == expected for each in (plain, *several))
-    most = max(several, key=lambda each: each.metrics.num_ngram_accepted)
-    assert most.metrics.num_ngram_accepted > 10
-    assert most.metrics.num_steps < plain.metrics.num_steps
+    assert plain.token_ids == both.token_ids == reference.greedy(embedded.target, prompt, 60)
+    assert both.metrics.num_ngram_accepted > 10
+    assert both.metrics.num_steps < plain.metrics.num_steps
 
 
 def test_auto_is_both_under_the_policy_that_goes_by_the_clock_and_the_model_under_others(

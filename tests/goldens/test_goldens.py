@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator, with_draft
+from tests.support.clocks import counted_readings
 from tests.support.forwards import forwards_of
 from tests.support.models import make_model, make_tokenizer, random_prompt
 from tests.support.nightly import others_nightly
@@ -167,8 +168,9 @@ def sparse_by_the_shipped_calibration() -> dict[str, Any]:
 @scenario
 def ngram_lookup() -> dict[str, Any]:
     prompt = document(8) + "\n\n" + document(8)[:700]
-    result = generator().generate(prompt, max_tokens=96, gamma=6, **NGRAM, **DENSE)
-    # How many depends on the clock.
+    # How many are looked up depends on the clock.
+    with counted_readings():
+        result = generator().generate(prompt, max_tokens=96, gamma=6, **NGRAM, **DENSE)
     assert getattr(result.metrics, FROM_NGRAMS) > 0
     return told(result)
 
