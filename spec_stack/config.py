@@ -131,10 +131,10 @@ class PrefillConfig:
     chunk_size: int = option(
         32, "tokens per chunk; also the unit of keep_first and keep_last, whatever the granularity", 1
     )
-    keep_first: int = option(1, "chunks at the beginning that are always kept", 0)
+    keep_first: int = option(1, "chunks at the beginning of which whole lines, one at least, are always kept", 0)
     keep_last: int = option(
         1,
-        "chunks at the end that are always kept, 1 or more",
+        "chunks at the end of which whole lines, one at least, are always kept, 1 or more",
         1,
         hint="; decoding continues from the last prompt token",
     )
@@ -249,7 +249,7 @@ class PrefillConfig:
 
     @property
     def forced_tokens(self) -> tuple[int, int]:
-        """Number of tokens always kept at a prompt's start and end."""
+        """Number of tokens at a prompt's start and end whose whole lines are always kept."""
         return self.keep_first * self.chunk_size, self.keep_last * self.chunk_size
 
     @classmethod

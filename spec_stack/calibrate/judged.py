@@ -20,7 +20,7 @@ from spec_stack.prefill.question import NamedSegments
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import run_draft
-from spec_stack.prefill.segments import Segments, forced_ends, make_segments
+from spec_stack.prefill.segments import Segments, make_segments
 from spec_stack.types import Proposal
 
 BY_HEAD = PrefillConfig(head_reduction="mean")
@@ -80,9 +80,9 @@ def judge(pair: ModelPair, draft_cache: CachedModel, prompt: EncodedHaystack) ->
     segments = make_segments(len(prompt.token_ids), inputs.pieces, BY_HEAD)
     evidence = replace(inputs, attention=look)
     by_head = look.by_head(BY_HEAD)
-    forced = forced_ends(segments.num_tokens, BY_HEAD)
     is_protected = _marked(segments, prompt.text.kept)
-    is_paid_end = _marked(segments, [(at, at + 1) for at in forced]) & ~is_protected
+    ends = segments.ends(BY_HEAD, {*is_protected.nonzero().flatten().tolist()})
+    is_paid_end = _marked(segments, [(at, at + 1) for at in ends]) & ~is_protected
     is_free = is_protected | is_paid_end
     wanted = _marked(segments, prompt.spans)
     return ScoredPrompt(

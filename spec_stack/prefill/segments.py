@@ -66,20 +66,30 @@ class Segments:
         inside[inner] = importance[inner]
         return self.means(inside)
 
-    def ends(self, config: PrefillConfig) -> set[int]:
-        """The tokens that are kept whatever their scores (keep_first, keep_last)."""
-        return forced_ends(self.num_tokens, config)
+    def ends(self, config: PrefillConfig, free: Collection[int] = ()) -> set[int]:
+        """The tokens that are kept whatever their scores: the segments that lie within keep_first and keep_last, one at
+        least, with their heads. Half a line may say the opposite of the whole one.
+
+        Labels in front are kept as heads alone: what they are labels of may be dropped. free: as for `chosen`; the last
+        segment that is not free is one of the ends, since a chat's template stands behind its request.
+        """
+        first, last = config.forced_tokens
+        texts: Sequence[int] = [at for at in range(len(self)) if at not in self._labels] or range(len(self))
+        front = [at for at in texts if self.borders[at + 1] <= first] or texts[: min(first, 1)]
+        paid = (at for at in reversed(texts) if not all(each in free for each in range(*self.borders[at : at + 2])))
+        back = min(bisect_left(self.borders, self.num_tokens - last), next(paid, len(self) - 1))
+        return self.with_heads([*front, *range(back, len(self))]) if len(self) else set()
 
     def chosen(
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
     ) -> set[int]:
         """The kept tokens by scores (num_segments,); ties go to the earlier segment.
 
-        At most ceil(keep_rate · num_tokens) tokens, forced ends (keep_first, keep_last) included; segments that do not
-        fit, with their heads, are skipped. free: tokens that are kept anyway, at no cost, even at the ends.
+        At most ceil(keep_rate · num_tokens) tokens, those of `ends` included; segments that do not fit, with their
+        heads, are skipped. free: tokens that are kept anyway, at no cost, even at the ends.
         """
-        num_tokens = self.num_tokens
-        kept = self.ends(config)
+        num_tokens, free = self.num_tokens, {*free}
+        kept = self.ends(config, free)
         left = max(math.ceil(keep_rate * num_tokens - _ROUNDING) - len(kept.difference(free)), 0)
         paid = bytearray(num_tokens)
         for position in (*kept, *(at for at in free if 0 <= at < num_tokens)):
@@ -138,8 +148,8 @@ class ChunkSegments(Segments):
         best = [chunk for chunk in ranked if chunk not in forced][: budget - len(forced)]
         return self.with_heads([*forced, *best])
 
-    def ends(self, config: PrefillConfig) -> set[int]:
-        """The tokens of the forced chunks."""
+    def ends(self, config: PrefillConfig, free: Collection[int] = ()) -> set[int]:
+        """The tokens of the forced chunks, whatever is free."""
         return self.with_heads(self._forced(config))
 
     def _forced(self, config: PrefillConfig) -> set[int]:
@@ -148,7 +158,7 @@ class ChunkSegments(Segments):
 
 
 def forced_ends(num_tokens: int, config: PrefillConfig) -> set[int]:
-    """The tokens at both ends of a prompt that are kept whatever their scores."""
+    """The tokens at both ends of a prompt whose attention does not count."""
     first, last = config.forced_tokens
     return {*range(min(first, num_tokens)), *range(max(0, num_tokens - last), num_tokens)}
 

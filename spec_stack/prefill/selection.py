@@ -27,5 +27,5 @@ def select(inputs: ScoringInputs, config: PrefillConfig) -> Selection:
     anyway = {at for start, stop in inputs.text.kept for at in range(start, stop)}
     positions = sorted(segments.chosen(scores, config, config.rate_for(num_tokens), anyway) | anyway)
     if inputs.observer is not None:
-        inputs.observer.chosen(segments, scores, positions, segments.ends(config), anyway)
+        inputs.observer.chosen(segments, scores, positions, segments.ends(config, anyway), anyway)
     return Selection([prompt_ids[position] for position in positions], positions, num_tokens)

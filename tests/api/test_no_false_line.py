@@ -45,11 +45,7 @@ def kept_at(text: str, keep_rate: float, seed: int) -> tuple[str, str, list[tupl
     lines = find_lines(pieces)
     segments = Segments(lines.borders, lines.heads, lines.labels)
     scores = torch.rand(len(segments), generator=torch.Generator().manual_seed(seed))
-    config = PrefillConfig(chunk_size=1, keep_first=0, keep_last=1)
-    kept = segments.chosen(scores, config, keep_rate)
-    if not kept.issuperset(range(*list(segments)[-1])):
-        # The prompt's last token, which is kept for the answer.
-        kept.discard(segments.num_tokens - 1)
+    kept = segments.chosen(scores, PrefillConfig(chunk_size=(1, 32)[seed % 2], keep_first=seed % 3), keep_rate)
     own = Text(0, None, text, False, cut_segments(text, 0, starts, ends, lines))
     spans = own.kept_spans(whole_segments(segments.num_tokens, [own], kept, may_be_empty=True))
     return write_spans(text, spans, None), "".join(pieces[at] for at in sorted(kept)), spans

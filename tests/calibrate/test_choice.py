@@ -56,8 +56,8 @@ def test_the_needed_share_keeps_the_evidence_and_so_does_every_larger_one(
     num_tokens, random = borders[-1], torch.Generator().manual_seed(seed)
     config = PrefillConfig(chunk_size=1, keep_first=first, keep_last=1)
     scores, unit = torch.rand(len(sizes), generator=random), seed % len(sizes)
-    forced = {*range(min(first, num_tokens)), num_tokens - 1}
     segments = Segments(borders)
+    forced = segments.ends(config)
     costs = torch.tensor([sum(at not in forced for at in range(start, stop)) for start, stop in segments])
     wanted = torch.arange(len(sizes)) == unit
     judged = ScoredPrompt(

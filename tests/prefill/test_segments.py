@@ -15,7 +15,7 @@ from spec_stack import PrefillConfig, SessionConfig
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.rule import ScoringInputs
-from spec_stack.prefill.segments import ChunkSegments, find_lines, line_borders, make_segments
+from spec_stack.prefill.segments import ChunkSegments, Segments, find_lines, line_borders, make_segments
 from spec_stack.prefill.selection import select
 from spec_stack.prefill.structure import LONGEST_UNIT, cut_text
 from tests.support import reference_segments
@@ -401,21 +401,21 @@ def test_kept_lines_are_whole_within_the_budget_with_both_ends_and_what_is_prote
         3 * keep_last,
         protected,
     )
-    forced = {*range(min(3 * keep_first, num_tokens)), *range(max(0, num_tokens - 3 * keep_last), num_tokens)}
+    segments = make_segments(num_tokens, pieces, config)
     free = {at for start, stop in protected for at in range(start, min(stop, num_tokens))}
+    forced = segments.ends(config, free)
     assert forced | free <= set(positions)
-    assert len(set(positions) - free) <= max(len(forced), math.ceil(keep_rate * num_tokens - 1e-9))
-    chosen = set(positions) - forced - free
-    for start, stop in make_segments(num_tokens, pieces, config):
+    assert len(set(positions) - free) <= max(len(forced - free), math.ceil(keep_rate * num_tokens - 1e-9))
+    for start, stop in segments:
         segment = set(range(start, stop))
-        assert not chosen & segment or segment <= set(positions)
+        assert not (set(positions) - free) & segment or segment <= set(positions)
 
 
 def test_the_best_line_is_kept_and_one_that_does_not_fit_is_passed_over() -> None:
     pieces = characters("aaaa\n" + "b" * 30 + "\n" + "cc\n" + "d" * 40 + "\n")
     importance = torch.zeros(len(pieces))
     importance[5:36], importance[36:39] = 1.0, 0.5
-    config = replace(LINES, keep_rate=20 / len(pieces))
+    config = replace(LINES, keep_rate=50 / len(pieces))
     kept = set(select(ScoringInputs(PromptText(range(len(pieces)), pieces), importance=importance), config).positions)
     assert {36, 37, 38} <= kept
     assert not set(range(5, 36)) & kept
@@ -427,6 +427,29 @@ def test_tokens_that_are_kept_anyway_carry_no_line() -> None:
     importance[0], importance[12], importance[39] = 9.0, 1.0, 9.0
     means = make_segments(40, pieces, LINES).mean_importance(importance, LINES)
     torch.testing.assert_close(means, torch.tensor([0.0, 0.1, 0.0, 0.0]))
+
+
+def test_the_ends_are_whole_lines_and_a_long_request_before_a_template_is_one_of_them() -> None:
+    parts = ["<user>\n", "Title:\n", "a" * 9 + "\n", "b" * 9 + "\n", "c" * 19 + "</user>\n", "<bot>\n"]
+    pieces = characters("".join(parts))
+    borders = [0, *itertools.accumulate(map(len, parts))]
+    template = {*range(borders[1]), *range(borders[5] - 8, borders[6])}
+    segments = Segments(borders, heads=[-1, -1, 1, 1, -1, -1], labels={1})
+
+    def ends(keep_first: int, keep_last: int, free: set[int]) -> list[int]:
+        kept = segments.ends(PrefillConfig(chunk_size=1, keep_first=keep_first, keep_last=keep_last), free)
+        whole = [at for at, (start, stop) in enumerate(segments) if kept.issuperset(range(start, stop))]
+        assert kept == {at for each in whole for at in range(borders[each], borders[each + 1])}
+        return whole
+
+    assert len(pieces) == segments.num_tokens
+    assert ends(0, 1, set()) == ends(0, 20, set()) == [5]
+    assert ends(0, 1, template) == ends(0, 33, template) == [4, 5]
+    assert ends(0, 33, set()) == ends(0, 42, set()) == [4, 5]
+    assert ends(0, 43, set()) == [1, 3, 4, 5]
+    assert ends(1, 1, set()) == ends(14, 1, set()) == [0, 5]
+    assert ends(24, 1, template) == [0, 1, 2, 4, 5]
+    assert ends(9, 1, {*range(len(pieces))}) == [0, 5]
 
 
 def test_lines_come_back_within_as_many_tokens_as_the_chunks_that_are_looked_at() -> None:
