@@ -131,10 +131,10 @@ class PrefillConfig:
     chunk_size: int = option(
         32, "tokens per chunk; also the unit of keep_first and keep_last, whatever the granularity", 1
     )
-    keep_first: int = option(1, "chunks at the beginning of which whole lines, one at least, are always kept", 0)
+    keep_first: int = option(1, "chunks at the beginning of which whole lines are always kept", 0)
     keep_last: int = option(
         1,
-        "chunks at the end of which whole lines, one at least, are always kept, 1 or more",
+        "chunks at the end of which whole lines are always kept, the last however long; 1 or more",
         1,
         hint="; decoding continues from the last prompt token",
     )

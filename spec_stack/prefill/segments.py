@@ -67,15 +67,15 @@ class Segments:
         return self.means(inside)
 
     def ends(self, config: PrefillConfig, free: Collection[int] = ()) -> set[int]:
-        """The tokens that are kept whatever their scores: the segments that lie within keep_first and keep_last, one at
-        least, with their heads. Half a line may say the opposite of the whole one.
+        """The tokens that are kept whatever their scores: the segments that lie within keep_first and keep_last, with
+        their heads. Half a line may say the opposite of the whole one.
 
         Labels in front are kept as heads alone: what they are labels of may be dropped. free: as for `chosen`; the last
-        segment that is not free is one of the ends, since a chat's template stands behind its request.
+        segment that is not free is an end, however long: a chat's template stands behind its request.
         """
         first, last = config.forced_tokens
         texts: Sequence[int] = [at for at in range(len(self)) if at not in self._labels] or range(len(self))
-        front = [at for at in texts if self.borders[at + 1] <= first] or texts[: min(first, 1)]
+        front = [at for at in texts if self.borders[at + 1] <= first]
         paid = (at for at in reversed(texts) if not all(each in free for each in range(*self.borders[at : at + 2])))
         back = min(bisect_left(self.borders, self.num_tokens - last), next(paid, len(self) - 1))
         return self.with_heads([*front, *range(back, len(self))]) if len(self) else set()

@@ -169,8 +169,9 @@ def sparse_by_the_shipped_calibration() -> dict[str, Any]:
 def ngram_lookup() -> dict[str, Any]:
     prompt = document(8) + "\n\n" + document(8)[:700]
     # How many are looked up depends on the clock.
+    pair = _load(SpecStackConfig(PrefillConfig(**ATTENTION_RULE)), calibration=False)
     with counted_readings():
-        result = generator().generate(prompt, max_tokens=96, gamma=6, **NGRAM, **DENSE)
+        result = pair.generate(prompt, max_tokens=96, gamma=6, **NGRAM, **DENSE)
     assert getattr(result.metrics, FROM_NGRAMS) > 0
     return told(result)
 

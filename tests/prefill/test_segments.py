@@ -443,11 +443,12 @@ def test_the_ends_are_whole_lines_and_a_long_request_before_a_template_is_one_of
         return whole
 
     assert len(pieces) == segments.num_tokens
-    assert ends(0, 1, set()) == ends(0, 20, set()) == [5]
-    assert ends(0, 1, template) == ends(0, 33, template) == [4, 5]
+    assert ends(0, 1, set()) == ends(0, 32, set()) == [5]
+    assert ends(0, 1, template) == ends(0, 42, template) == [4, 5]
     assert ends(0, 33, set()) == ends(0, 42, set()) == [4, 5]
     assert ends(0, 43, set()) == [1, 3, 4, 5]
-    assert ends(1, 1, set()) == ends(14, 1, set()) == [0, 5]
+    assert ends(6, 1, set()) == [5]
+    assert ends(7, 1, set()) == ends(23, 1, set()) == [0, 5]
     assert ends(24, 1, template) == [0, 1, 2, 4, 5]
     assert ends(9, 1, {*range(len(pieces))}) == [0, 5]
 

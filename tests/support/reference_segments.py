@@ -21,9 +21,9 @@ def selected(
     """Whole segments by their mean score within the budget, each with its head and what that needs, up to most_heads;
     labels come with others alone. The ends count into the budget, protected tokens nowhere.
 
-    The ends are the segments that lie within the first and the last tokens, one at least, with what they need; labels
-    in front are none, and all from the last other segment on that is not protected are. Attention to the first and last
-    tokens does not count.
+    The ends are the segments that lie within the first and the last tokens, with what they need; labels in front are
+    none, and all from the last other segment on that is not protected are. Attention to the first and last tokens does
+    not count.
     """
     num_tokens = edges[-1]
     outside = [at < first or at >= num_tokens - last for at in range(num_tokens)]
@@ -34,7 +34,7 @@ def selected(
     texts = {*range(len(segments))} - {*labels} or {*range(len(segments))}
     last_paid = max((own for own in texts if not all(free[at] for at in segments[own])), default=len(segments) - 1)
     for own, segment in enumerate(segments):
-        in_front = own in texts and (segment.stop <= first or (first > 0 and own == min(texts)))
+        in_front = own in texts and segment.stop <= first
         if in_front or segment.start >= num_tokens - last or own >= last_paid:
             for each in _needed(own, heads, most_heads):
                 for at in segments[each]:

@@ -49,7 +49,7 @@ def make_translation(bos: bool = False) -> Translation:
 def make_generator(config: PrefillConfig | None = None, bos: bool = False) -> SpecStackGenerator:
     tokenizers = make_tokenizer(TARGET_TOKENS, "<t>", bos=bos), make_tokenizer(DRAFT_TOKENS, "<s>", bos=bos)
     models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
-    settings = SpecStackConfig(config or PrefillConfig(chunk_size=8))
+    settings = SpecStackConfig(config or PrefillConfig(chunk_size=8, granularity="chunks"))
     return SpecStackGenerator(*models, tokenizers[0], config=settings, draft_tokenizer=tokenizers[1])
 
 
@@ -308,7 +308,8 @@ def test_the_drafts_positions_are_counted_in_its_own_tokens() -> None:
     prompt = make_generator().tokenizer("abde" * 20).input_ids
     assert len(prompt) == 40
     for num_positions, is_scored in ((80 + MOST_REPEATED, True), (79 + MOST_REPEATED, False)):
-        each = make_generator(PrefillConfig(look_ahead=6, keep_first=0, keep_last=1, chunk_size=4))
+        chunks = PrefillConfig(look_ahead=6, keep_first=0, keep_last=1, chunk_size=4, granularity="chunks")
+        each = make_generator(chunks)
         each.draft.config.max_position_embeddings = num_positions
         metrics = each.generate(input_ids=prompt, max_tokens=9, sparse_prefill="on").metrics
         assert metrics.sparse_prefill == is_scored

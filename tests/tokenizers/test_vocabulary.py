@@ -125,7 +125,7 @@ def test_a_padded_pair_is_lossless_in_both_phases(widths: tuple[int, int]) -> No
     """The target of random weights does say its padding ids; a narrower draft has to read them."""
     target, draft = make_model(seed=1, vocab=widths[0]), make_model(seed=1, vocab=widths[1])
     tokenizer = words(" ".join(f"w{index}" for index in range(64)).replace("w0 ", "a "))
-    config = SpecStackConfig(PrefillConfig(chunk_size=8))
+    config = SpecStackConfig(PrefillConfig(chunk_size=8, granularity="chunks"))
     generator = SpecStackGenerator(target, draft, tokenizer, config=config, draft_tokenizer=tokenizer)
     assert generator.pair.vocabulary.relation == "padded"
     prompt = random_prompt(100, vocab=widths[0])
