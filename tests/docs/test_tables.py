@@ -89,6 +89,7 @@ def answers_over_dense() -> list[str]:
 
 def answers_in_prose() -> list[str]:
     at_2k = load("answers_2k")["shapes"]["all"]
+    at_8k = load("answers_8k")["shapes"]["all"]["over_dense"]
     arms = ("calibrated 0.1", "calibrated 0.2", "BM25 0.2")
     losses = " / ".join(f"{at_2k['over_dense'][arm]['loss_over'][0]:.2f}" for arm in arms)
     (kept, of_kept), (lost, of_lost) = (at_2k["fidelity"][f"loss {band}"] for band in ("-inf to 0.05", "0.5 to inf"))
@@ -98,12 +99,15 @@ def answers_in_prose() -> list[str]:
     )
     rows = {length: [json.loads(line) for line in rows_of(f"answers_{length}")] for length in ("4k", "8k")}
     short = sum(row["num_kept"] < 3_600 for row in rows["4k"] if row["arm"] == "dense")
-    assert len({row["source"] for row in rows["8k"]}) == 4
+    assert {len({row["source"] for row in own}) for own in rows.values()} == {29}
+    whole = {row["key"] for row in rows["8k"] if row["arm"] == "dense" and row["num_kept"] >= 7_200}
+    right = [sum(row["is_right"] for row in rows["8k"] if row["arm"] == arm and row["key"] in whole) for arm in at_8k]
     return [
         f"loss rises by {losses} nats a token at 2K",
         f"{kept} of {of_kept} are lost",
         f"{lost} of {of_lost} from",
-        f"At 4K {short} prompts are under 3,600 tokens",
+        f"At 4K {short} prompts are under 3,600 tokens, at 8K {at_8k['dense']['n'] - len(whole)} under 7,200; of the "
+        f"other {len(whole)} right are {right[0]} dense, {right[1]} and {right[2]}, BM25 {right[3]}",
         f"({near['n']}, {far['n']} prompts): {around(near['right_over'], '+.2f')} at 2K",
         f"{around(far['right_over'], '+.2f')} at 8K",
     ]
