@@ -161,7 +161,7 @@ def plan_scored(
         reason = told(selection.tried, not is_whole if needs.prunes else selection.keep_rate < 1, reason)
     elif needs.prunes and is_whole:
         what = "new text" if cached.num_tokens else "prompt"
-        reason += f", but chunks and protected spans cover the whole {what}"
+        reason += f", but the ends and protected spans cover the whole {what}"
     return Plan(selection, reason)
 
 

@@ -501,3 +501,9 @@ def test_on_cuda_the_tokens_are_those_of_the_cpu(embedded: SpecStackGenerator) -
             on_cuda.generate(CODE * 40, **options, **extra).token_ids
             == embedded.generate(CODE * 40, **options, **extra).token_ids
         )
+
+
+def test_a_prompt_of_one_line_is_not_cut_and_says_so(embedded: SpecStackGenerator) -> None:
+    metrics = embedded.generate("apple pear plum fig " * 15, max_tokens=1, sparse_prefill="on", keep_rate=0.2).metrics
+    assert metrics.num_kept_tokens == metrics.num_prompt_tokens
+    assert metrics.sparse_prefill_reason.endswith("but the ends and protected spans cover the whole prompt")
