@@ -136,6 +136,21 @@ def test_the_share_that_a_prompt_needs_is_one_at_which_its_evidence_is_kept(pair
         assert all(at in kept for start, stop in prompt.spans for at in range(start, stop))
 
 
+def test_what_is_judged_as_kept_anyway_is_what_selection_keeps_at_the_least_rate(pair: ModelPair) -> None:
+    index, prompt = pair.new_draft_cache(8192), PromptMaker(pair, TEXTS, 0).make(Task(1400, "fact", 2, False, "rules"))
+    evidence, config = look(pair, prompt, PrefillConfig()), PrefillConfig(keep_rate=1e-6)
+    num_tokens = len(prompt.token_ids)
+    # More than keep_last, so that the line before is an end.
+    start = next(at for at, _ in make_segments(num_tokens, evidence.pieces, config) if at >= num_tokens - 80)
+    for protected in ([], [(start, num_tokens)]):
+        text = replace(prompt.text, protected=protected)
+        judged = judge(pair, index, replace(prompt, text=text))
+        least = select(replace(evidence, text=replace(text, pieces=evidence.pieces)), config).positions
+        paid = {*least}.difference(*(range(start, stop) for start, stop in text.kept))
+        assert judged.num_tokens.tolist() == [num_tokens, len(paid)]
+        assert int(judged.costs.sum()) == num_tokens - len({*least})
+
+
 def test_a_shape_more_of_a_document_goes_over_its_last_tokens_alone(pair: ModelPair) -> None:
     index, maker, read = pair.new_draft_cache(8192), PromptMaker(pair, TEXTS, 0), []
 

@@ -58,6 +58,15 @@ def test_each_line_has_the_least_that_sufficed_to_keep_it() -> None:
     assert reasons_of(explained("Zanzibar", 0.06))[LINES["rare word"]] == "attention"
 
 
+def test_the_line_before_what_is_protected_at_the_end_is_an_end() -> None:
+    pieces = [*(f"word{at}\n" for at in range(9)), "Do ", "it.\n", "<bot>\n"]
+    config = PrefillConfig(keep_rate=0.01, chunk_size=1, keep_first=0, keep_last=1)
+    explainer, text = Explainer(pieces, config), PromptText(list(range(len(pieces))), pieces, protected=[(11, 12)])
+    inputs = ScoringInputs(text, importance=torch.zeros(len(pieces)), observer=explainer)
+    reasons = reasons_of(explainer.explanation([], select(inputs, config)))
+    assert reasons == {"Do it.\n": "ends", "<bot>\n": "protected"}
+
+
 class Halved(ByAttention):
     def score(self, inputs: ScoringInputs, segments: Segments, config: PrefillConfig) -> torch.Tensor:
         return super().score(inputs, segments, config) / 2
