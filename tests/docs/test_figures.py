@@ -31,7 +31,7 @@ def test_the_loss_in_the_front_pages_first_lines_is_the_tables() -> None:
     assert f"with 10 % kept the first token of a 2K prompt comes {sooner:.1f}× sooner" in text
     assert f"{decoding['speed_over_plain'][0]:.1f}× on short prompts" in text
     page = (ROOT / "docs" / "loss.md").read_text(encoding="utf-8")
-    told = "of {} prompts of 2K, calibrated, {} with 10 % kept and {} with 20 %; else {} and {}."
+    told = "of {} prompts of 2K, calibrated, {} with 10 % kept and {} with 20 %; uncalibrated {} and {}."
     assert told.format(n, *lost["calibrated"], *lost["default"]) in page
     whole = headlines.load("evidence_novels_2k")["whole"]
     novels = [round(n * (1 - whole[rule][rate][0])) for rule in ("calibrated", "default") for rate in ("0.1", "0.2")]
@@ -41,19 +41,26 @@ def test_the_loss_in_the_front_pages_first_lines_is_the_tables() -> None:
     assert f"a window of 512 ({without:.1f}× without)" in text
     pairs = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
     assert f"| Qwen2.5-Coder 1.5B | Qwen2.5-Coder 0.5B | 3 | 2.4 | {sooner:.1f} |" in pairs
-    assert f"20 % kept, first tokens gain [{default[0]} to {default[-1]}×]" in text
+    assert f"Uncalibrated, 20 % kept: [{default[0]} to {default[-1]}×]" in text
 
 
 def test_the_figures_are_of_the_settings_that_the_front_page_names() -> None:
     text = front_page.PAGE.read_text(encoding="utf-8")
-    assert "bf16 on two AMD EPYC cores (rows 2 and 7: one; 2K answers: fp32, Intel)" in text
+    assert "bf16 on two AMD EPYC cores (rows 2 and 7: one)" in text
     for number, row in enumerate(front_page.ROWS, start=1):
         for name in row.files:
-            result, is_apart = headlines.load(name), name == "answers_2k"
-            assert ("Intel" if is_apart else "AMD EPYC") in result["machine"], name
-            assert f"--precision {'fp32' if is_apart else 'bf16'}" in result["command"], name
+            result = headlines.load(name)
+            assert "AMD EPYC" in result["machine"], name
+            assert "--precision bf16" in result["command"], name
             assert result["threads"] == (1 if number in (2, 7) else 2), name
             assert ("--draft-window 512" in result["command"]) == (name.endswith("8k")), name
+
+
+def test_the_front_page_says_how_many_answers_at_8k_are_of_shorter_texts() -> None:
+    lines = (ROOT / "experiments" / "results" / "answers_8k_rows.jsonl").read_text(encoding="utf-8").splitlines()
+    dense = [row for row in map(json.loads, lines) if row["arm"] == "dense"]
+    shorter = sum(row["num_kept"] < 7_200 for row in dense)
+    assert f"{shorter} of its answers are of texts under 7,200 tokens" in front_page.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
