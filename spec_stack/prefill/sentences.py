@@ -49,6 +49,12 @@ _TEMPLATE = re.compile("<\\|[^\\s<>]{1,40}+>|</?s>|</?\\w{1,20}_of_\\w{1,20}>")
 _NO_PROSE = re.compile(
     "[=<>{}|\\\\\\t]|\\w\\((?!e?s\\))|;\\s*\\Z|\\d:\\d\\d:\\d\\d|\\A\\s*(?:#|//|--|/\\*|%|;|@|\\$|[\\[\\d])|\\A\\s*\\S+:\\d+:"
 )
+# Code among words: in backticks, a call, an option, a variable, a tag, a time, an escape.
+_INLINE_CODE = re.compile(
+    "`[^`]{1,120}`|(?<![\\w.:>-])\\w[\\w.:>-]{0,80}+\\(\\)|(?<!\\S)(?:--?|[$@])?[\\w.-]{1,80}=\\S{0,80}|(?<!\\S)(?:--?|[$@])\\w\\S{0,80}|"
+    "</?\\w[^<>]{0,80}>|\\b\\d{1,2}:\\d\\d:\\d\\d\\b|\\\\\\w{1,20}|\\{\\}"
+)
+_WORD = re.compile("(?<!\\S)[^\\W\\d_][^\\W\\d_'’-]*[,;:.!?]?(?!\\S)")
 _LISTED = "(?:(?:[-*+\u2022\u00b7]|>{1,8}|\\[[^\\[\\]\\n]{1,40}\\])[^\\S\\n]+|\\(?\\d{1,3}[.)][^\\S\\n]+)"
 _NAMED = "\\*{0,2}(?:[^\\W\\d][\\w.-]*|[A-Z][\\w.'-]*(?: [A-Z0-9][\\w.'-]*){1,3})\\*{0,2}:\\*{0,2}(?=\\s)"
 _LABEL = re.compile(f"\\s*{_LISTED}{{0,4}}(?:{_NAMED})?")
@@ -67,6 +73,13 @@ def is_prose(line: str) -> bool:
     """Whether sentences of a line may be kept alone; of code, tables, logs and listings they may not."""
     text = _TEMPLATE.sub("", line)
     return _NO_PROSE.search(_MARKS.sub(_without_quotes, text[label_end(text) :])) is None
+
+
+def words_with_code(line: str) -> int:
+    """How many words a line has that is prose but for code among them; 0 for another line."""
+    words = _INLINE_CODE.sub(" ", line)
+    is_words = words != line and is_prose(words)
+    return len(_WORD.findall(_MARKS.sub(_without_quotes, words))) if is_words else 0
 
 
 def _without_quotes(match: re.Match[str]) -> str:
@@ -112,7 +125,7 @@ def _is_broken(line: str, following: str) -> bool:
     letter = _LETTER.search(line)
     opening, first = letter[0] if letter else "", following[:1]
     if first.islower():
-        return opening.isupper()
+        return opening.isupper() or (line[-1].isalpha() and _OPEN_END.search(line) is not None)
     if first.isupper() or first.isdigit() or first in _QUOTATION_MARKS:
         return line[-1].isalpha() and _OPEN_END.search(line) is not None
     # Scripts without capitals

@@ -15,7 +15,15 @@ from itertools import pairwise
 
 from spec_stack.prefill.long_lines import Size, cut_long
 from spec_stack.prefill.regions import ELSE, find_regions
-from spec_stack.prefill.sentences import SHORTEST_WRAPPED, continues, ends_sentence, is_prose, label_end, sentence_ends
+from spec_stack.prefill.sentences import (
+    SHORTEST_WRAPPED,
+    continues,
+    ends_sentence,
+    is_prose,
+    label_end,
+    sentence_ends,
+    words_with_code,
+)
 from spec_stack.prefill.tables import RULE, find_tables
 from spec_stack.prefill.text_lines import LONGEST_BLOCK, LONGEST_RECORD, Line, runs, split_lines
 
@@ -98,6 +106,8 @@ _STAMP = re.compile("[\\[(]?\\d{1,4}[-:/.]\\d\\d")
 # A pair of a record, such as a header of a letter, and the most of one.
 _PAIR = re.compile("\\*{0,2}([^\\W\\d][\\w ./()-]{0,40}+):\\*{0,2}\\s+\\S")
 _MOST_PAIRS = 16
+# Fewest words of a line of prose with code among them, beside a line without, and beside another one.
+_WORDS_BESIDE_PROSE, _WORDS_ALONE = 4, 8
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,7 @@ def cut_text(text: str, size: Size) -> list[Unit]:
     _find_names(lines)
     _find_documents(lines)
     _find_broken(lines)
+    _find_inline_code(lines)
     units: list[Unit] = []
     unit_of = [0] * len(lines)
     at = 0
@@ -528,22 +539,68 @@ def _last_line(lines: Sequence[Line], at: int) -> int:
     """The last line of the unit or paragraph that begins with a line."""
     if lines[at].last > at or not (lines[at].is_prose or _is_rest(lines[at])):
         return lines[at].last
+    first = at
     while (
         at + 1 < len(lines)
         and not lines[at].is_before_blank
         and lines[at + 1].last == at + 1
-        and lines[at + 1].indent == lines[at].indent
+        and (lines[at + 1].indent == lines[at].indent or (at == first and _is_hanging(lines, at)))
         and not _ITEM.match(lines[at + 1].content)
-        and (lines[at].is_broken or continues(lines[at].content, lines[at + 1].content))
+        and _goes_on_in(lines[at], lines[at + 1], at > first)
         and (lines[at + 1].is_prose or _is_rest(lines[at + 1]))
     ):
         at += 1
     return at
 
 
+def _goes_on_in(line: Line, following: Line, is_inside: bool) -> bool:
+    """Whether a sentence goes on in the next line. is_inside: it began in an earlier one."""
+    if line.is_broken or continues(line.content, following.content):
+        return True
+    is_open = not (ends_sentence(line.content) or _OPENER.search(line.content) or label_end(following.content))
+    is_listed = " " not in line.content or _begin_alike(line, following)
+    return is_inside and is_open and not is_listed and following.content[:1].islower()
+
+
+def _begin_alike(line: Line, following: Line) -> bool:
+    """Whether two lines begin with the same word, as those of a list or a log may."""
+    return line.content.split(maxsplit=1)[:1] == following.content.split(maxsplit=1)[:1]
+
+
+def _is_hanging(lines: Sequence[Line], at: int) -> bool:
+    """Whether the first line of an item or a paragraph goes on in lines of another indentation."""
+    line, following = lines[at], lines[at + 1]
+    is_first = not at or lines[at - 1].is_before_blank
+    return (
+        (following.indent > line.indent or is_first)
+        and len(line.content) >= SHORTEST_WRAPPED
+        and not (_OPENER.search(line.content) or ends_sentence(line.content) or label_end(following.content))
+    )
+
+
+def _find_inline_code(lines: Sequence[Line]) -> None:
+    """A line with code among its words is prose if a long line goes on in it, or it in the next."""
+    found = {at: words_with_code(line.content) for at, line in enumerate(lines) if line.is_text and not line.is_prose}
+    for at in (*found, *reversed(found)):
+        around = [lines[each : each + 2] for each in (at - 1, at) if 0 <= each < len(lines) - 1]
+        lines[at].is_prose = any(
+            found[at] >= (_WORDS_BESIDE_PROSE if first.is_prose or last.is_prose else _WORDS_ALONE)
+            and not first.is_before_blank
+            and len(first.content) >= SHORTEST_WRAPPED
+            and not (_OPENER.search(first.content) or _begin_alike(first, last))
+            and (first.is_broken or continues(first.content, last.content))
+            for first, last in around
+        )
+
+
 def _find_broken(lines: Sequence[Line]) -> None:
     """In a paragraph of which most lines begin with small letters, a long line without a stop goes on in the next."""
-    for start, stop in runs(lines, lambda start, at: lines[at].indent == lines[start].indent):
+
+    def goes_on(start: int, at: int) -> bool:
+        is_second = at == start + 1 and _is_hanging(lines, start)
+        return is_second or lines[at].indent == lines[min(start + 1, at - 1)].indent
+
+    for start, stop in runs(lines, goes_on):
         rest = lines[start + 1 : stop]
         if len(rest) > 1 and 2 * sum(line.content[:1].islower() for line in rest) >= len(rest):
             for line, following in pairwise(lines[start:stop]):

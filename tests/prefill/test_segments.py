@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -167,6 +168,55 @@ def test_what_stands_below_a_heading_needs_it() -> None:
 def test_wrapped_lines_of_one_sentence_are_one_unit() -> None:
     wrapped = "This line of the text is as long as the next\none is, but nobody says that the painter\nAda took\nit.\n"
     assert texts_of([wrapped[at : at + 4] for at in range(0, len(wrapped), 4)]) == [wrapped]
+
+
+# Units by "¦", of lines that are too long together for one.
+FILLER = "Operators announce a closure a week before it begins.¦ " * 9
+WRAPPED = {
+    "an item": f"- {FILLER}Requests of all the regions are\n  never kept when one of them is closed.\n",
+    "a numbered item": f"1. {FILLER}Requests of the regions are not\n   Alpha's own, so the\n   store drops them.\n",
+    "an argument": f"    timeout (float): {FILLER}It is not true that the\n        server waits.\n",
+    "an indented first line": f"   {FILLER}It is wrong to say that the\nserver waits.\n",
+    "a call": f"{FILLER}It is an error that the client\ncalls close() twice, and so the\nserver waits.\n",
+    "an option": f"{FILLER}It is an error that the client\n--flush=no was ever given to\nwaits.\n",
+    "a variable": f"{FILLER}It is wrong that in all of the regions\nx=3 is the default of every client\nthere.\n",
+    "a tag": f"{FILLER}It is an error that the client\nwrites <title> into the page, and so the\nserver waits.\n",
+    "a time": f"{FILLER}It is not true that the backups\nthat begin at 10:00:00 in the night are\nkept.\n",
+    "code in all lines": "A client that calls open() must not be one of the\nowners that "
+    "call go() at once or later in any of\nthe(m).\n",
+    "short lines": "It is not true\nthat the server\nnever waits\nfor them.\n",
+    "a short line": "No pipe of another thread.¦ It is wrong that the\nowner of such a\npipe waits.\n",
+}
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\s*\S+", text)
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_sentence_over_several_lines_is_one_unit(kind: str) -> None:
+    units = [" ".join(unit.split()) for unit in WRAPPED[kind].split("¦")]
+    found = [" ".join(unit.split()) for unit in texts_of(words_of(WRAPPED[kind].replace("¦", "")))]
+    # A label is a unit of its own.
+    assert " ".join(found) == " ".join(units)
+    assert found[len(found) - len(units) + 1 :] == units[1:]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def total_of_prices(prices, with_tax=False):\n¦    assert prices is not None, with_tax\n",
+        "    if prices is None and the_path.exists():\n¦        raise a_value_error\n",
+        "the first of the values that go() returns here:\n¦and the second one of them\n",
+        "from collections.abc import Mapping, Sequence, Callable\nfrom a import b\n¦from c import d\n",
+        "Maxime Rouyrre\nmayeut\n¦mbaluna\n",
+        "level=info the client alpha asks for a page\n¦level=info the client beta asks for a page\n",
+        "the client asked for x=1 of region alpha and got it\n¦the client asked for x=2 of region beta, and not\n",
+        "12:00:01 the client alpha asks for a long page\n¦12:00:02 the client beta asks for a long page\n",
+    ],
+)
+def test_lines_of_code_and_of_logs_are_no_sentence(text: str) -> None:
+    assert texts_of(characters(text.replace("¦", ""))) == text.split("¦")
 
 
 def test_a_fenced_block_has_its_own_sections_and_ends_none_outside() -> None:
