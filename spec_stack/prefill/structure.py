@@ -106,6 +106,7 @@ _STAMP = re.compile("[\\[(]?\\d{1,4}[-:/.]\\d\\d")
 # A pair of a record, such as a header of a letter, and the most of one.
 _PAIR = re.compile("\\*{0,2}([^\\W\\d][\\w ./()-]{0,40}+):\\*{0,2}\\s+\\S")
 _MOST_PAIRS = 16
+_COMMENT = re.compile("(?:#+|//+!?|--|;+|%+)(?=\\s)")
 # Fewest words of a line of prose with code among them, beside a line without, and beside another one.
 _WORDS_BESIDE_PROSE, _WORDS_ALONE = 4, 8
 
@@ -133,6 +134,7 @@ def cut_text(text: str, size: Size) -> list[Unit]:
     _find_blocks(lines, size)
     _find_names(lines)
     _find_documents(lines)
+    _find_comments(lines)
     _find_broken(lines)
     _find_inline_code(lines)
     units: list[Unit] = []
@@ -140,8 +142,7 @@ def cut_text(text: str, size: Size) -> list[Unit]:
     at = 0
     while at < len(lines):
         last = _last_line(lines, at)
-        is_prose = lines[at].last == at and lines[at].is_prose
-        own = [*_units(text, lines[at].start, lines[last].stop, lines[at].head, len(units), is_prose, size)]
+        own = [*_units(text, lines[at], lines[last].stop, len(units), lines[at].last > at, size)]
         # A list needs the last sentence above it.
         head = len(units) + (len(own) - 1 - own[-1].is_break if lines[last].is_lead else 0)
         unit_of[at : last + 1] = [head] * (last + 1 - at)
@@ -537,7 +538,7 @@ def _top(lines: Sequence[Line], at: int, below: int = -1) -> int:
 
 def _last_line(lines: Sequence[Line], at: int) -> int:
     """The last line of the unit or paragraph that begins with a line."""
-    if lines[at].last > at or not (lines[at].is_prose or _is_rest(lines[at])):
+    if lines[at].last > at or not _is_of_text(lines[at]):
         return lines[at].last
     first = at
     while (
@@ -545,9 +546,10 @@ def _last_line(lines: Sequence[Line], at: int) -> int:
         and not lines[at].is_before_blank
         and lines[at + 1].last == at + 1
         and (lines[at + 1].indent == lines[at].indent or (at == first and _is_hanging(lines, at)))
-        and not _ITEM.match(lines[at + 1].content)
+        and lines[at + 1].sign == lines[at].sign
+        and not _ITEM.match(lines[at + 1].words)
         and _goes_on_in(lines[at], lines[at + 1], at > first)
-        and (lines[at + 1].is_prose or _is_rest(lines[at + 1]))
+        and _is_of_text(lines[at + 1])
     ):
         at += 1
     return at
@@ -555,16 +557,18 @@ def _last_line(lines: Sequence[Line], at: int) -> int:
 
 def _goes_on_in(line: Line, following: Line, is_inside: bool) -> bool:
     """Whether a sentence goes on in the next line. is_inside: it began in an earlier one."""
-    if line.is_broken or continues(line.content, following.content):
+    # Of commented settings
+    is_key = line.sign != "" and label_end(following.words) > 0
+    if (line.is_broken or continues(line.words, following.words)) and not is_key:
         return True
-    is_open = not (ends_sentence(line.content) or _OPENER.search(line.content) or label_end(following.content))
-    is_listed = " " not in line.content or _begin_alike(line, following)
-    return is_inside and is_open and not is_listed and following.content[:1].islower()
+    is_open = not (ends_sentence(line.words) or _OPENER.search(line.words) or label_end(following.words))
+    is_listed = " " not in line.words or _begin_alike(line, following)
+    return is_inside and is_open and not is_listed and following.words[:1].islower()
 
 
 def _begin_alike(line: Line, following: Line) -> bool:
     """Whether two lines begin with the same word, as those of a list or a log may."""
-    return line.content.split(maxsplit=1)[:1] == following.content.split(maxsplit=1)[:1]
+    return line.words.split(maxsplit=1)[:1] == following.words.split(maxsplit=1)[:1]
 
 
 def _is_hanging(lines: Sequence[Line], at: int) -> bool:
@@ -573,6 +577,7 @@ def _is_hanging(lines: Sequence[Line], at: int) -> bool:
     is_first = not at or lines[at - 1].is_before_blank
     return (
         (following.indent > line.indent or is_first)
+        and not line.sign
         and len(line.content) >= SHORTEST_WRAPPED
         and not (_OPENER.search(line.content) or ends_sentence(line.content) or label_end(following.content))
     )
@@ -580,15 +585,16 @@ def _is_hanging(lines: Sequence[Line], at: int) -> bool:
 
 def _find_inline_code(lines: Sequence[Line]) -> None:
     """A line with code among its words is prose if a long line goes on in it, or it in the next."""
-    found = {at: words_with_code(line.content) for at, line in enumerate(lines) if line.is_text and not line.is_prose}
+    found = {at: words_with_code(line.words) for at, line in enumerate(lines) if line.is_text and not line.is_wording}
     for at in (*found, *reversed(found)):
         around = [lines[each : each + 2] for each in (at - 1, at) if 0 <= each < len(lines) - 1]
-        lines[at].is_prose = any(
-            found[at] >= (_WORDS_BESIDE_PROSE if first.is_prose or last.is_prose else _WORDS_ALONE)
+        lines[at].is_wording = any(
+            found[at] >= (_WORDS_BESIDE_PROSE if first.is_wording or last.is_wording else _WORDS_ALONE)
+            and first.sign == last.sign
             and not first.is_before_blank
-            and len(first.content) >= SHORTEST_WRAPPED
-            and not (_OPENER.search(first.content) or _begin_alike(first, last))
-            and (first.is_broken or continues(first.content, last.content))
+            and len(first.words) >= SHORTEST_WRAPPED
+            and not (_OPENER.search(first.words) or _begin_alike(first, last))
+            and (first.is_broken or continues(first.words, last.words))
             for first, last in around
         )
 
@@ -598,14 +604,29 @@ def _find_broken(lines: Sequence[Line]) -> None:
 
     def goes_on(start: int, at: int) -> bool:
         is_second = at == start + 1 and _is_hanging(lines, start)
-        return is_second or lines[at].indent == lines[min(start + 1, at - 1)].indent
+        before = lines[min(start + 1, at - 1)]
+        return is_second or (lines[at].indent == before.indent and lines[at].sign == before.sign)
 
     for start, stop in runs(lines, goes_on):
         rest = lines[start + 1 : stop]
-        if len(rest) > 1 and 2 * sum(line.content[:1].islower() for line in rest) >= len(rest):
+        if len(rest) > 1 and 2 * sum(line.words[:1].islower() for line in rest) >= len(rest):
             for line, following in pairwise(lines[start:stop]):
-                is_long = len(line.content) >= SHORTEST_WRAPPED and not ends_sentence(line.content)
-                line.is_broken = is_long and not (line.is_lead or label_end(following.content))
+                is_long = len(line.words) >= SHORTEST_WRAPPED and not ends_sentence(line.words)
+                line.is_broken = is_long and not (line.is_lead or label_end(following.words))
+
+
+def _find_comments(lines: Sequence[Line]) -> None:
+    """The signs of comments, and of the lines of one in C."""
+    is_inside = False
+    for line in lines:
+        sign = _COMMENT.match(line.content) if line.is_text else None
+        line.sign = sign[0] if sign else "*" * (is_inside and line.content.startswith("* "))
+        is_inside = "*/" not in line.content and (is_inside or line.content.startswith("/*"))
+
+
+def _is_of_text(line: Line) -> bool:
+    """Whether a line may be of a paragraph or of a comment over several lines."""
+    return line.is_wording or _is_rest(line)
 
 
 def _is_rest(line: Line) -> bool:
@@ -613,13 +634,16 @@ def _is_rest(line: Line) -> bool:
     return line.is_text and _COUNTED.match(line.content) is not None and is_prose(f"x {line.content}")
 
 
-def _units(text: str, start: int, stop: int, head: int, index: int, is_prose: bool, size: Size) -> Iterator[Unit]:
-    """The units of a line, block or paragraph, the first one of this index. A head is a line's index, or -2 less a
-    unit's."""
-    content = text[start:stop].rstrip()
+def _units(text: str, line: Line, stop: int, index: int, is_block: bool, size: Size) -> Iterator[Unit]:
+    """The units of a line, or of the block or paragraph that it begins, the first one of this index. A head is a line's
+    index, or -2 less a unit's."""
+    start, head, content = line.start, line.head, text[line.start : stop].rstrip()
     end = start + len(content)
-    ends = [start + at for at in sentence_ends(content)] if is_prose else []
-    label = start + label_end(content) if ends and label_end(content) < ends[0] - start else start
+    # A comment is cut into sentences if it is longer than a unit.
+    is_text = line.is_prose or (line.is_wording and (not line.sign or size(start, stop) > LONGEST_UNIT))
+    ends = [start + at for at in sentence_ends(content)] if is_text and not is_block else []
+    label_stop = content.index(line.sign) + len(line.sign) if line.sign else label_end(content)
+    label = start + label_stop if ends and label_stop < ends[0] - start else start
     spans = pairwise([label, *ends, end if ends else stop])
     parts = [part for span in spans for part in cut_long(text, *span, size, LONGEST_UNIT)]
     if len(parts) > 1:

@@ -25,7 +25,7 @@ _MOST_LINES_OF_ROW = 8
 class Line:
     """A line with the breaks that end it. content: without blanks at both ends. last: index of the last line that is
     joined to it. head: index of the line that it needs, or -1. is_text: it may hold sentences. is_lead: it speaks of
-    the list below it. is_broken: its last sentence goes on in the next line."""
+    the list below it. is_broken: its last sentence goes on in the next line. sign: what a comment begins with."""
 
     start: int
     stop: int
@@ -37,10 +37,21 @@ class Line:
     is_text: bool = True
     is_lead: bool = False
     is_broken: bool = False
+    sign: str = ""
 
     @cached_property
     def is_prose(self) -> bool:
         return self.is_text and is_prose(self.content)
+
+    @cached_property
+    def is_wording(self) -> bool:
+        """Whether the line is prose, or a comment in prose."""
+        return self.is_text and is_prose(self.words)
+
+    @property
+    def words(self) -> str:
+        """The content, of a comment without its sign."""
+        return self.content[len(self.sign) :].lstrip()
 
 
 def runs(lines: Sequence[Line], goes_on: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:

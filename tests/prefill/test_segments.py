@@ -184,13 +184,29 @@ WRAPPED = {
     "a time": f"{FILLER}It is not true that the backups\nthat begin at 10:00:00 in the night are\nkept.\n",
     "code in all lines": "A client that calls open() must not be one of the\nowners that "
     "call go() at once or later in any of\nthe(m).\n",
+    "a comment": "x = 1\n¦# It is not true that\n# Alpha waits for it.\n¦# The end.\n¦x = 2\n",
+    "a comment of C": "x();\n¦// It is not true that\n// Alpha waits for x.\n¦y();\n",
+    "a block of C": f"/**\n¦ *¦ {FILLER}It is not true that\n * Alpha waits for a call of x().\n¦ */\n",
+    "a comment of SQL": "-- It is not true of any of the clients that are here\n-- Alpha waits for one.\n¦SELECT 1;\n",
     "short lines": "It is not true\nthat the server\nnever waits\nfor them.\n",
     "a short line": "No pipe of another thread.¦ It is wrong that the\nowner of such a\npipe waits.\n",
 }
 
 
 def words_of(text: str) -> list[str]:
-    return re.findall(r"\s*\S+", text)
+    return re.findall(r"\s+|\S+", text)
+
+
+def test_a_comment_that_is_too_long_for_a_unit_is_cut_into_sentences_with_its_sign() -> None:
+    text = "".join(f"# Client number {n} never\n# pays for a thing. It is of\n" for n in range(20))
+    lines, pieces = find_lines(words_of(text)), words_of(text)
+    units = ["".join(pieces[start:stop]) for start, stop in itertools.pairwise(lines.borders)]
+    assert units[:3] == [
+        "#",
+        " Client number 0 never\n# pays for a thing.",
+        " It is of\n# Client number 1 never\n# pays for a thing.",
+    ]
+    assert (lines.heads[0], {*lines.heads[1:-1]}, lines.heads[-1]) == (len(units) - 1, {0}, -1)
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
@@ -208,6 +224,9 @@ def test_a_sentence_over_several_lines_is_one_unit(kind: str) -> None:
         "def total_of_prices(prices, with_tax=False):\n¦    assert prices is not None, with_tax\n",
         "    if prices is None and the_path.exists():\n¦        raise a_value_error\n",
         "the first of the values that go() returns here:\n¦and the second one of them\n",
+        "# listen on all of the addresses of this host: 80\n¦# name: alpha\n",
+        "# pears\n¦# apples\n¦# - apples of the first kind, of which there are\n¦# - others\n",
+        "// the first value that is there\n¦# the second\n",
         "from collections.abc import Mapping, Sequence, Callable\nfrom a import b\n¦from c import d\n",
         "Maxime Rouyrre\nmayeut\n¦mbaluna\n",
         "level=info the client alpha asks for a page\n¦level=info the client beta asks for a page\n",
