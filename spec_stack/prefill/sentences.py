@@ -54,6 +54,7 @@ _INLINE_CODE = re.compile(
     "`[^`]{1,120}`|(?<![\\w.:>-])\\w[\\w.:>-]{0,80}+\\(\\)|(?<!\\S)(?:--?|[$@])?[\\w.-]{1,80}=\\S{0,80}|(?<!\\S)(?:--?|[$@])\\w\\S{0,80}|"
     "</?\\w[^<>]{0,80}>|\\b\\d{1,2}:\\d\\d:\\d\\d\\b|\\\\\\w{1,20}|\\{\\}"
 )
+_STARTS_WITH_CODE = re.compile("[`<$]\\w|--?\\w")
 _WORD = re.compile("(?<!\\S)[^\\W\\d_][^\\W\\d_'’-]*[,;:.!?]?(?!\\S)")
 _LISTED = "(?:(?:[-*+\u2022\u00b7]|>{1,8}|\\[[^\\[\\]\\n]{1,40}\\])[^\\S\\n]+|\\(?\\d{1,3}[.)][^\\S\\n]+)"
 _NAMED = "\\*{0,2}(?:[^\\W\\d][\\w.-]*|[A-Z][\\w.'-]*(?: [A-Z0-9][\\w.'-]*){1,3})\\*{0,2}:\\*{0,2}(?=\\s)"
@@ -76,10 +77,10 @@ def is_prose(line: str) -> bool:
 
 
 def words_with_code(line: str) -> int:
-    """How many words a line has that is prose but for code among them; 0 for another line."""
+    """How many words and stops a line has that is prose but for code among them; 0 for another line."""
     words = _INLINE_CODE.sub(" ", line)
     is_words = words != line and is_prose(words)
-    return len(_WORD.findall(_MARKS.sub(_without_quotes, words))) if is_words else 0
+    return len(_WORD.findall(_MARKS.sub(_without_quotes, words))) + ends_sentence(line) if is_words else 0
 
 
 def _without_quotes(match: re.Match[str]) -> str:
@@ -115,6 +116,7 @@ def continues(line: str, following: str) -> bool:
         return (
             first.islower()
             or (first.isdigit() and not line.lstrip()[0].isdigit())
+            or (_STARTS_WITH_CODE.match(following) is not None and line.lstrip()[0] != first)
             or _OPEN_END.search(line) is not None
         )
     return not label_end(f"{following} ") and line[-1] not in ":\uff1a" and _is_broken(line, following)

@@ -33,6 +33,7 @@ LONGEST_HEAD = 48
 """Most tokens of a head; a longer one is not kept for others."""
 
 _OPENERS = ("{", "[", "(")
+_ENDS_OF_LEADS = (*_OPENERS, ":", "\uff1a")
 # The first line of a record, which the next one names.
 _UNNAMED = re.compile("(?:- )?[\\[({]+|<\\w[^<>]{0,80}>")
 _CLOSER = re.compile("[)\\]}]|</|(?:end|fi|done|esac)\\b")
@@ -108,7 +109,7 @@ _PAIR = re.compile("\\*{0,2}([^\\W\\d][\\w ./()-]{0,40}+):\\*{0,2}\\s+\\S")
 _MOST_PAIRS = 16
 _COMMENT = re.compile("(?:#+|//+!?|--|;+|%+)(?=\\s)")
 # Fewest words of a line of prose with code among them, beside a line without, and beside another one.
-_WORDS_BESIDE_PROSE, _WORDS_ALONE = 4, 8
+_WORDS_BESIDE_PROSE, _WORDS_ALONE = 2, 8
 
 
 @dataclass(frozen=True)
@@ -561,14 +562,15 @@ def _goes_on_in(line: Line, following: Line, is_inside: bool) -> bool:
     is_key = line.sign != "" and label_end(following.words) > 0
     if (line.is_broken or continues(line.words, following.words)) and not is_key:
         return True
-    is_open = not (ends_sentence(line.words) or _OPENER.search(line.words) or label_end(following.words))
+    is_open = not (ends_sentence(line.words) or line.words.endswith(_ENDS_OF_LEADS) or label_end(following.words))
     is_listed = " " not in line.words or _begin_alike(line, following)
     return is_inside and is_open and not is_listed and following.words[:1].islower()
 
 
 def _begin_alike(line: Line, following: Line) -> bool:
     """Whether two lines begin with the same word, as those of a list or a log may."""
-    return line.words.split(maxsplit=1)[:1] == following.words.split(maxsplit=1)[:1]
+    first, second = (each.words.lstrip("> ").split(maxsplit=1)[:1] for each in (line, following))
+    return first == second
 
 
 def _is_hanging(lines: Sequence[Line], at: int) -> bool:
@@ -579,7 +581,7 @@ def _is_hanging(lines: Sequence[Line], at: int) -> bool:
         (following.indent > line.indent or is_first)
         and not line.sign
         and len(line.content) >= SHORTEST_WRAPPED
-        and not (_OPENER.search(line.content) or ends_sentence(line.content) or label_end(following.content))
+        and not (ends_sentence(line.content) or line.content.endswith(_ENDS_OF_LEADS) or label_end(following.content))
     )
 
 
@@ -593,7 +595,7 @@ def _find_inline_code(lines: Sequence[Line]) -> None:
             and first.sign == last.sign
             and not first.is_before_blank
             and len(first.words) >= SHORTEST_WRAPPED
-            and not (_OPENER.search(first.words) or _begin_alike(first, last))
+            and not (first.words.endswith(_ENDS_OF_LEADS) or _begin_alike(first, last))
             and (first.is_broken or continues(first.words, last.words))
             for first, last in around
         )

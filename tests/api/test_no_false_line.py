@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import textwrap
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -232,3 +233,51 @@ def test_the_pruner_writes_no_false_line(kind: str, pruner: Pruner) -> None:
 @pytest.fixture(scope="module")
 def pruner() -> Pruner:
     return Pruner.from_pretrained(device="cpu")
+
+
+FORMS = {
+    "paragraph": ("", "", 78),
+    "item": ("- ", "  ", 76),
+    "number": ("12. ", "    ", 88),
+    "deep item": ("      * ", "        ", 72),
+    "argument": ("        timeout (float): ", "            ", 100),
+    "field": (":param timeout: ", "    ", 80),
+    "indented first line": ("    ", "", 66),
+    "quote": ("> ", "> ", 72),
+    "comment": ("# ", "# ", 79),
+    "indented comment": ("        # ", "        # ", 79),
+    "comment of C": ("    // ", "    // ", 96),
+    "comment of SQL": ("-- ", "-- ", 70),
+    "doc comment": ("/// ", "/// ", 100),
+}
+
+
+def wrapped(form: str, rng: random.Random) -> tuple[str, list[list[str]]]:
+    """Paragraphs of one form, broken between any words, and the words of every sentence, which no other has."""
+    first, others, width = FORMS[form]
+    names = map("".join, itertools.product("bdfgklmnprstvz", "aeiou", "bdfgklmnprstvz", "aeiou", "lnrst"))
+    paragraphs, sentences = [], []
+    for _ in range(12):
+        own = [[next(names) for _ in range(rng.randrange(6, 16))] for _ in range(rng.randrange(2, 7))]
+        coded = [
+            [rng.choice((*["{}"] * 95, "{}()", "--{}", "{}=3", "`{}`", "<{}>")).format(word) for word in words]
+            for words in own
+        ]
+        text = " ".join(
+            f"{words[0].capitalize()} {' '.join(rest)} ends." for words, (_, *rest) in zip(own, coded, strict=True)
+        )
+        paragraphs.append(
+            textwrap.fill(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+        )
+        sentences += own
+    return "\n\n".join(paragraphs) + "\n", sentences
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sentence_over_several_lines_is_kept_whole_or_not_at_all(form: str) -> None:
+    for seed in range(6):
+        text, sentences = wrapped(form, random.Random(f"{form}/{seed}"))
+        for keep_rate in RATES:
+            for kept in kept_at(text, keep_rate, seed)[:2]:
+                parts = [[word for word in words if word in kept.lower()] for words in sentences]
+                assert [own for own, words in zip(parts, sentences, strict=True) if own and own != words] == []
