@@ -43,7 +43,7 @@ def find_regions(lines: Sequence[Line], size: Size) -> dict[int, int]:
             if closer != "*/" or 2 * sum(inner.content.endswith((";", "}")) for inner in inside[1:]) >= len(inside) - 1:
                 regions[opened] = at
                 for inner in inside:
-                    inner.is_text = False
+                    inner.is_text, inner.is_inside = False, True
                 if size(inside[0].start, line.stop) <= (LONGEST_RECORD if closer == _FENCE else LONGEST_BLOCK):
                     del regions[opened]
                     inside[0].last = at

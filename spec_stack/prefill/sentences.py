@@ -49,12 +49,14 @@ _TEMPLATE = re.compile("<\\|[^\\s<>]{1,40}+>|</?s>|</?\\w{1,20}_of_\\w{1,20}>")
 _NO_PROSE = re.compile(
     "[=<>{}|\\\\\\t]|\\w\\((?!e?s\\))|;\\s*\\Z|\\d:\\d\\d:\\d\\d|\\A\\s*(?:#|//|--|/\\*|%|;|@|\\$|[\\[\\d])|\\A\\s*\\S+:\\d+:"
 )
-# Code among words: in backticks, a call, an option, a variable, a tag, a time, an escape.
+# Code among words: in backticks, a call, an option, a variable, a tag, a time, an escape, an operator, an address.
 _INLINE_CODE = re.compile(
     "`[^`]{1,120}`|(?<![\\w.:>-])\\w[\\w.:>-]{0,80}+\\(\\)|(?<!\\S)(?:--?|[$@])?[\\w.-]{1,80}=\\S{0,80}|(?<!\\S)(?:--?|[$@])\\w\\S{0,80}|"
-    "</?\\w[^<>]{0,80}>|\\b\\d{1,2}:\\d\\d:\\d\\d\\b|\\\\\\w{1,20}|\\{\\}"
+    "</?\\w[^<>]{0,80}>|\\b\\d{1,2}:\\d\\d:\\d\\d\\b|\\\\\\w{1,20}|\\{\\}|"
+    "(?<=\\s)(?:[=!<>]=|[<>|]|[-=]>)(?=\\s)|(?<!\\S)\\$[^$\\s][^$]{0,60}\\$|https?://\\S{1,200}"
 )
 _STARTS_WITH_CODE = re.compile("[`<$]\\w|--?\\w")
+_WORDS_OF_STOP = 3
 _WORD = re.compile("(?<!\\S)[^\\W\\d_][^\\W\\d_'’-]*[,;:.!?]?(?!\\S)")
 _LISTED = "(?:(?:[-*+\u2022\u00b7]|>{1,8}|\\[[^\\[\\]\\n]{1,40}\\])[^\\S\\n]+|\\(?\\d{1,3}[.)][^\\S\\n]+)"
 _NAMED = "\\*{0,2}(?:[^\\W\\d][\\w.-]*|[A-Z][\\w.'-]*(?: [A-Z0-9][\\w.'-]*){1,3})\\*{0,2}:\\*{0,2}(?=\\s)"
@@ -66,7 +68,7 @@ _OPEN_END = re.compile(
 )
 SHORTEST_WRAPPED = 40
 _LETTER = re.compile("[^\\W\\d_]")
-_QUOTATION_MARKS = ('"', "'", "\u201c", "\u2018", "\u00ab")
+_QUOTATION_MARKS = ("`", "(", '"', "'", "\u201c", "\u2018", "\u00ab")
 _QUOTATION = re.compile("(?:>\\s?)++")
 
 
@@ -77,10 +79,12 @@ def is_prose(line: str) -> bool:
 
 
 def words_with_code(line: str) -> int:
-    """How many words and stops a line has that is prose but for code among them; 0 for another line."""
+    """How many words a line has that is prose but for code among them, a stop as some; 0 for another line."""
     words = _INLINE_CODE.sub(" ", line)
     is_words = words != line and is_prose(words)
-    return len(_WORD.findall(_MARKS.sub(_without_quotes, words))) + ends_sentence(line) if is_words else 0
+    return (
+        len(_WORD.findall(_MARKS.sub(_without_quotes, words))) + _WORDS_OF_STOP * ends_sentence(line) if is_words else 0
+    )
 
 
 def _without_quotes(match: re.Match[str]) -> str:
@@ -106,7 +110,7 @@ def continues(line: str, following: str) -> bool:
     line, following = line.rstrip(), following.strip()
     quotation = _QUOTATION.match(following)
     if quotation and line.startswith(quotation[0].strip()):
-        following = following[quotation.end() :]
+        following = following[quotation.end() :].lstrip()
     first, is_short = following[:1], len(line.strip()) < SHORTEST_WRAPPED
     if ends_sentence(line):
         return not is_short and not any(

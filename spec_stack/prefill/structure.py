@@ -107,9 +107,11 @@ _STAMP = re.compile("[\\[(]?\\d{1,4}[-:/.]\\d\\d")
 # A pair of a record, such as a header of a letter, and the most of one.
 _PAIR = re.compile("\\*{0,2}([^\\W\\d][\\w ./()-]{0,40}+):\\*{0,2}\\s+\\S")
 _MOST_PAIRS = 16
-_COMMENT = re.compile("(?:#+|//+!?|--|;+|%+)(?=\\s)")
+_COMMENT = re.compile("(?:#+(?!\\s*(?:define|undef|ifn?def|endif|pragma|include)\\b)|//+!?|--|;+|%+)(?=\\s)")
 # Fewest words of a line of prose with code among them, beside a line without, and beside another one.
-_WORDS_BESIDE_PROSE, _WORDS_ALONE = 2, 8
+_WORDS_BESIDE_PROSE, _WORDS_ALONE = 4, 8
+# The first of two lines that are a filled paragraph has so many characters.
+_LONG_LINE = 60
 
 
 @dataclass(frozen=True)
@@ -587,7 +589,7 @@ def _is_hanging(lines: Sequence[Line], at: int) -> bool:
 
 def _find_inline_code(lines: Sequence[Line]) -> None:
     """A line with code among its words is prose if a long line goes on in it, or it in the next."""
-    found = {at: words_with_code(line.words) for at, line in enumerate(lines) if line.is_text and not line.is_wording}
+    found = {at: words_with_code(line.words) for at, line in enumerate(lines) if line.has_words and not line.is_wording}
     for at in (*found, *reversed(found)):
         around = [lines[each : each + 2] for each in (at - 1, at) if 0 <= each < len(lines) - 1]
         lines[at].is_wording = any(
@@ -602,7 +604,8 @@ def _find_inline_code(lines: Sequence[Line]) -> None:
 
 
 def _find_broken(lines: Sequence[Line]) -> None:
-    """In a paragraph of which most lines begin with small letters, a long line without a stop goes on in the next."""
+    """In a paragraph of which most lines begin with small letters, or which is filled, a long line without a stop goes
+    on in the next."""
 
     def goes_on(start: int, at: int) -> bool:
         is_second = at == start + 1 and _is_hanging(lines, start)
@@ -611,17 +614,29 @@ def _find_broken(lines: Sequence[Line]) -> None:
 
     for start, stop in runs(lines, goes_on):
         rest = lines[start + 1 : stop]
-        if len(rest) > 1 and 2 * sum(line.words[:1].islower() for line in rest) >= len(rest):
+        is_small = len(rest) > 1 and 2 * sum(line.words[:1].islower() for line in rest) >= len(rest)
+        if is_small or _is_filled(lines[start:stop]):
             for line, following in pairwise(lines[start:stop]):
                 is_long = len(line.words) >= SHORTEST_WRAPPED and not ends_sentence(line.words)
                 line.is_broken = is_long and not (line.is_lead or label_end(following.words))
+
+
+def _is_filled(lines: Sequence[Line]) -> bool:
+    """Whether no line of a paragraph had room for the next one's first word, and the last line ends with a stop."""
+    if len(lines) < 2 or not ends_sentence(lines[-1].words) or lines[0].words[:1] == "<":
+        return False
+    longest = max(len(line.words) for line in lines)
+    firsts = ["".join(line.words.split(maxsplit=1)[:1]) for line in lines[1:]]
+    is_filled = all(len(f"{line.words} {first}") > longest for line, first in zip(lines[:-1], firsts, strict=True))
+    # Of two lines the first is the longest as often as not.
+    return is_filled and (len(lines) > 2 or longest >= _LONG_LINE)
 
 
 def _find_comments(lines: Sequence[Line]) -> None:
     """The signs of comments, and of the lines of one in C."""
     is_inside = False
     for line in lines:
-        sign = _COMMENT.match(line.content) if line.is_text else None
+        sign = _COMMENT.match(line.content) if line.has_words else None
         line.sign = sign[0] if sign else "*" * (is_inside and line.content.startswith("* "))
         is_inside = "*/" not in line.content and (is_inside or line.content.startswith("/*"))
 
@@ -633,7 +648,7 @@ def _is_of_text(line: Line) -> bool:
 
 def _is_rest(line: Line) -> bool:
     """Whether a line that begins with a number may be of a paragraph."""
-    return line.is_text and _COUNTED.match(line.content) is not None and is_prose(f"x {line.content}")
+    return line.has_words and _COUNTED.match(line.words) is not None and is_prose(f"x {line.words}")
 
 
 def _units(text: str, line: Line, stop: int, index: int, is_block: bool, size: Size) -> Iterator[Unit]:
@@ -642,7 +657,8 @@ def _units(text: str, line: Line, stop: int, index: int, is_block: bool, size: S
     start, head, content = line.start, line.head, text[line.start : stop].rstrip()
     end = start + len(content)
     # A comment is cut into sentences if it is longer than a unit.
-    is_text = line.is_prose or (line.is_wording and (not line.sign or size(start, stop) > LONGEST_UNIT))
+    is_plain = line.is_text and not line.sign
+    is_text = line.is_prose or (line.is_wording and (is_plain or size(start, stop) > LONGEST_UNIT))
     ends = [start + at for at in sentence_ends(content)] if is_text and not is_block else []
     label_stop = content.index(line.sign) + len(line.sign) if line.sign else label_end(content)
     label = start + label_stop if ends and label_stop < ends[0] - start else start

@@ -16,6 +16,8 @@ RULE = re.compile(
 )
 _QUOTED = re.compile('"[^"]*+"')
 _NO_CELLS = re.compile("[(){}\\[\\]<>=]|, ")
+# A comment of assembler, Lisp or INI is no row.
+_COMMENT = re.compile(";+\\s")
 _WIDE_BLANK = re.compile("\\S\\s{2,}+(?=\\S)")
 # Names of columns in a first row without a rule below it.
 _NAMES = re.compile("[^\\W\\d][^\\d(){}\\[\\]=<>]*+")
@@ -44,7 +46,7 @@ def find_tables(lines: Sequence[Line], size: Size) -> None:
 def _grid(line: Line) -> str:
     """What separates the cells of a line, and how often; empty for no row."""
     content = line.content
-    if not line.is_text or content[:1] in ("{", "<"):
+    if not line.is_text or content[:1] in ("{", "<") or _COMMENT.match(content):
         return ""
     # Rows of LaTeX
     if (content[:1] == "\\" and RULE.fullmatch(content)) or ("&" in content and _END_OF_ROW.search(content[-40:])):

@@ -19,13 +19,15 @@ _LINE = re.compile(f"[^\\n\\r\\u2028\\u2029]*+{_BREAK}?(?:[^\\S\\n\\r\\u2028\\u2
 # A cell in quotes may hold line breaks.
 _OPEN_CELL = re.compile('[,;\\t]"')
 _MOST_LINES_OF_ROW = 8
+_QUOTATION = re.compile("\\s*(?:>\\s?)*+")
 
 
 @dataclass
 class Line:
     """A line with the breaks that end it. content: without blanks at both ends. last: index of the last line that is
     joined to it. head: index of the line that it needs, or -1. is_text: it may hold sentences. is_lead: it speaks of
-    the list below it. is_broken: its last sentence goes on in the next line. sign: what a comment begins with."""
+    the list below it. is_broken: its last sentence goes on in the next line. is_inside: of a region. sign: what a
+    comment begins with."""
 
     start: int
     stop: int
@@ -37,6 +39,7 @@ class Line:
     is_text: bool = True
     is_lead: bool = False
     is_broken: bool = False
+    is_inside: bool = False
     sign: str = ""
 
     @cached_property
@@ -46,12 +49,17 @@ class Line:
     @cached_property
     def is_wording(self) -> bool:
         """Whether the line is prose, or a comment in prose."""
-        return self.is_text and is_prose(self.words)
+        return self.has_words and is_prose(self.words)
+
+    @property
+    def has_words(self) -> bool:
+        """Whether a sentence of the line may go on in another one."""
+        return self.is_text or self.is_inside
 
     @property
     def words(self) -> str:
-        """The content, of a comment without its sign."""
-        return self.content[len(self.sign) :].lstrip()
+        """The content without the signs of a comment or a quotation."""
+        return _QUOTATION.sub("", self.content[len(self.sign) :], count=1).lstrip() or self.content
 
 
 def runs(lines: Sequence[Line], goes_on: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
