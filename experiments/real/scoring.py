@@ -28,6 +28,7 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.calibration import Calibration
 from spec_stack.prefill.prompt_text import PromptText
+from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.registry import make_rule, needs_attention
 from spec_stack.prefill.rule import ScoringInputs
 from spec_stack.prefill.scoring import run_draft
@@ -149,7 +150,8 @@ class Ranked:
     def kept(self, keep_rate: float) -> set[int]:
         """The tokens that are kept at such a share."""
         protected = {at for start, stop in self.encoded.text.kept for at in range(start, stop)}
-        return self.segments.chosen(self.scores, self.config, keep_rate, protected) | protected
+        asking = find_candidates(self.encoded.text).asking_tokens
+        return self.segments.chosen(self.scores, self.config, keep_rate, protected, asking) | protected
 
 
 def calibrated(path: Path) -> PrefillConfig:

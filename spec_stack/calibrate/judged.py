@@ -81,7 +81,8 @@ def judge(pair: ModelPair, draft_cache: CachedModel, prompt: EncodedHaystack) ->
     evidence = replace(inputs, attention=look)
     by_head = look.by_head(BY_HEAD)
     is_protected = _marked(segments, prompt.text.kept)
-    ends = segments.ends(BY_HEAD, {at for span in prompt.text.kept for at in range(*span)})
+    free = {at for span in prompt.text.kept for at in range(*span)}
+    ends = segments.ends(BY_HEAD, free, evidence.candidates.asking_tokens)
     is_paid_end = _marked(segments, [(at, at + 1) for at in ends]) & ~is_protected
     is_free = is_protected | is_paid_end
     wanted = _marked(segments, prompt.spans)

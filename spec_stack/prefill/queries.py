@@ -60,6 +60,11 @@ class Candidates:
         return self.segments[: self.num_repeated]
 
     @property
+    def asking_tokens(self) -> set[int]:
+        """The tokens of the segments that ask."""
+        return {at for segment, asks in zip(self.segments, self.asks, strict=True) if asks for at in range(*segment)}
+
+    @property
     def question(self) -> list[Span]:
         """The segments that ask with a question mark, or where none does those that ask."""
         flags = self.is_marked if any(self.is_marked) else self.asks

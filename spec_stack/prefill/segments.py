@@ -58,7 +58,8 @@ class Segments:
     def mean_importance(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
         """Score of every segment (num_segments,) by the importance of the tokens (num_tokens,).
 
-        Forced tokens count 0: the first ones are attention sinks and would carry their line.
+        Forced tokens count 0: the first ones are attention sinks and would carry their line. Means of the others alone
+        lose more: they raise lines that only reach into the ends (experiments/LOG.md, "How to answer").
         """
         first, last = config.forced_tokens
         inside = torch.zeros_like(importance)
@@ -66,30 +67,44 @@ class Segments:
         inside[inner] = importance[inner]
         return self.means(inside)
 
-    def ends(self, config: PrefillConfig, free: Collection[int] = ()) -> set[int]:
+    def ends(self, config: PrefillConfig, free: Collection[int] = (), asking: Collection[int] = ()) -> set[int]:
         """The tokens that are kept whatever their scores: the segments that lie within keep_first and keep_last, with
         their heads. Half a line may say the opposite of the whole one.
 
-        Labels in front are kept as heads alone: what they are labels of may be dropped. free: as for `chosen`; the last
-        segment that is not free is an end, however long: a chat's template stands behind its request.
+        Labels in front are kept as heads alone: what they are labels of may be dropped. free: as for `chosen`; they
+        do not count in keep_last, since a chat's template stands behind its request. The last segment that is not free
+        is an end, however long. asking: tokens; a segment that holds one of them and reaches into keep_last is an end,
+        since it may say how to answer.
         """
         first, last = config.forced_tokens
+        free, asking = {*free}, {*asking}
         texts: Sequence[int] = [at for at in range(len(self)) if at not in self._labels] or range(len(self))
         front = [at for at in texts if self.borders[at + 1] <= first]
-        paid = (at for at in reversed(texts) if not all(each in free for each in range(*self.borders[at : at + 2])))
-        back = min(bisect_left(self.borders, self.num_tokens - last), next(paid, len(self) - 1))
+        paid = [at for at in range(self.num_tokens) if at not in free] or [self.num_tokens - 1]
+        behind = paid[max(0, len(paid) - last)] if last else self.num_tokens
+
+        def is_end(segment: int) -> bool:
+            start, stop = self.borders[segment], self.borders[segment + 1]
+            return start >= behind or stop > paid[-1] or (stop > behind and not asking.isdisjoint(range(start, stop)))
+
+        back = next((at for at in texts if is_end(at)), len(self))
         return self.with_heads([*front, *range(back, len(self))]) if len(self) else set()
 
     def chosen(
-        self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
+        self,
+        scores: torch.Tensor,
+        config: PrefillConfig,
+        keep_rate: float,
+        free: Collection[int] = (),
+        asking: Collection[int] = (),
     ) -> set[int]:
         """The kept tokens by scores (num_segments,); ties go to the earlier segment.
 
         At most ceil(keep_rate · num_tokens) tokens, those of `ends` included; segments that do not fit, with their
-        heads, are skipped. free: tokens that are kept anyway, at no cost, even at the ends.
+        heads, are skipped. free: tokens that are kept anyway, at no cost, even at the ends. asking: as for `ends`.
         """
         num_tokens, free = self.num_tokens, {*free}
-        kept = self.ends(config, free)
+        kept = self.ends(config, free, asking)
         left = max(math.ceil(keep_rate * num_tokens - _ROUNDING) - len(kept.difference(free)), 0)
         paid = bytearray(num_tokens)
         for position in (*kept, *(at for at in free if 0 <= at < num_tokens)):
@@ -139,7 +154,12 @@ class ChunkSegments(Segments):
         return self.means(importance)
 
     def chosen(
-        self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
+        self,
+        scores: torch.Tensor,
+        config: PrefillConfig,
+        keep_rate: float,
+        free: Collection[int] = (),
+        asking: Collection[int] = (),
     ) -> set[int]:
         """ceil(keep_rate · num_chunks) chunks, the forced ends among them; free tokens are added."""
         forced = self._forced(config)
@@ -148,8 +168,8 @@ class ChunkSegments(Segments):
         best = [chunk for chunk in ranked if chunk not in forced][: budget - len(forced)]
         return self.with_heads([*forced, *best])
 
-    def ends(self, config: PrefillConfig, free: Collection[int] = ()) -> set[int]:
-        """The tokens of the forced chunks, whatever is free."""
+    def ends(self, config: PrefillConfig, free: Collection[int] = (), asking: Collection[int] = ()) -> set[int]:
+        """The tokens of the forced chunks, whatever is free or asks."""
         return self.with_heads(self._forced(config))
 
     def _forced(self, config: PrefillConfig) -> set[int]:

@@ -25,7 +25,8 @@ def select(inputs: ScoringInputs, config: PrefillConfig) -> Selection:
             f"{len(segments)} segments"
         )
     anyway = {at for start, stop in inputs.text.kept for at in range(start, stop)}
-    positions = sorted(segments.chosen(scores, config, config.rate_for(num_tokens), anyway) | anyway)
+    asking = inputs.candidates.asking_tokens
+    positions = sorted(segments.chosen(scores, config, config.rate_for(num_tokens), anyway, asking) | anyway)
     if inputs.observer is not None:
-        inputs.observer.chosen(segments, scores, positions, segments.ends(config, anyway), anyway)
+        inputs.observer.chosen(segments, scores, positions, segments.ends(config, anyway, asking), anyway)
     return Selection([prompt_ids[position] for position in positions], positions, num_tokens)

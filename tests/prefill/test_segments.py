@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -468,7 +469,7 @@ def test_kept_lines_are_whole_within_the_budget_with_both_ends_and_what_is_prote
     )
     evidence = ScoringInputs(PromptText(range(num_tokens), pieces, protected=protected), importance=importance)
     positions = list(select(evidence, config).positions)
-    lines = find_lines(pieces)
+    lines, asking = find_lines(pieces), evidence.candidates.asking_tokens
     assert positions == reference_segments.selected(
         importance.double().tolist(),
         lines.borders,
@@ -478,10 +479,11 @@ def test_kept_lines_are_whole_within_the_budget_with_both_ends_and_what_is_prote
         3 * keep_first,
         3 * keep_last,
         protected,
+        asking=asking,
     )
     segments = make_segments(num_tokens, pieces, config)
     free = {at for start, stop in protected for at in range(start, min(stop, num_tokens))}
-    forced = segments.ends(config, free)
+    forced = segments.ends(config, free, asking)
     assert forced | free <= set(positions)
     assert len(set(positions) - free) <= max(len(forced - free), math.ceil(keep_rate * num_tokens - 1e-9))
     for start, stop in segments:
@@ -514,17 +516,24 @@ def test_the_ends_are_whole_lines_and_a_long_request_before_a_template_is_one_of
     template = {*range(borders[1]), *range(borders[5] - 8, borders[6])}
     segments = Segments(borders, heads=[-1, -1, 1, 1, -1, -1], labels={1})
 
-    def ends(keep_first: int, keep_last: int, free: set[int]) -> list[int]:
-        kept = segments.ends(PrefillConfig(chunk_size=1, keep_first=keep_first, keep_last=keep_last), free)
+    def ends(keep_first: int, keep_last: int, free: set[int], asking: Collection[int] = ()) -> list[int]:
+        config = PrefillConfig(chunk_size=1, keep_first=keep_first, keep_last=keep_last)
+        kept = segments.ends(config, free, asking)
         whole = [at for at, (start, stop) in enumerate(segments) if kept.issuperset(range(start, stop))]
         assert kept == {at for each in whole for at in range(borders[each], borders[each + 1])}
         return whole
 
     assert len(pieces) == segments.num_tokens
     assert ends(0, 1, set()) == ends(0, 32, set()) == [5]
-    assert ends(0, 1, template) == ends(0, 42, template) == [4, 5]
+    # What the template takes does not count.
+    assert ends(0, 1, template) == ends(0, 21, template) == [4, 5]
+    assert ends(0, 29, template) == [1, 3, 4, 5]
     assert ends(0, 33, set()) == ends(0, 42, set()) == [4, 5]
     assert ends(0, 43, set()) == [1, 3, 4, 5]
+    # What asks is one of the ends if it reaches into them, with its head; another line is none.
+    asking = {borders[4] - 1}
+    assert ends(0, 19, template, asking) == ends(0, 33, set(), asking) == [4, 5]
+    assert ends(0, 21, template, asking) == ends(0, 34, set(), asking) == [1, 3, 4, 5]
     assert ends(6, 1, set()) == [5]
     assert ends(7, 1, set()) == ends(23, 1, set()) == [0, 5]
     assert ends(24, 1, template) == [0, 1, 2, 4, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -134,3 +135,12 @@ def test_the_keep_rate_may_be_a_curve_by_length() -> None:
 def test_what_cannot_be_scored_by_is_refused_at_construction(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         PrefillConfig(**bad)  # type: ignore[arg-type]
+
+
+def test_what_says_how_to_answer_is_kept_behind_the_question() -> None:
+    notes = "".join(f"Note {n} is about box {n} of the region.\n" for n in range(60))
+    how = "Return an object with the fields of the answer and of the box. No more."
+    pieces = re.findall(r"\s*\S+", f"{notes}\nWhat is in box 7?\n{how}")
+    config = PrefillConfig(scorer="bm25", keep_rate=0.1, keep_last=1, chunk_size=12)
+    positions = select(ScoringInputs(PromptText(range(len(pieces)), pieces)), config).positions
+    assert {*range(len(pieces) - len(how.split()), len(pieces))} <= {*positions}

@@ -17,13 +17,14 @@ def selected(
     last: int,
     protected: Sequence[tuple[int, int]],
     most_heads: int = 32,
+    asking: Collection[int] = (),
 ) -> list[int]:
     """Whole segments by their mean score within the budget, each with its head and what that needs, up to most_heads;
     labels come with others alone. The ends count into the budget, protected tokens nowhere.
 
-    The ends are the segments that lie within the first and the last tokens, with what they need; labels in front are
-    none, and all from the last other segment on that is not protected are. Attention to the first and last tokens does
-    not count.
+    The ends are the segments that lie within the first tokens and the last ones that are not protected, and those that
+    ask and reach into the latter, with what they need; labels in front are none, and all from the last other segment on
+    that is not protected are. Attention to the first and last tokens does not count.
     """
     num_tokens = edges[-1]
     outside = [at < first or at >= num_tokens - last for at in range(num_tokens)]
@@ -33,9 +34,20 @@ def selected(
     free = [any(start <= at < stop for start, stop in protected) for at in range(num_tokens)]
     texts = {*range(len(segments))} - {*labels} or {*range(len(segments))}
     last_paid = max((own for own in texts if not all(free[at] for at in segments[own])), default=len(segments) - 1)
+    # The last tokens that are not protected, from the end on.
+    behind, num_behind = num_tokens, 0
+    while behind and num_behind < last:
+        behind -= 1
+        num_behind += not free[behind]
+    while behind < num_tokens and free[behind]:
+        behind += 1
+    for own in texts:
+        reaches = segments[own].stop > behind and any(at in asking for at in segments[own])
+        if segments[own].start >= behind or reaches:
+            last_paid = min(last_paid, own)
     for own, segment in enumerate(segments):
         in_front = own in texts and segment.stop <= first
-        if in_front or segment.start >= num_tokens - last or own >= last_paid:
+        if in_front or own >= last_paid:
             for each in _needed(own, heads, most_heads):
                 for at in segments[each]:
                     kept[at] = True
