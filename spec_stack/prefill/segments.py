@@ -71,8 +71,8 @@ class Segments:
         """The tokens that are kept whatever their scores: the segments that lie within keep_first and keep_last, with
         their heads. Half a line may say the opposite of the whole one.
 
-        Labels in front are kept as heads alone: what they are labels of may be dropped. free: as for `chosen`; they
-        do not count in keep_last, since a chat's template stands behind its request. The last segment that is not free
+        Labels in front are kept as heads alone: what they are labels of may be dropped. free: as for `chosen`; up to
+        keep_last of them do not count in it: a chat's template stands behind its request. The last one that is not free
         is an end, however long. asking: tokens; a segment that holds one of them and reaches into keep_last is an end,
         since it may say how to answer.
         """
@@ -81,7 +81,7 @@ class Segments:
         texts: Sequence[int] = [at for at in range(len(self)) if at not in self._labels] or range(len(self))
         front = [at for at in texts if self.borders[at + 1] <= first]
         paid = [at for at in range(self.num_tokens) if at not in free] or [self.num_tokens - 1]
-        behind = paid[max(0, len(paid) - last)] if last else self.num_tokens
+        behind = max(paid[max(0, len(paid) - last)], self.num_tokens - 2 * last) if last else self.num_tokens
 
         def is_end(segment: int) -> bool:
             start, stop = self.borders[segment], self.borders[segment + 1]

@@ -36,7 +36,7 @@ def selected(
     last_paid = max((own for own in texts if not all(free[at] for at in segments[own])), default=len(segments) - 1)
     # The last tokens that are not protected, from the end on.
     behind, num_behind = num_tokens, 0
-    while behind and num_behind < last:
+    while behind and num_behind < last and num_tokens - behind < 2 * last:
         behind -= 1
         num_behind += not free[behind]
     while behind < num_tokens and free[behind]:
