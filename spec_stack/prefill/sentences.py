@@ -56,6 +56,7 @@ _INLINE_CODE = re.compile(
     "(?<=\\s)(?:[=!<>]=|[<>|]|[-=]>)(?=\\s)|(?<!\\S)\\$[^$\\s][^$]{0,60}\\$|https?://\\S{1,200}"
 )
 _STARTS_WITH_CODE = re.compile("[`<$]\\w|--?\\w")
+# Code seldom ends with a stop.
 _WORDS_OF_STOP = 3
 _WORD = re.compile("(?<!\\S)[^\\W\\d_][^\\W\\d_'’-]*[,;:.!?]?(?!\\S)")
 _LISTED = "(?:(?:[-*+\u2022\u00b7]|>{1,8}|\\[[^\\[\\]\\n]{1,40}\\])[^\\S\\n]+|\\(?\\d{1,3}[.)][^\\S\\n]+)"

@@ -108,9 +108,10 @@ _STAMP = re.compile("[\\[(]?\\d{1,4}[-:/.]\\d\\d")
 _PAIR = re.compile("\\*{0,2}([^\\W\\d][\\w ./()-]{0,40}+):\\*{0,2}\\s+\\S")
 _MOST_PAIRS = 16
 _COMMENT = re.compile("(?:#+(?!\\s*(?:define|undef|ifn?def|endif|pragma|include)\\b)|//+!?|--|;+|%+)(?=\\s)")
-# Fewest words of a line of prose with code among them, beside a line without, and beside another one.
+# Fewest words of a line of prose with code among them, beside a line without, and beside another one: fewer join
+# lines of code (experiments/LOG.md, "Sentences over several lines").
 _WORDS_BESIDE_PROSE, _WORDS_ALONE = 4, 8
-# The first of two lines that are a filled paragraph has so many characters.
+# Fewest characters of the first of two lines that are a filled paragraph; any first line is filled beside a short one.
 _LONG_LINE = 60
 
 
