@@ -194,7 +194,8 @@ WRAPPED = {
     "a list in a quotation": f"> -¦ {FILLER}It is not true that the\n>   server waits.\n",
     "a number in a comment": "# It is not true that in the week that\n# 42 servers waited there.\n¦x = 1\n",
     "operators": f"{FILLER}It is not true that for n > 0 in a | b\nthe server waits.\n",
-    "a comment with semicolons": "; Each of them is logged with its name and the\n; time of it. Nobody in the group\n; has said that the gateway\n; waits.\n¦mov a\n",
+    "a comment with semicolons": "; Each of them is logged with its name and the\n; time of it. Nobody there\n"
+    "; has said that the gateway\n; waits.\n¦mov a\n",
     "capitals": "IN NO EVENT UNLESS REQUIRED BY LAW OR AGREED TO IN\n"
     "WRITING WILL ANY HOLDER OF IT OR ANY OTHER OF THEM\nBE LIABLE.\n",
     "nouns": "Der Vorstand bestreitet den Bericht der ersten Zeitung, wonach alle\nKunden ihr Geld verloren haben.\n",
@@ -239,7 +240,7 @@ def test_a_sentence_over_several_lines_is_one_unit(kind: str) -> None:
         "// the first value that is there\n¦# the second\n",
         "# the value of the first of all things that are in\n¦the value of x\n",
         "# the value of the first of all things that are in\n¦    # the value of x\n",
-        "Alpha Beta of the accounting department\n¦Delta.\n",
+        "Alpha Beta of the large accounting department\n¦Delta.\n",
         "from collections.abc import Mapping, Sequence, Callable\nfrom a import b\n¦from c import d\n",
         "Maxime Rouyrre\nmayeut\n¦mbaluna\n",
         "# define first_name_of_the_thing first_name\n¦# define second_name_of_the_thing second\n",
