@@ -14,16 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from spec_stack.prefill.long_lines import Size, cut_long
+from spec_stack.prefill.paragraphs import ITEM, OPENERS, find_paragraphs, last_line
 from spec_stack.prefill.regions import ELSE, find_regions
-from spec_stack.prefill.sentences import (
-    SHORTEST_WRAPPED,
-    continues,
-    ends_sentence,
-    is_prose,
-    label_end,
-    sentence_ends,
-    words_with_code,
-)
+from spec_stack.prefill.sentences import ends_sentence, label_end, sentence_ends
 from spec_stack.prefill.tables import RULE, find_tables
 from spec_stack.prefill.text_lines import LONGEST_BLOCK, LONGEST_RECORD, Line, runs, split_lines
 
@@ -32,8 +25,6 @@ LONGEST_UNIT = 128
 LONGEST_HEAD = 48
 """Most tokens of a head; a longer one is not kept for others."""
 
-_OPENERS = ("{", "[", "(")
-_ENDS_OF_LEADS = (*_OPENERS, ":", "\uff1a")
 # The first line of a record, which the next one names.
 _UNNAMED = re.compile("(?:- )?[\\[({]+|<\\w[^<>]{0,80}>")
 _CLOSER = re.compile("[)\\]}]|</|(?:end|fi|done|esac)\\b")
@@ -92,27 +83,16 @@ _TOP_KEY = re.compile("[\\w.-]{1,40}:(?:\\s|\\Z)")
 _HEADING = re.compile("#{2,6} \\S")
 _TITLE = re.compile("#\\s+\\S.{0,80}\\Z")
 _FIRST_HEADING = re.compile("# [^\\Wa-z].{0,80}(?<![.,;:])\\Z")
-# What the lines of a list begin with, and what is over lines that it speaks of.
-_ITEM = re.compile(
-    "(?:[-*+\u2022\u2013]|\\(?(?:\\d{1,3}|[A-Za-z]|[ivx]{2,5})[.)])\\s|[\u2022\u30fb\u25cf|]|```|~~~|<[ou]l\\b|\\\\begin\\{"
-)
 _COLON = re.compile("[:\uff1a][*_\"')]*(?:</\\w{1,10}>)*\\Z")
 _FOLLOWING = re.compile("\\b(?:following|below)\\b")
 _CODE = re.compile("[={};]|\\w\\((?!e?s\\))")
 _DEFINITION = re.compile(":\\s")
 _TOPIC = re.compile("\\d{1,3}[.)] \\S.{0,60}")
 # What begins with a time goes on in the lines that are indented below it.
-_COUNTED = re.compile("\\d[\\d.,]* [^\\W\\d]")
 _STAMP = re.compile("[\\[(]?\\d{1,4}[-:/.]\\d\\d")
 # A pair of a record, such as a header of a letter, and the most of one.
 _PAIR = re.compile("\\*{0,2}([^\\W\\d][\\w ./()-]{0,40}+):\\*{0,2}\\s+\\S")
 _MOST_PAIRS = 16
-_COMMENT = re.compile("(?:#+(?!\\s*(?:define|undef|ifn?def|endif|pragma|include)\\b)|//+!?|--|;+|%+)(?=\\s)")
-# Fewest words of a line of prose with code among them, beside a line without, and beside another one: fewer join
-# lines of code (experiments/LOG.md, "Sentences over several lines").
-_WORDS_BESIDE_PROSE, _WORDS_ALONE = 4, 8
-# Fewest characters of the first of two lines that are a filled paragraph; any first line is filled beside a short one.
-_LONG_LINE = 60
 
 
 @dataclass(frozen=True)
@@ -138,14 +118,12 @@ def cut_text(text: str, size: Size) -> list[Unit]:
     _find_blocks(lines, size)
     _find_names(lines)
     _find_documents(lines)
-    _find_comments(lines)
-    _find_broken(lines)
-    _find_inline_code(lines)
+    find_paragraphs(lines)
     units: list[Unit] = []
     unit_of = [0] * len(lines)
     at = 0
     while at < len(lines):
-        last = _last_line(lines, at)
+        last = last_line(lines, at)
         own = [*_units(text, lines[at], lines[last].stop, len(units), lines[at].last > at, size)]
         # A list needs the last sentence above it.
         head = len(units) + (len(own) - 1 - own[-1].is_break if lines[last].is_lead else 0)
@@ -344,7 +322,7 @@ def _is_lead(line: Line, following: Line) -> bool:
     is_above = following is not line and following.indent >= line.indent
     if not (line.is_text and is_above) or len(content) > _LONGEST_CAPTION or _STAMP.match(content):
         return False
-    is_over_item = _ITEM.match(following.content) is not None and not _ITEM.match(content)
+    is_over_item = ITEM.match(following.content) is not None and not ITEM.match(content)
     if _COLON.search(content) and not content.startswith(("#", "//", "/*", "* ", "--", ")", "]", "}")):
         line.is_lead = (
             following.content.startswith(">")
@@ -364,7 +342,7 @@ def _goes_on_below(line: Line, following: Line) -> bool:
         return True
     if ends_sentence(content):
         return False
-    is_item = _ITEM.match(following.content) is not None
+    is_item = ITEM.match(following.content) is not None
     is_clause = (
         content[0].isalnum()
         and not content[0].islower()
@@ -372,7 +350,7 @@ def _goes_on_below(line: Line, following: Line) -> bool:
         and not _CODE.search(content)
         and (not line.is_before_blank or is_item)
     )
-    return _ITEM.match(content) is not None or (is_clause and (is_item or following.is_prose))
+    return ITEM.match(content) is not None or (is_clause and (is_item or following.is_prose))
 
 
 def _leave(lines: Sequence[Line], keys: list[int], line: Line) -> None:
@@ -391,7 +369,7 @@ def _leave(lines: Sequence[Line], keys: list[int], line: Line) -> None:
 def _is_below(key: Line, line: Line) -> bool:
     """Whether a line belongs to a key by its indentation; items of a list need none."""
     is_over = key.is_lead or (key.content.endswith(":") and not key.content.startswith("- "))
-    is_listed = line.indent == key.indent and is_over and _ITEM.match(line.content) is not None
+    is_listed = line.indent == key.indent and is_over and ITEM.match(line.content) is not None
     return line.indent > key.indent or is_listed
 
 
@@ -402,7 +380,7 @@ def _is_sibling(item: Line, other: Line) -> bool:
 
 def _sign(content: str) -> str:
     """What an item begins with, the same for all items of a list; empty for another line."""
-    found = _ITEM.match(content)
+    found = ITEM.match(content)
     sign = found[0].strip() if found and found[0][0] not in "|`~<\\" else ""
     number = sign.strip("().")
     return (
@@ -438,7 +416,7 @@ def _is_caption(line: Line, following: Line) -> bool:
     if not line.is_text or line.is_before_blank or len(line.content) > _LONGEST_CAPTION:
         return False
     # "1. Budget" over what was said of it
-    is_topic = _TOPIC.fullmatch(line.content) and not _ITEM.match(following.content)
+    is_topic = _TOPIC.fullmatch(line.content) and not ITEM.match(following.content)
     is_asked = line.content.endswith("?") and not label_end(following.content)
     is_topic = is_topic and (is_asked or not ends_sentence(line.content))
     is_topic = is_topic and following.indent == line.indent and not following.content[:1].islower()
@@ -455,7 +433,7 @@ def _is_scope(lines: Sequence[Line], at: int) -> bool:
 
 
 def _opens(content: str) -> bool:
-    return content.endswith(_OPENERS) or _UNNAMED.fullmatch(content) is not None
+    return content.endswith(OPENERS) or _UNNAMED.fullmatch(content) is not None
 
 
 def _find_blocks(lines: Sequence[Line], size: Size) -> None:
@@ -474,12 +452,12 @@ def _find_blocks(lines: Sequence[Line], size: Size) -> None:
             is_closed = _CLOSER.match(sibling) is not None
             ends[at] = following if is_closed else following - 1
             # "} else {"
-            if is_closed and sibling.endswith(_OPENERS):
+            if is_closed and sibling.endswith(OPENERS):
                 ends[at] = ends[following]
         elif line.content.startswith("@") and outer and (sibling.startswith("@") or _is_scope(lines, following)):
             # Decorators stay with what they are of.
             ends[at], line.last = ends[following], max(lines[following].last, following)
-        elif following == at + 1 and sibling in _OPENERS and not line.content.endswith((",", ";", "}")):
+        elif following == at + 1 and sibling in OPENERS and not line.content.endswith((",", ";", "}")):
             ends[at] = ends[following]
         outer.append(at)
     at = 0
@@ -538,118 +516,6 @@ def _top(lines: Sequence[Line], at: int, below: int = -1) -> int:
             break
         at = lines[at].head
     return at
-
-
-def _last_line(lines: Sequence[Line], at: int) -> int:
-    """The last line of the unit or paragraph that begins with a line."""
-    if lines[at].last > at or not _is_of_text(lines[at]):
-        return lines[at].last
-    first = at
-    while (
-        at + 1 < len(lines)
-        and not lines[at].is_before_blank
-        and lines[at + 1].last == at + 1
-        and (lines[at + 1].indent == lines[at].indent or (at == first and _is_hanging(lines, at)))
-        and lines[at + 1].sign == lines[at].sign
-        and not _ITEM.match(lines[at + 1].words)
-        and _goes_on_in(lines[at], lines[at + 1], at > first)
-        and _is_of_text(lines[at + 1])
-    ):
-        at += 1
-    return at
-
-
-def _goes_on_in(line: Line, following: Line, is_inside: bool) -> bool:
-    """Whether a sentence goes on in the next line. is_inside: it began in an earlier one."""
-    # Of commented settings
-    is_key = line.sign != "" and label_end(following.words) > 0
-    if (line.is_broken or continues(line.words, following.words)) and not is_key:
-        return True
-    is_open = not (ends_sentence(line.words) or line.words.endswith(_ENDS_OF_LEADS) or label_end(following.words))
-    is_listed = " " not in line.words or _begin_alike(line, following)
-    return is_inside and is_open and not is_listed and following.words[:1].islower()
-
-
-def _begin_alike(line: Line, following: Line) -> bool:
-    """Whether two lines begin with the same word, as those of a list or a log may."""
-    first, second = (each.words.lstrip("> ").split(maxsplit=1)[:1] for each in (line, following))
-    return first == second
-
-
-def _is_hanging(lines: Sequence[Line], at: int) -> bool:
-    """Whether the first line of an item or a paragraph goes on in lines of another indentation."""
-    line, following = lines[at], lines[at + 1]
-    is_first = not at or lines[at - 1].is_before_blank
-    return (
-        (following.indent > line.indent or is_first)
-        and not line.sign
-        and len(line.content) >= SHORTEST_WRAPPED
-        and not (ends_sentence(line.content) or line.content.endswith(_ENDS_OF_LEADS) or label_end(following.content))
-    )
-
-
-def _find_inline_code(lines: Sequence[Line]) -> None:
-    """A line with code among its words is prose if a long line goes on in it, or it in the next."""
-    found = {at: words_with_code(line.words) for at, line in enumerate(lines) if line.has_words and not line.is_wording}
-    for at in (*found, *reversed(found)):
-        around = [lines[each : each + 2] for each in (at - 1, at) if 0 <= each < len(lines) - 1]
-        lines[at].is_wording = any(
-            found[at] >= (_WORDS_BESIDE_PROSE if first.is_wording or last.is_wording else _WORDS_ALONE)
-            and first.sign == last.sign
-            and not first.is_before_blank
-            and len(first.words) >= SHORTEST_WRAPPED
-            and not (first.words.endswith(_ENDS_OF_LEADS) or _begin_alike(first, last))
-            and (first.is_broken or continues(first.words, last.words))
-            for first, last in around
-        )
-
-
-def _find_broken(lines: Sequence[Line]) -> None:
-    """In a paragraph of which most lines begin with small letters, or which is filled, a long line without a stop goes
-    on in the next."""
-
-    def goes_on(start: int, at: int) -> bool:
-        is_second = at == start + 1 and _is_hanging(lines, start)
-        before = lines[min(start + 1, at - 1)]
-        return is_second or (lines[at].indent == before.indent and lines[at].sign == before.sign)
-
-    for start, stop in runs(lines, goes_on):
-        rest = lines[start + 1 : stop]
-        is_small = len(rest) > 1 and 2 * sum(line.words[:1].islower() for line in rest) >= len(rest)
-        if is_small or _is_filled(lines[start:stop]):
-            for line, following in pairwise(lines[start:stop]):
-                is_long = len(line.words) >= SHORTEST_WRAPPED and not ends_sentence(line.words)
-                line.is_broken = is_long and not (line.is_lead or label_end(following.words))
-
-
-def _is_filled(lines: Sequence[Line]) -> bool:
-    """Whether no line of a paragraph had room for the next one's first word, and the last line ends with a stop."""
-    if len(lines) < 2 or not ends_sentence(lines[-1].words) or lines[0].words[:1] == "<":
-        return False
-    longest = max(len(line.words) for line in lines)
-    firsts = ["".join(line.words.split(maxsplit=1)[:1]) for line in lines[1:]]
-    is_filled = all(len(f"{line.words} {first}") > longest for line, first in zip(lines[:-1], firsts, strict=True))
-    # Of two lines the first is the longest as often as not.
-    return is_filled and (len(lines) > 2 or longest >= _LONG_LINE)
-
-
-def _find_comments(lines: Sequence[Line]) -> None:
-    """The signs of comments, and of the lines of one in C."""
-    is_inside = False
-    for line in lines:
-        sign = _COMMENT.match(line.content) if line.has_words else None
-        line.sign = sign[0] if sign else "*" * (is_inside and line.content.startswith("* "))
-        is_inside = "*/" not in line.content and (is_inside or line.content.startswith("/*"))
-
-
-def _is_of_text(line: Line) -> bool:
-    """Whether a line may be of a paragraph or of a comment over several lines."""
-    return line.is_wording or _is_rest(line)
-
-
-def _is_rest(line: Line) -> bool:
-    """Whether a line that begins with a number may be of a paragraph."""
-    return line.has_words and _COUNTED.match(line.words) is not None and is_prose(f"x {line.words}")
 
 
 def _units(text: str, line: Line, stop: int, index: int, is_block: bool, size: Size) -> Iterator[Unit]:
