@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -115,7 +116,7 @@ class ScoringInputs:
             raise ValueError("the draft's attention is missing")
         return self.attention.importance(config)
 
-    @property
+    @cached_property
     def candidates(self) -> Candidates:
         """The segments that may hold the question."""
         known = None if self.attention is None else self.attention.candidates
