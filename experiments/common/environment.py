@@ -36,7 +36,7 @@ def _git(*arguments: str) -> str:
     return git.stdout.strip()
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit in hand, "-dirty" where a tracked file differs from it. Results and pages do not count: a script that
     has just written them must not speak against the next one."""
     changed = _git(
@@ -93,7 +93,7 @@ def describe() -> dict[str, Any]:
         "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, map(_portable, sys.argv[1:]))]),
         "pair": _pair[0] if _pair else None,
         "date": date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

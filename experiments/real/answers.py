@@ -3,7 +3,8 @@
 Prompts with known evidence in several shapes (evidence_prompts.py). Arms: dense; a calibration, or the default rule
 where none is named, at keep rates 0.1 and 0.2, each at original and at contiguous positions over the same kept tokens;
 BM25 at 0.2. The draft scores each prompt once. The target prefills the kept tokens with transformers, greedily; a
-dense prefill resumes from the previous prompt's where both begin alike. The arms of a prompt decode side by side.
+dense prefill resumes from the previous prompt's where both begin alike. The other arms of a document's prompts decode
+side by side. No rule changes a dense answer: a file of rows may begin with another run's dense ones.
 
 A row per prompt and arm: whether the answer holds all that a right one holds, in whatever case, whether all evidence is
 kept, the loss of the dense answer's tokens over that cache in nats a token, and where the answer leaves the dense one.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import inf
 from pathlib import Path
 from time import process_time
@@ -26,7 +27,7 @@ from typing import Any
 
 from experiments.common import script
 from experiments.common.bootstrap import mean_interval, rank_correlation
-from experiments.common.environment import note_pair
+from experiments.common.environment import commit, note_pair
 from experiments.real.evidence import everything, having
 from experiments.real.evidence_prompts import SHAPES, EvidencePrompt, shaped_prompts
 from experiments.real.scoring import (
@@ -45,6 +46,7 @@ from experiments.real.target import DensePrefix, Prefilled, Target
 from spec_stack import PrefillConfig
 from spec_stack.bench.rows import Row, Rows
 from spec_stack.hf.loading import load_tokenizer
+from spec_stack.prefill.registry import needs_attention
 
 DENSE = "dense"
 RATES = (0.1, 0.2)
@@ -74,6 +76,15 @@ class Answer:
     loss: float
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, its dense answer, and the arms that answer it."""
+
+    encoded: Encoded
+    dense: Answer
+    arms: Mapping[str, Arm]
+
+
 def arms_of(calibration: Path | None, with_contiguous: bool = True) -> dict[str, Arm]:
     """The arms by name, the dense one first."""
     name, rule = ("default", PrefillConfig()) if calibration is None else ("calibrated", calibrated(calibration))
@@ -99,15 +110,43 @@ class Bench:
         scorer, target = Scorer.load(arguments), Target(arguments.target, arguments.precision)
         return cls(scorer, target, DensePrefix(target))
 
-    def answer(self, encoded: Encoded, arms: Mapping[str, Arm], max_tokens: int) -> list[Answer]:
-        """The target's answers, those of the arms side by side. The first arm is the dense one."""
-        looks = self.scorer.look(encoded)
-        kept = [self._kept(encoded, looks, arm) for arm in arms.values()]
-        caches = [self._prefilled(encoded.token_ids, arm, own) for arm, own in zip(arms.values(), kept, strict=True)]
-        answers = self.target.decode(caches, max_tokens)
-        losses = self.target.losses(caches, answers[0])
-        texts = [self.scorer.pair.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
-        return [Answer(*each) for each in zip(arms, kept, answers, texts, losses, strict=True)]
+    def answer_densely(self, encoded: Encoded, max_tokens: int) -> Answer:
+        """The target's answer over all of a prompt."""
+        made = self.dense.prefill(encoded.token_ids)
+        (token_ids,) = self.target.decode([made], max_tokens)
+        (loss,) = self.target.losses([made], token_ids)
+        return Answer(DENSE, range(len(encoded.token_ids)), token_ids, self._text(token_ids), loss)
+
+    def known(self, encoded: Encoded, row: Row) -> Answer | None:
+        """The dense answer of a row; None where its text does not say which tokens it had."""
+        text, num_kept = str(row["text"]), len(encoded.token_ids)
+        token_ids: list[int] = self.scorer.pair.tokenizer(text, add_special_tokens=False).input_ids
+        if (num_kept, len(token_ids)) != (row["num_kept"], row["num_dense_tokens"]) or self._text(token_ids) != text:
+            return None
+        return Answer(DENSE, range(num_kept), token_ids, text, row["loss"])
+
+    def answer(self, prompts: Sequence[Asked], max_tokens: int) -> list[list[Answer]]:
+        """What the arms of some prompts answer, all side by side."""
+        kept, caches = [], []
+        for prompt in prompts:
+            rules = [arm.rule for arm in prompt.arms.values() if arm.rule and needs_attention(arm.rule.scorer)]
+            looks = self.scorer.look(prompt.encoded, {rule.scoring_queries for rule in rules})
+            for arm in prompt.arms.values():
+                kept.append(self._kept(prompt.encoded, looks, arm))
+                caches.append(self._prefilled(prompt.encoded.token_ids, arm, kept[-1]))
+        decoded = self.target.decode(caches, max_tokens) if caches else []
+        answers = iter(zip(kept, caches, decoded, strict=True))
+        return [[self._told(prompt, name, *next(answers)) for name in prompt.arms] for prompt in prompts]
+
+    def _told(
+        self, prompt: Asked, name: str, kept: Sequence[int], cache: Prefilled, token_ids: Sequence[int]
+    ) -> Answer:
+        (loss,) = self.target.losses([cache], prompt.dense.token_ids)
+        return Answer(name, kept, token_ids, self._text(token_ids), loss)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        text: str = self.scorer.pair.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
 
     def _kept(self, encoded: Encoded, looks: Looks, arm: Arm) -> Sequence[int]:
         num_tokens = len(encoded.token_ids)
@@ -143,33 +182,45 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return next((at for at in range(both) if one[at] != other[at]), both)
 
 
-def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], rows: Rows) -> None:
-    """Answer what is left of the prompts."""
-    arms, bench = arms_of(arguments.calibration, arguments.contiguous), Bench.load(arguments)
-    tokenizer = bench.scorer.pair.tokenizer
-    for prompt in prompts:
-        if not rows.left(prompt.name, arms):
-            continue
-        began, encoded = process_time(), encode(tokenizer, prompt)
-        wanted = {at for start, stop in encoded.spans for at in range(start, stop)}
-        answers = bench.answer(encoded, arms, arguments.max_tokens)
-        dense = answers[0].token_ids
-        for answer in answers:
-            row = {
-                "kind": prompt.kind,
-                "shape": prompt.shape,
-                "source": prompt.source,
-                "num_kept": len(answer.kept),
-                "is_evidence_kept": wanted <= {*answer.kept},
-                "is_right": is_right(answer.text, prompt.answers),
-                "loss": round(answer.loss, 4),
-                "first_difference": first_difference(dense, answer.token_ids),
-                "num_dense_tokens": len(dense),
-                "text": answer.text,
-            }
-            rows.add(prompt.name, answer.arm, row)
-        told_arms = "  ".join(f"{name} {'+' if rows.of_arm(name)[prompt.name]['is_right'] else '-'}" for name in arms)
-        print(f"{prompt.name:30s}{told_arms}  {process_time() - began:.0f} CPU s", flush=True)
+def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], arms: Mapping[str, Arm], rows: Rows) -> None:
+    """Answer what is left of the prompts, those of a document at a time."""
+    bench, measured_at = Bench.load(arguments), commit()
+    for _, group in groupby(prompts, lambda prompt: prompt.source):
+        left = [(prompt, own) for prompt in group if (own := rows.left(prompt.name, arms))]
+        began, asked = process_time(), []
+        for prompt, own in left:
+            encoded, dense = encode(bench.scorer.pair.tokenizer, prompt), None
+            if row := rows.of_arm(DENSE).get(prompt.name):
+                dense = bench.known(encoded, row)
+            if dense is None:
+                dense = bench.answer_densely(encoded, arguments.max_tokens)
+                rows.add(prompt.name, DENSE, row_of(prompt, encoded, dense, dense, measured_at))
+            asked.append(Asked(encoded, dense, {name: arm for name, arm in own.items() if name != DENSE}))
+        for (prompt, _), its, answers in zip(left, asked, bench.answer(asked, arguments.max_tokens), strict=True):
+            for answer in answers:
+                rows.add(prompt.name, answer.arm, row_of(prompt, its.encoded, answer, its.dense, measured_at))
+            told = "  ".join(f"{name} {'+' if rows.of_arm(name)[prompt.name]['is_right'] else '-'}" for name in arms)
+            print(f"{prompt.name:30s}{told}", flush=True)
+        if left:
+            print(f"{len(left)} prompts, {process_time() - began:.0f} CPU s", flush=True)
+
+
+def row_of(prompt: EvidencePrompt, encoded: Encoded, answer: Answer, dense: Answer, measured_at: str) -> Row:
+    """What is kept of an answer, with the commit that it is of."""
+    wanted = {at for start, stop in encoded.spans for at in range(start, stop)}
+    return {
+        "kind": prompt.kind,
+        "shape": prompt.shape,
+        "source": prompt.source,
+        "num_kept": len(answer.kept),
+        "is_evidence_kept": wanted <= {*answer.kept},
+        "is_right": is_right(answer.text, prompt.answers),
+        "loss": round(answer.loss, 4),
+        "first_difference": first_difference(dense.token_ids, answer.token_ids),
+        "num_dense_tokens": len(dense.token_ids),
+        "text": answer.text,
+        "commit": measured_at,
+    }
 
 
 def compare(rows: Rows, name: str, base: str, keep: Callable[[Row], bool]) -> dict[str, Any]:
@@ -237,16 +288,20 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["bare", "briefly", "ahead"], help="shapes")
     parser.add_argument("--no-contiguous", dest="contiguous", action="store_false", help="original positions alone")
     parser.add_argument("--max-tokens", type=int, default=40)
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="these alone (all)")
     script.add_row_arguments(parser, limited=False)
     arguments = parser.parse_args()
     note_pair(str(arguments.target), str(arguments.draft))
-    names, rows = list(arms_of(arguments.calibration, arguments.contiguous)), Rows(arguments.rows, arguments.minutes)
+    arms, rows = arms_of(arguments.calibration, arguments.contiguous), Rows(arguments.rows, arguments.minutes)
+    names, asked = list(arms), list(arms) if arguments.arms is None else [DENSE, *arguments.arms]
+    if unknown := {*asked} - {*names}:
+        raise ValueError(f"no arms are called {sorted(unknown)}; those of this command are {names}")
     measure = measure_with(load_tokenizer(str(arguments.target)))
     every = shaped_prompts(arguments.data, arguments.num_tokens, arguments.documents, measure, arguments.seed)
     prompts = [prompt for prompt in every if prompt.shape in arguments.shapes][: arguments.limit]
     keys = [prompt.name for prompt in prompts]
-    if rows.num_left(keys, names):
-        run(arguments, prompts, rows)
+    if rows.num_left(keys, asked):
+        run(arguments, prompts, {name: arms[name] for name in asked}, rows)
     left = rows.num_left(keys, names)
     report = {"num_tokens": arguments.num_tokens, "num_left": left}
     script.print_report("answers", {**report, "shapes": summary(rows, names)}, arguments.out)

@@ -24,7 +24,7 @@ import numpy as np
 from experiments.common import script
 from experiments.common.bootstrap import mean_interval, ratio_interval
 from experiments.common.environment import note_pair
-from experiments.real.answers import DENSE, Arm, Bench
+from experiments.real.answers import DENSE, Arm, Asked, Bench
 from experiments.real.longbench import KINDS, LongBenchTask, check_metrics, read_tasks, score
 from experiments.real.scoring import Encoded, add_scorer_arguments, calibrated
 from spec_stack import PrefillConfig
@@ -67,9 +67,10 @@ def run(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask], rows: Row
         if not left:
             continue
         began, encoded = process_time(), encode(tokenizer, task)
-        for answer in bench.answer(encoded, {DENSE: Arm(), **left}, min(task.max_tokens, arguments.max_tokens)):
-            if answer.arm not in left:
-                continue
+        max_tokens = min(task.max_tokens, arguments.max_tokens)
+        dense = bench.answer_densely(encoded, max_tokens)
+        asked = Asked(encoded, dense, {name: arm for name, arm in left.items() if name != DENSE})
+        for answer in [*([dense] if DENSE in left else []), *bench.answer([asked], max_tokens)[0]]:
             found = {"task": task.task, "num_tokens": len(encoded.token_ids), "num_kept": len(answer.kept)}
             scored = {"score": round(score(task, answer.text), 4), "loss": round(answer.loss, 4), "text": answer.text}
             rows.add(task.name, answer.arm, {**found, **scored})

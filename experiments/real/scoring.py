@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,10 @@ class Scorer:
         )
         return cls(pair, pair.new_draft_cache(PrefillConfig.prefill_chunk), arguments.draft_window)
 
-    def look(self, encoded: Encoded) -> Looks:
-        """Pass the draft over what a prompt does not share with the one before it, by default and as the paper has
-        it."""
+    def look(self, encoded: Encoded, queries: Collection[ScoringQueries] = ("prompt", "look_ahead")) -> Looks:
+        """Pass the draft over what a prompt does not share with the one before it. queries: of which to score."""
+        if not queries:
+            return {}
         pair = self.pair
         tokenization, problem = pair.tokenize_for_draft(encoded.token_ids)
         if problem:
@@ -96,6 +97,8 @@ class Scorer:
 
         looks: dict[ScoringQueries, CapturedAttention] = {}
         for config in (PrefillConfig(), PrefillConfig.full_look_ahead()):
+            if config.scoring_queries not in queries:
+                continue
             looks[config.scoring_queries], _ = run_draft(
                 draft,
                 ScoringInputs(encoded.text),
