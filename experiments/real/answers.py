@@ -118,12 +118,11 @@ class Bench:
         return Answer(DENSE, range(len(encoded.token_ids)), token_ids, self._text(token_ids), loss)
 
     def known(self, encoded: Encoded, row: Row) -> Answer | None:
-        """The dense answer of a row; None where its text does not say which tokens it had."""
-        text, num_kept = str(row["text"]), len(encoded.token_ids)
-        token_ids: list[int] = self.scorer.pair.tokenizer(text, add_special_tokens=False).input_ids
-        if (num_kept, len(token_ids)) != (row["num_kept"], row["num_dense_tokens"]) or self._text(token_ids) != text:
+        """The dense answer of a row; None where it is no answer of this prompt's tokens."""
+        num_tokens = len(encoded.token_ids)
+        if row["num_kept"] != num_tokens or "token_ids" not in row:
             return None
-        return Answer(DENSE, range(num_kept), token_ids, text, row["loss"])
+        return Answer(DENSE, range(num_tokens), row["token_ids"], row["text"], row["loss"])
 
     def answer(self, prompts: Sequence[Asked], max_tokens: int) -> list[list[Answer]]:
         """What the arms of some prompts answer, all side by side."""
@@ -219,6 +218,7 @@ def row_of(prompt: EvidencePrompt, encoded: Encoded, answer: Answer, dense: Answ
         "first_difference": first_difference(dense.token_ids, answer.token_ids),
         "num_dense_tokens": len(dense.token_ids),
         "text": answer.text,
+        "token_ids": list(answer.token_ids),
         "commit": measured_at,
     }
 

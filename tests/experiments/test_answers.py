@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.real.answers import is_right
+from experiments.real.answers import DENSE, Asked, Bench, arms_of, is_right, row_of
+from experiments.real.evidence_prompts import EvidencePrompt
+from experiments.real.scoring import encode
 from experiments.real.target import DensePrefix, Target
+from spec_stack.hf.loading import ASSETS
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
 
@@ -63,3 +67,36 @@ def test_an_answer_is_right_where_it_holds_all_parts() -> None:
     assert is_right("It was 4,250 euros, due on friday.", ("4250", "Friday"))
     assert not is_right("It was 4,250 euros.", ("4250", "Friday"))
     assert not is_right("One, 2", ("1",))
+
+
+def _prompt(name: str, code: str) -> EvidencePrompt:
+    lines = [f"Note {number}: nothing of the day is worth a word.\n" for number in range(40)]
+    lines[11] = f"The code of the gate is {code}.\n"
+    document, start = "".join(lines), len("".join(lines[:11]))
+    question = "What is the code of the gate?"
+    return EvidencePrompt(name, "fact", name, document, question, ((start, start + len(lines[11])),), (code,))
+
+
+def test_prompts_side_by_side_answer_as_each_alone_and_a_row_holds_its_dense_answer() -> None:
+    folders = {"target": ASSETS / "target", "draft": ASSETS / "draft"}
+    bench = Bench.load(Namespace(**folders, precision="fp32", threads=1, draft_window=None))
+    arms = {name: arm for name, arm in arms_of(None).items() if name != DENSE}
+    prompts, asked = [_prompt("one", "4711"), _prompt("two", "9023")], []
+    for prompt in prompts:
+        encoded = encode(bench.scorer.pair.tokenizer, prompt)
+        dense = bench.answer_densely(encoded, 6)
+        row = row_of(prompt, encoded, dense, dense, "c0ffee")
+        assert (row["is_evidence_kept"], row["first_difference"]) == (True, None)
+        known = bench.known(encoded, row)
+        assert known is not None
+        assert list(known.token_ids) == list(dense.token_ids)
+        assert bench.known(encoded, {**row, "num_kept": row["num_kept"] - 1}) is None
+        asked.append(Asked(encoded, known, arms))
+    together = bench.answer(asked, 6)
+    alone = [bench.answer([own], 6)[0] for own in asked]
+    assert [[answer.arm for answer in own] for own in together] == [list(arms)] * 2
+    for own, other in zip(together, alone, strict=True):
+        for one, two in zip(own, other, strict=True):
+            assert (list(one.kept), one.text) == (list(two.kept), two.text)
+            assert one.loss == pytest.approx(two.loss, abs=1e-4)
+    assert bench.answer([Asked(asked[0].encoded, asked[0].dense, {})], 6) == [[]]
