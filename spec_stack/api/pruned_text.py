@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.listings import without_numbers
 from spec_stack.prefill.prompt_text import union
 from spec_stack.prefill.segments import Lines
 from spec_stack.prefill.sentences import is_prose, label_end, sentence_ends
@@ -148,7 +149,7 @@ class _Sentences:
     """The sentences of a text. Asked about places in order, it reads each line once."""
 
     def __init__(self, text: str) -> None:
-        self._text, self._start, self._stop = text, 0, 0
+        self._text, self._start, self._stop = without_numbers(text)[0], 0, 0
         self._ends: set[int] = set()
         self._is_record = False
 

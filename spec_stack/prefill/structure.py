@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from spec_stack.prefill.listings import without_numbers
 from spec_stack.prefill.long_lines import Size, cut_long
 from spec_stack.prefill.paragraphs import ITEM, OPENERS, find_paragraphs, last_line
 from spec_stack.prefill.regions import ELSE, find_regions
@@ -74,6 +75,7 @@ _CAPTION = re.compile(
     "[\\[(]?\\d[\\d/:., T-]{3,24}(?: ?[AaPp][Mm])?[\\])]? ?-? ?[^\\W\\d][\\w.' -]{1,40}:"
 )
 _FILE = re.compile("(?:[\\w.-]+[/\\\\])*+[\\w.-]+\\.\\w{1,8}")
+_NAMES_FILE = re.compile("(?<![\\w.])[\\w.-]{1,80}\\.\\w{1,8}\\b")
 _NUMBERED = re.compile("\\d+[:-]")
 # The key that names a record, wherever in it it stands.
 _NAME = re.compile("(?:- )?[\"']?(?:name|id|title|key|path|file|host)[\"']?\\s?[:=]\\s?[^\\s{\\[]")
@@ -109,7 +111,8 @@ class Unit:
 
 def cut_text(text: str, size: Size) -> list[Unit]:
     """The units of a text, in order and without gaps."""
-    lines = split_lines(text)
+    text, blanks = without_numbers(text)
+    lines = split_lines(text, blanks)
     _find_changes(lines)
     _find_continued(lines, size)
     find_tables(lines, size)
@@ -118,6 +121,7 @@ def cut_text(text: str, size: Size) -> list[Unit]:
     _find_blocks(lines, size)
     _find_names(lines)
     _find_documents(lines)
+    _find_listings(lines)
     find_paragraphs(lines)
     units: list[Unit] = []
     unit_of = [0] * len(lines)
@@ -502,6 +506,17 @@ def _find_documents(lines: Sequence[Line]) -> None:
                 lines[at].head = name
 
 
+def _find_listings(lines: Sequence[Line]) -> None:
+    """The lines of a listing need the line above it that names its file."""
+    file = -1
+    for at, line in enumerate(lines):
+        if not line.is_numbered:
+            names_file = len(line.content) <= _LONGEST_CAPTION and _NAMES_FILE.search(line.content)
+            file = at if names_file else -1
+        elif line.head < 0:
+            line.head = file
+
+
 def _tell(lines: Sequence[Line], record: int, name: int) -> None:
     """Let a record's first line need the line that names it, and that what the first line needed."""
     top = _top(lines, name, record)
@@ -528,6 +543,8 @@ def _units(text: str, line: Line, stop: int, index: int, is_block: bool, size: S
     is_text = line.is_prose or (line.is_wording and (is_plain or size(start, stop) > LONGEST_UNIT))
     ends = [start + at for at in sentence_ends(content)] if is_text and not is_block else []
     label_stop = content.index(line.sign) + len(line.sign) if line.sign else label_end(content)
+    if line.is_numbered and not label_stop:
+        label_stop = len(content) - len(content.lstrip())
     label = start + label_stop if ends and label_stop < ends[0] - start else start
     spans = pairwise([label, *ends, end if ends else stop])
     parts = [part for span in spans for part in cut_long(text, *span, size, LONGEST_UNIT)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,7 +27,7 @@ class Line:
     """A line with the breaks that end it. content: without blanks at both ends. last: index of the last line that is
     joined to it. head: index of the line that it needs, or -1. is_text: it may hold sentences. is_lead: it speaks of
     the list below it. is_broken: its last sentence goes on in the next line. is_inside: of a region. sign: what a
-    comment begins with."""
+    comment begins with. is_numbered: of a listing."""
 
     start: int
     stop: int
@@ -41,6 +41,7 @@ class Line:
     is_broken: bool = False
     is_inside: bool = False
     sign: str = ""
+    is_numbered: bool = False
 
     @cached_property
     def is_prose(self) -> bool:
@@ -71,7 +72,8 @@ def runs(lines: Sequence[Line], goes_on: Callable[[int, int], bool]) -> Iterator
             start = at
 
 
-def split_lines(text: str) -> list[Line]:
+def split_lines(text: str, blanks: Mapping[int, int]) -> list[Line]:
+    """The lines of a text. blanks: as many in front of the lines that begin there are no indentation."""
     lines: list[Line] = []
     start, opened = 0, -1
     for match in _LINE.finditer(text):
@@ -79,7 +81,7 @@ def split_lines(text: str) -> list[Line]:
         # Blank lines at the beginning belong to the first line.
         if match.end() == start or (not content and match.end() < len(text)):
             continue
-        indent = len(match[0]) - len(match[0].lstrip())
+        indent = len(match[0]) - len(match[0].lstrip()) - blanks.get(match.start(), 0)
         if content.startswith(">") and not content.startswith(">>> "):
             # As deep as it is quoted.
             indent += content[: len(content) - len(content.lstrip("> "))].count(">")
@@ -92,5 +94,6 @@ def split_lines(text: str) -> list[Line]:
             opened = len(lines) if _OPEN_CELL.search(content) else -1
         num_breaks = len(_ANY_BREAK.findall(match[0], len(match[0].rstrip())))
         lines.append(Line(start, match.end(), indent, content, num_breaks > 1, len(lines)))
+        lines[-1].is_numbered = match.start() in blanks
         start = match.end()
     return lines

@@ -114,7 +114,8 @@ def grep(rng: random.Random, end: str) -> Document:
 
 
 def numbered(rng: random.Random, end: str) -> Document:
-    return whole([f"{at:6d}\tIt is {rng.choice(NAMES)}. He paid {rng.randrange(999)}." for at in range(60)], end)
+    lines = [(f"{at:6d}\t", (f"It is {rng.choice(NAMES)}.", f"He paid {rng.randrange(999)}.")) for at in range(60)]
+    return Document("".join(f"{number}{' '.join(parts)}{end}" for number, parts in lines), lines)
 
 
 def json_lines(rng: random.Random, end: str) -> Document:

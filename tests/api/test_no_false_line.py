@@ -273,11 +273,31 @@ def wrapped(form: str, rng: random.Random) -> tuple[str, list[list[str]]]:
     return "\n\n".join(paragraphs) + "\n", sentences
 
 
+# Line numbers as agents' tools write them, by the form of what they list.
+LISTINGS = {"paragraph": "{:6d}\t", "item": "{}: ", "indented comment": "{:6d}\u2192"}
+
+
+@pytest.mark.parametrize("form", LISTINGS)
+def test_a_sentence_over_several_lines_of_a_listing_is_kept_whole_or_not_at_all(form: str) -> None:
+    for seed in range(6):
+        text, sentences = wrapped(form, random.Random(f"{form}/{seed}"))
+        lines = text.splitlines()
+        listing = "".join(f"{LISTINGS[form].format(number)}{line}\n" for number, line in enumerate(lines, 95))
+        for keep_rate in RATES:
+            for kept in kept_at(listing, keep_rate, seed)[:2]:
+                assert half_kept(sentences, kept) == []
+
+
+def half_kept(sentences: list[list[str]], kept: str) -> list[list[str]]:
+    """What is kept of the sentences of which some words are, and not all."""
+    parts = [[word for word in words if word in kept.lower()] for words in sentences]
+    return [own for own, words in zip(parts, sentences, strict=True) if own and own != words]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_sentence_over_several_lines_is_kept_whole_or_not_at_all(form: str) -> None:
     for seed in range(6):
         text, sentences = wrapped(form, random.Random(f"{form}/{seed}"))
         for keep_rate in RATES:
             for kept in kept_at(text, keep_rate, seed)[:2]:
-                parts = [[word for word in words if word in kept.lower()] for words in sentences]
-                assert [own for own, words in zip(parts, sentences, strict=True) if own and own != words] == []
+                assert half_kept(sentences, kept) == []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig, SessionConfig
+from spec_stack.prefill.listings import without_numbers
 from spec_stack.prefill.prompt_text import PromptText
 from spec_stack.prefill.recall import recall
 from spec_stack.prefill.rule import ScoringInputs
@@ -67,6 +70,82 @@ def test_any_mix_of_marks_is_cut_without_gaps_also_at_the_end_of_a_text(parts: l
     units = cut_text(text, lambda start, stop: stop - start)
     assert "".join(text[unit.start : unit.stop] for unit in units) == text
     assert all(-1 <= unit.head < len(units) and unit.head != at for at, unit in enumerate(units))
+
+
+NUMBERINGS = ("{:6d}\t", "{:6d}\u2192", "{}\t", "{}:", "{}: ", "L{}: ")
+
+
+def units_in_lines(text: str, numbering: str = "") -> list[tuple[object, ...]]:
+    """Where the units of a text and their heads begin and end, in lines and characters, without the lines' numbers."""
+    lines = text.split("\n")
+    numbers = [numbering.format(number) for number in range(95, 95 + len(lines))]
+    written = [number + line for number, line in zip(numbers, lines, strict=True)]
+    starts = [0, *itertools.accumulate(len(line) + 1 for line in written)]
+    own = [0, *itertools.accumulate(len(line) + 1 for line in lines)]
+
+    def place(at: int) -> int:
+        line = min(bisect_right(starts, at), len(lines)) - 1
+        return own[line] + max(0, at - starts[line] - len(numbers[line]))
+
+    units = cut_text("\n".join(written), lambda start, stop: (place(stop) - place(start) + 3) // 4)
+    contents = [text[place(unit.start) : place(unit.stop)] for unit in units]
+    # Blanks between a number and its line belong to neither.
+    spans = [
+        (place(unit.start) + len(content) - len(content.lstrip()), place(unit.stop))
+        for unit, content in zip(units, contents, strict=True)
+    ]
+
+    def is_number(at: int) -> bool:
+        return not (contents[at].strip() or units[at].is_break)
+
+    def head_of(at: int) -> tuple[int, int] | None:
+        head = units[at].head
+        return None if head < 0 else head_of(head) if is_number(head) else spans[head]
+
+    return [(*spans[at], head_of(at), units[at].is_label) for at in range(len(units)) if not is_number(at)]
+
+
+@pytest.mark.parametrize("numbering", NUMBERINGS)
+@pytest.mark.parametrize("path", ["spec_stack/prefill/tables.py", "docs/faq.md", "pyproject.toml", "CHANGELOG.md"])
+def test_a_numbered_listing_is_cut_as_what_it_lists(path: str, numbering: str) -> None:
+    text = (Path(__file__).parents[2] / path).read_text(encoding="utf-8").rstrip()
+    assert units_in_lines(text, numbering) == units_in_lines(text)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "  ", "    "]), st.sampled_from(_MARKS.split("¦"))), min_size=3))
+def test_numbers_of_lines_change_no_unit_of_any_mix_of_marks(parts: list[tuple[str, str]]) -> None:
+    # Blank lines at the beginning belong to the first line, without numbers.
+    text = "\n".join(["x", *map("".join, parts)])
+    assert units_in_lines(text, "{:6d}\t") == units_in_lines(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "10:41 one\n11:42 two\n12:43 three\n",
+        "1\tone\t3\n2\ttwo\t4\n3\tthree\t5\n",
+        "1: one\n2: two\n",
+        "1: one\n2: two\n3: three\n",
+        '{\n    1:  "one",\n    2:  "two",\n    3:  "three",\n}\n',
+        'x = {\n        1: ["one"],\n        2: [\n 3: ""]}\n',
+        "     1\tone\n     2\ttwo\n",
+        "1: one\n3: two\n5: three\n",
+        "1: one\n2\u2192two\n     3\tthree\n",
+        "1. one\n2. two\n3. three\n",
+        "1 | one\n2 | two\n3 | three\n",
+    ],
+)
+def test_what_has_other_numbers_is_no_listing(text: str) -> None:
+    assert without_numbers(text) == (text, {})
+
+
+def test_a_line_of_a_listing_needs_the_line_that_names_its_file() -> None:
+    listing = "     1\tx = 1\n     2\t\n     3\ty = 2\n"
+    assert heads_of(f"Lines of src/db.py:\n{listing}It ends.\n") == {
+        "1\tx = 1\n     2": "Lines of src/db.py:",
+        "3\ty = 2": "Lines of src/db.py:",
+    }
+    assert heads_of(f"Two lines.\n{listing}") == {}
 
 
 def test_a_sentence_ends_with_its_stops_and_a_line_with_its_breaks() -> None:
