@@ -154,7 +154,8 @@ def _find_changes(lines: Sequence[Line]) -> None:
             place, line.head = at, file if file >= 0 else line.head
         elif place >= 0 and (line.indent or content[:1] in ("+", "-", "\\")):
             # Signs in the first column are no indentation.
-            line.head, line.indent = place, 0
+            line.sign = "" if line.indent else content[:1]
+            line.head, line.indent, line.is_inside = place, 0, len(content) > 1
         else:
             file = place = -1
         line.is_text = line.is_text and file == place == -1

@@ -273,18 +273,26 @@ def wrapped(form: str, rng: random.Random) -> tuple[str, list[list[str]]]:
     return "\n\n".join(paragraphs) + "\n", sentences
 
 
-# Line numbers as agents' tools write them, by the form of what they list.
-LISTINGS = {"paragraph": "{:6d}\t", "item": "{}: ", "indented comment": "{:6d}\u2192"}
+# How agents' tools and changes write the lines of a file: what stands above it and in front of each line.
+PLACE = "--- a/guide.md\n+++ b/guide.md\n@@ -1 +1,99 @@\n"
+TOOLS = {
+    "cat -n": ("paragraph", "", "{:6d}\t"),
+    "colons": ("item", "", "{}: "),
+    "arrows": ("indented comment", "", "{:6d}\u2192"),
+    "added text": ("paragraph", PLACE, "+"),
+    "removed comments": ("indented comment", PLACE, "-"),
+    "comments beside a change": ("comment of C", PLACE, " "),
+}
 
 
-@pytest.mark.parametrize("form", LISTINGS)
-def test_a_sentence_over_several_lines_of_a_listing_is_kept_whole_or_not_at_all(form: str) -> None:
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_sentence_over_several_lines_of_a_tool_is_kept_whole_or_not_at_all(tool: str) -> None:
+    form, above, sign = TOOLS[tool]
     for seed in range(6):
         text, sentences = wrapped(form, random.Random(f"{form}/{seed}"))
-        lines = text.splitlines()
-        listing = "".join(f"{LISTINGS[form].format(number)}{line}\n" for number, line in enumerate(lines, 95))
+        written = above + "".join(f"{sign.format(at)}{line}\n" for at, line in enumerate(text.splitlines(), 95))
         for keep_rate in RATES:
-            for kept in kept_at(listing, keep_rate, seed)[:2]:
+            for kept in kept_at(written, keep_rate, seed)[:2]:
                 assert half_kept(sentences, kept) == []
 
 

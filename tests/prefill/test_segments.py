@@ -252,6 +252,7 @@ def test_wrapped_lines_of_one_sentence_are_one_unit() -> None:
 
 # Units by "¦", of lines that are too long together for one.
 FILLER = "Operators announce a closure a week before it begins.¦ " * 9
+PLACE = "--- a/f.c\n¦+++ b/f.c\n¦@@ -1,2 +1,2 @@\n"
 WRAPPED = {
     "an item": f"- {FILLER}Requests of all the regions are\n  never kept when one of them is closed.\n",
     "a numbered item": f"1. {FILLER}Requests of the regions are not\n   Alpha's own, so the\n   store drops them.\n",
@@ -279,6 +280,9 @@ WRAPPED = {
     "WRITING WILL ANY HOLDER OF IT OR ANY OTHER OF THEM\nBE LIABLE.\n",
     "nouns": "Der Vorstand bestreitet den Bericht der ersten Zeitung, wonach alle\nKunden ihr Geld verloren haben.\n",
     "short lines": "It is not true\nthat the server\nnever waits\nfor them.\n",
+    "added text": f"{PLACE}¦+It is not true that the server waits for the\n+client of another thread.\n¦+It\n",
+    "a comment that is removed": f"{PLACE}¦-    # It is not true that\n-    # Alpha waits for it.\n¦     x\n",
+    "a comment beside a change": f"{PLACE}¦     // It is not true that\n     // Alpha waits for it.\n¦+x\n",
     "a short line": "No pipe of another thread.¦ It is wrong that the\nowner of such a\npipe waits.\n",
 }
 
@@ -326,6 +330,8 @@ def test_a_sentence_over_several_lines_is_one_unit(kind: str) -> None:
         "Alice Smith of the accounting department\n¦Bob Miller of the sales department\n¦Carol of nothing\n",
         "level=info the client alpha asks for a page\n¦level=info the client beta asks for a page\n",
         "the client asked for x=1 of region alpha and got it\n¦the client asked for x=2 of region beta, and not\n",
+        f"{PLACE}¦-It is not true that the server waits for the\n¦+client of another thread.\n",
+        f"{PLACE}¦+    # It is not true of the server that\n¦+        # Alpha waits for it.\n¦+\n¦+# It is so.\n",
         "12:00:01 the client alpha asks for a long page\n¦12:00:02 the client beta asks for a long page\n",
     ],
 )
