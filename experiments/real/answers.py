@@ -303,7 +303,8 @@ def main() -> None:
     if rows.num_left(keys, asked):
         run(arguments, prompts, {name: arms[name] for name in asked}, rows)
     left = rows.num_left(keys, names)
-    report = {"num_tokens": arguments.num_tokens, "num_left": left}
+    commits = {name: sorted({row.get("commit", "") for row in rows.of_arm(name).values()}) for name in names}
+    report = {"num_tokens": arguments.num_tokens, "num_left": left, "commits": commits}
     script.print_report("answers", {**report, "shapes": summary(rows, names)}, arguments.out)
 
 
