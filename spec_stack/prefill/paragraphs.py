@@ -133,13 +133,11 @@ def _is_filled(lines: Sequence[Line]) -> bool:
 
 
 def _find_comments(lines: Sequence[Line]) -> None:
-    """The signs of comments, and of the lines of one in C; those of a change with the blanks behind them."""
+    """The signs of comments, and of the lines of one in C."""
     is_inside = False
     for line in lines:
-        first = len(line.content) - len(line.content[len(line.sign) :].lstrip())
-        sign = _COMMENT.match(line.content, first) if line.has_words else None
-        is_of_c = is_inside and line.content.startswith("* ")
-        line.sign = line.content[: sign.end() if sign else first + is_of_c]
+        sign = _COMMENT.match(line.content) if line.has_words else None
+        line.sign = sign[0] if sign else "*" * (is_inside and line.content.startswith("* "))
         is_inside = "*/" not in line.content and (is_inside or line.content.startswith("/*"))
 
 

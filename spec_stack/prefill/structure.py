@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from spec_stack.prefill.listings import without_numbers
+from spec_stack.prefill.listings import find_listings, split_listings
 from spec_stack.prefill.long_lines import Size, cut_long
 from spec_stack.prefill.paragraphs import ITEM, OPENERS, find_paragraphs, last_line
 from spec_stack.prefill.regions import ELSE, find_regions
 from spec_stack.prefill.sentences import ends_sentence, label_end, sentence_ends
 from spec_stack.prefill.tables import RULE, find_tables
-from spec_stack.prefill.text_lines import LONGEST_BLOCK, LONGEST_RECORD, Line, runs, split_lines
+from spec_stack.prefill.text_lines import LONGEST_BLOCK, LONGEST_RECORD, Line, runs
 
 LONGEST_UNIT = 128
 """Most tokens of a segment; a longer one is cut (`long_lines.cut_long`)."""
@@ -75,7 +75,6 @@ _CAPTION = re.compile(
     "[\\[(]?\\d[\\d/:., T-]{3,24}(?: ?[AaPp][Mm])?[\\])]? ?-? ?[^\\W\\d][\\w.' -]{1,40}:"
 )
 _FILE = re.compile("(?:[\\w.-]+[/\\\\])*+[\\w.-]+\\.\\w{1,8}")
-_NAMES_FILE = re.compile("(?<![\\w.])[\\w.-]{1,80}\\.\\w{1,8}\\b")
 _NUMBERED = re.compile("\\d+[:-]")
 # The key that names a record, wherever in it it stands.
 _NAME = re.compile("(?:- )?[\"']?(?:name|id|title|key|path|file|host)[\"']?\\s?[:=]\\s?[^\\s{\\[]")
@@ -111,8 +110,10 @@ class Unit:
 
 def cut_text(text: str, size: Size) -> list[Unit]:
     """The units of a text, in order and without gaps."""
-    text, blanks = without_numbers(text)
-    lines = split_lines(text, blanks)
+    return _cut(*split_listings(text), size)
+
+
+def _cut(text: str, lines: Sequence[Line], size: Size) -> list[Unit]:
     _find_changes(lines)
     _find_continued(lines, size)
     find_tables(lines, size)
@@ -121,20 +122,33 @@ def cut_text(text: str, size: Size) -> list[Unit]:
     _find_blocks(lines, size)
     _find_names(lines)
     _find_documents(lines)
-    _find_listings(lines)
+    find_listings(lines)
+    _leave_signs(lines)
     find_paragraphs(lines)
     units: list[Unit] = []
     unit_of = [0] * len(lines)
     at = 0
     while at < len(lines):
         last = last_line(lines, at)
-        own = [*_units(text, lines[at], lines[last].stop, len(units), lines[at].last > at, size)]
+        if last == at and lines[at].listing:
+            own = _listed(text, lines[at], len(units), size)
+        else:
+            own = [*_units(text, lines[at], lines[last].stop, len(units), lines[at].last > at, size)]
         # A list needs the last sentence above it.
         head = len(units) + (len(own) - 1 - own[-1].is_break if lines[last].is_lead else 0)
         unit_of[at : last + 1] = [head] * (last + 1 - at)
         units += own
         at = last + 1
     return [_with_head(units, at, unit_of, size) for at in range(len(units))]
+
+
+def _listed(text: str, line: Line, index: int, size: Size) -> list[Unit]:
+    """The units of a listing, the first one of this index, with heads as `_units` has them. What it opens ends with
+    it."""
+    return [
+        replace(unit, head=line.head if unit.head < 0 else -2 - index - unit.head)
+        for unit in _cut(text, line.listing, size)
+    ]
 
 
 def _find_changes(lines: Sequence[Line]) -> None:
@@ -154,8 +168,9 @@ def _find_changes(lines: Sequence[Line]) -> None:
             place, line.head = at, file if file >= 0 else line.head
         elif place >= 0 and (line.indent or content[:1] in ("+", "-", "\\")):
             # Signs in the first column are no indentation.
-            line.sign = "" if line.indent else content[:1]
-            line.head, line.indent, line.is_inside = place, 0, len(content) > 1
+            line.change = " " if line.indent else content[:1]
+            line.margin = (line.indent or len(content) - len(content[1:].lstrip())) - 1
+            line.head, line.indent = place, 0
         else:
             file = place = -1
         line.is_text = line.is_text and file == place == -1
@@ -453,7 +468,8 @@ def _find_blocks(lines: Sequence[Line], size: Size) -> None:
         following = outer[-1] if outer else len(lines)
         sibling = lines[following].content if outer and lines[following].indent == line.indent else ""
         is_quoted = following > at + 1 and lines[at + 1].content[:1] == ">" != line.content[:1] and not line.is_lead
-        if following > at + 1 and not is_quoted and not (line.is_prose and ends_sentence(line.content)):
+        is_open = not (line.listing or is_quoted or (line.is_prose and ends_sentence(line.content)))
+        if following > at + 1 and is_open:
             is_closed = _CLOSER.match(sibling) is not None
             ends[at] = following if is_closed else following - 1
             # "} else {"
@@ -507,15 +523,16 @@ def _find_documents(lines: Sequence[Line]) -> None:
                 lines[at].head = name
 
 
-def _find_listings(lines: Sequence[Line]) -> None:
-    """The lines of a listing need the line above it that names its file."""
-    file = -1
+def _leave_signs(lines: Sequence[Line]) -> None:
+    """The lines of a change are read without their signs; no sentence goes over lines with different ones."""
+    for line, following in pairwise(lines):
+        line.is_before_blank |= line.change != following.change
     for at, line in enumerate(lines):
-        if not line.is_numbered:
-            names_file = len(line.content) <= _LONGEST_CAPTION and _NAMES_FILE.search(line.content)
-            file = at if names_file else -1
-        elif line.head < 0:
-            line.head = file
+        if line.change:
+            line.indent, line.is_inside = line.margin, True
+            line.content = line.content if line.change == " " else line.content[1:].lstrip()
+            if not line.content:
+                line.is_before_blank = lines[at - 1].is_before_blank = True
 
 
 def _tell(lines: Sequence[Line], record: int, name: int) -> None:
@@ -544,8 +561,8 @@ def _units(text: str, line: Line, stop: int, index: int, is_block: bool, size: S
     is_text = line.is_prose or (line.is_wording and (is_plain or size(start, stop) > LONGEST_UNIT))
     ends = [start + at for at in sentence_ends(content)] if is_text and not is_block else []
     label_stop = content.index(line.sign) + len(line.sign) if line.sign else label_end(content)
-    if line.is_numbered and not label_stop:
-        label_stop = len(content) - len(content.lstrip())
+    if not label_stop:
+        label_stop = len(content) - len(content.lstrip()) if line.is_numbered else len(line.change)
     label = start + label_stop if ends and label_stop < ends[0] - start else start
     spans = pairwise([label, *ends, end if ends else stop])
     parts = [part for span in spans for part in cut_long(text, *span, size, LONGEST_UNIT)]

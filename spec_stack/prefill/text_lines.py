@@ -15,7 +15,7 @@ the place of evidence at a keep rate of 0.1 (experiments/LOG.md, "Segments that 
 
 _BREAK = "(?:\\r\\n?|[\\n\\u2028\\u2029])"
 _ANY_BREAK = re.compile(_BREAK)
-_LINE = re.compile(f"[^\\n\\r\\u2028\\u2029]*+{_BREAK}?(?:[^\\S\\n\\r\\u2028\\u2029]*+{_BREAK})*+")
+LINE = re.compile(f"[^\\n\\r\\u2028\\u2029]*+{_BREAK}?(?:[^\\S\\n\\r\\u2028\\u2029]*+{_BREAK})*+")
 # A cell in quotes may hold line breaks.
 _OPEN_CELL = re.compile('[,;\\t]"')
 _MOST_LINES_OF_ROW = 8
@@ -27,7 +27,8 @@ class Line:
     """A line with the breaks that end it. content: without blanks at both ends. last: index of the last line that is
     joined to it. head: index of the line that it needs, or -1. is_text: it may hold sentences. is_lead: it speaks of
     the list below it. is_broken: its last sentence goes on in the next line. is_inside: of a region. sign: what a
-    comment begins with. is_numbered: of a listing."""
+    comment begins with. margin: its indentation behind the sign of a change, and change that sign, or a blank.
+    is_numbered: of a listing. listing: the lines of the listing that it stands for."""
 
     start: int
     stop: int
@@ -41,7 +42,10 @@ class Line:
     is_broken: bool = False
     is_inside: bool = False
     sign: str = ""
+    change: str = ""
+    margin: int = 0
     is_numbered: bool = False
+    listing: Sequence[Line] = ()
 
     @cached_property
     def is_prose(self) -> bool:
@@ -72,14 +76,15 @@ def runs(lines: Sequence[Line], goes_on: Callable[[int, int], bool]) -> Iterator
             start = at
 
 
-def split_lines(text: str, blanks: Mapping[int, int]) -> list[Line]:
-    """The lines of a text. blanks: as many in front of the lines that begin there are no indentation."""
+def split_lines(text: str, first: int, stop: int, blanks: Mapping[int, int]) -> list[Line]:
+    """The lines of characters first…stop - 1 of a text. blanks: of a listing, as many in front of the lines that begin
+    there are no indentation."""
     lines: list[Line] = []
-    start, opened = 0, -1
-    for match in _LINE.finditer(text):
+    start, opened = first, -1
+    for match in LINE.finditer(text, first, stop):
         content = match[0].strip()
         # Blank lines at the beginning belong to the first line.
-        if match.end() == start or (not content and match.end() < len(text)):
+        if match.end() == start or (not content and match.end() < stop):
             continue
         indent = len(match[0]) - len(match[0].lstrip()) - blanks.get(match.start(), 0)
         if content.startswith(">") and not content.startswith(">>> "):

@@ -133,19 +133,63 @@ def test_numbers_of_lines_change_no_unit_of_any_mix_of_marks(parts: list[tuple[s
         "1: one\n2\u2192two\n     3\tthree\n",
         "1. one\n2. two\n3. three\n",
         "1 | one\n2 | two\n3 | three\n",
+        "id\tname\tcity\n1\tAlice\tParis\n2\t\tRome\n3\tCarol\tOslo\n",
+        "order_id\tcustomer\n100001\tAlice\n100002\tBob\n100003\tCarol\n",
+        "weekdays:\n  1: rest\n  2: \n  3: work\n  4: \n  5: rest\n",
+        "def f():\n  x = {\n    8:  'a',\n    9:  'b',\n    10: 'c',\n  }\n",
     ],
 )
 def test_what_has_other_numbers_is_no_listing(text: str) -> None:
-    assert without_numbers(text) == (text, {})
+    assert without_numbers(text) == (text, [])
 
 
-def test_a_line_of_a_listing_needs_the_line_that_names_its_file() -> None:
-    listing = "     1\tx = 1\n     2\t\n     3\ty = 2\n"
-    assert heads_of(f"Lines of src/db.py:\n{listing}It ends.\n") == {
-        "1\tx = 1\n     2": "Lines of src/db.py:",
-        "3\ty = 2": "Lines of src/db.py:",
-    }
-    assert heads_of(f"Two lines.\n{listing}") == {}
+LISTING = "     1\tx = 1\n     2\t\n     3\ty = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("above", "head"),
+    [
+        ("Lines of src/db.py:\n", "Lines of src/db.py:"),
+        ("## Result\n\nLines of src/db.py\n", "Lines of src/db.py"),
+        ("[File: /t/models.py (210 lines total)]\n(94 more lines above)\n", "[File: /t/models.py (210 lines total)]"),
+        ("It is edited, e.g. here. Here is `cat -n` on /app/Dockerfile:\n", "Here is `cat -n` on /app/Dockerfile:"),
+        ("Read(src/a.py)\n  Read 40 lines\n", "Read(src/a.py)"),
+        ("cat -n Makefile\n", "cat -n Makefile"),
+        (f"src/a.py\n{LISTING}...\n", "src/a.py"),
+        ("Version 1.2 of it.\n\n", None),
+    ],
+)
+def test_a_line_of_a_listing_needs_the_line_that_names_its_file(above: str, head: str | None) -> None:
+    heads = heads_of(f"{above}    11\tu = 1\n    12\t\n    13\tv = 2\nIt ends.\n")
+    assert {heads.get("11\tu = 1\n    12"), heads.get("13\tv = 2")} == {head}
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        "# Alpha\n\n## Install\n\nRun it.",
+        "[tool.ruff]\nline-length = 120\n\n[tool.mypy]\nstrict = true",
+        "It runs.\n\n```sh\nmake",
+        "x();\n\n/* It is a function",
+        "#ifdef A\nx();\n#else",
+        "x = 1\n\nservers:",
+        "x = 1\n\nThe servers are:",
+        "The end is near.\n\nThe server waits in vain for all of the",
+        "if x:\n    y(\n        z",
+        "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a",
+    ],
+)
+@pytest.mark.parametrize(
+    "below", ["first thing that I want is a fix.\n", "- an item\n", "    x = 2\n", "*/\n", "```\n", "#endif\n"]
+)
+def test_what_a_listing_opens_ends_with_it(opened: str, below: str) -> None:
+    listing = "".join(f"{number:6d}\t{line}\n" for number, line in enumerate(opened.split("\n"), 1))
+    text = f"cat -n src/a.py\n{listing}{below}\nPlease mend it.\n"
+    units = cut_text(text, lambda start, stop: (stop - start + 3) // 4)
+    first = len(text) - len(f"{below}\nPlease mend it.\n")
+    behind = [unit for unit in units if unit.stop > first]
+    assert behind[0].start == first
+    assert all(unit.head < 0 or units[unit.head].start < 16 or units[unit.head].start >= first for unit in behind)
 
 
 def test_a_sentence_ends_with_its_stops_and_a_line_with_its_breaks() -> None:
@@ -281,6 +325,11 @@ WRAPPED = {
     "nouns": "Der Vorstand bestreitet den Bericht der ersten Zeitung, wonach alle\nKunden ihr Geld verloren haben.\n",
     "short lines": "It is not true\nthat the server\nnever waits\nfor them.\n",
     "added text": f"{PLACE}¦+It is not true that the server waits for the\n+client of another thread.\n¦+It\n",
+    "text that is added with an empty line": f"{PLACE}¦+Conceptually it is organized around a model.  No model gives"
+    ' the two\n+"other" ones to the server.\n¦+\n¦+It ends.\n',
+    "an item that is added": f"{PLACE}¦+- It is not true that the server waits for the\n+  client of another thread.\n",
+    "a comment of C that is added": f"{PLACE}¦+/**\n¦+ * It is not true that the server waits for the\n"
+    "+ * client of another thread.\n¦+ */\n",
     "a comment that is removed": f"{PLACE}¦-    # It is not true that\n-    # Alpha waits for it.\n¦     x\n",
     "a comment beside a change": f"{PLACE}¦     // It is not true that\n     // Alpha waits for it.\n¦+x\n",
     "a short line": "No pipe of another thread.¦ It is wrong that the\nowner of such a\npipe waits.\n",
@@ -332,6 +381,8 @@ def test_a_sentence_over_several_lines_is_one_unit(kind: str) -> None:
         "the client asked for x=1 of region alpha and got it\n¦the client asked for x=2 of region beta, and not\n",
         f"{PLACE}¦-It is not true that the server waits for the\n¦+client of another thread.\n",
         f"{PLACE}¦+    # It is not true of the server that\n¦+        # Alpha waits for it.\n¦+\n¦+# It is so.\n",
+        f"{PLACE}¦ def open_of_file(file_name, protocol=None, writeback=False):\n¦     import dbm\n",
+        f"{PLACE}¦     # It is not true of the server that\n¦         # Alpha waits for it.\n",
         "12:00:01 the client alpha asks for a long page\n¦12:00:02 the client beta asks for a long page\n",
     ],
 )
