@@ -158,8 +158,6 @@ class Bench:
     def _prefilled(self, token_ids: Sequence[int], arm: Arm, kept: Sequence[int]) -> Prefilled:
         if arm.is_contiguous:
             return self.target.prefill([token_ids[at] for at in kept], range(len(kept)))
-        if arm == Arm():
-            return self.dense.prefill(token_ids)
         return self.target.prefill(token_ids, kept, arm.shift)
 
 

@@ -16,7 +16,6 @@ _FEWEST_LINES = 3
 # Where rows or keys may have such numbers: by how many blanks some lines are indented more than others, or how many
 # lines are blank, at least.
 _INDENTATION = _FEWEST_BLANK_LINES = 2
-_TIME = re.compile("\\d\\d\\b")
 # What stands for a listing among the lines around it: neither text nor code.
 _PLACEHOLDER = "\u2026="
 _NAMES_FILE = re.compile(
@@ -54,11 +53,9 @@ def split_listings(text: str) -> tuple[str, list[Line]]:
     for listing in listings:
         start, last = min(listing), max(listing)
         lines += split_lines(text, at, start, {})
-        end = LINE.match(text, last)
-        at = end.end() if end else len(text)
-        indent = lines[-1].indent if lines else 0
-        lines.append(Line(start, at, indent, _PLACEHOLDER, True, 0, is_text=False))
-        lines[-1].listing = split_lines(text, start, at, listing)
+        at = next(LINE.finditer(text, last)).end()
+        indent, own = lines[-1].indent if lines else 0, split_lines(text, start, at, listing)
+        lines.append(Line(start, at, indent, _PLACEHOLDER, True, 0, is_text=False, listing=own))
     lines += split_lines(text, at, len(text), {})
     for index, line in enumerate(lines):
         line.last = index
@@ -84,7 +81,7 @@ def _follows(text: str, one: re.Match[str], other: re.Match[str]) -> bool:
 
 
 def _is_listing(text: str, run: Sequence[re.Match[str]]) -> bool:
-    """Whether lines with such numbers are of a file: rows, keys, times and short lists have them too."""
+    """Whether lines with such numbers are of a file: rows, keys and short lists have them too."""
     form = run[0].lastindex or 0
     if form == _ARROW or (form == _PADDED and run[0][0][0] == " "):
         return True
@@ -92,9 +89,8 @@ def _is_listing(text: str, run: Sequence[re.Match[str]]) -> bool:
     first = max(0, run[0].start() - 1)
     above = text[text.rfind("\n", 0, first) + 1 : first]
     if form == _COLON:
-        is_time = 2 * sum(_TIME.match(content) is not None for content in contents) > len(run)
-        is_key = run[0][0][0] == " " and above.rstrip().endswith((":", "{", "[", "(")) and not _NAMES_FILE.search(above)
-        is_other = is_time or is_key
+        is_key = run[0][0][0] == " " and above.rstrip().endswith((":", "{", "[", "("))
+        is_other = is_key and not _NAMES_FILE.search(above)
     else:
         num_tabs = {content.strip().count("\t") for content in contents}
         is_other = "\t" in above or (len(num_tabs) == 1 and num_tabs != {0})

@@ -98,7 +98,7 @@ def split_lines(text: str, first: int, stop: int, blanks: Mapping[int, int]) -> 
         elif content.count('"') % 2:
             opened = len(lines) if _OPEN_CELL.search(content) else -1
         num_breaks = len(_ANY_BREAK.findall(match[0], len(match[0].rstrip())))
-        lines.append(Line(start, match.end(), indent, content, num_breaks > 1, len(lines)))
-        lines[-1].is_numbered = match.start() in blanks
+        is_numbered = match.start() in blanks
+        lines.append(Line(start, match.end(), indent, content, num_breaks > 1, len(lines), is_numbered=is_numbered))
         start = match.end()
     return lines

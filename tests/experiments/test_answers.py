@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.real.answers import DENSE, Asked, Bench, arms_of, is_right, row_of
+from experiments.real.answers import DENSE, Arm, Asked, Bench, arms_of, is_right, row_of, run
 from experiments.real.evidence_prompts import EvidencePrompt
 from experiments.real.scoring import encode
 from experiments.real.target import DensePrefix, Target
+from spec_stack.bench.rows import Rows
 from spec_stack.hf.loading import ASSETS
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
@@ -77,9 +78,29 @@ def _prompt(name: str, code: str) -> EvidencePrompt:
     return EvidencePrompt(name, "fact", name, document, question, ((start, start + len(lines[11])),), (code,))
 
 
+def _arguments() -> Namespace:
+    pair = {"target": ASSETS / "target", "draft": ASSETS / "draft", "precision": "fp32", "threads": 1}
+    return Namespace(**pair, draft_window=None, max_tokens=6)
+
+
+def test_a_run_takes_what_rows_have_and_answers_the_rest() -> None:
+    prompts, rows = [_prompt("one", "4711"), _prompt("two", "9023")], Rows(None, 1)
+    arms = {name: arms_of(None)[name] for name in (DENSE, "BM25 0.2")}
+    run(_arguments(), prompts[:1], {DENSE: Arm()}, rows)
+    (own,) = rows.of_arm(DENSE).values()
+    rows.add("one", DENSE, {**own, "commit": "c0ffee", "loss": 77.0})
+    run(_arguments(), prompts, arms, rows)
+    assert {name: row["commit"] == "c0ffee" for name, row in rows.of_arm(DENSE).items()} == {"one": True, "two": False}
+    assert rows.num_left(["one", "two"], arms) == 0
+    assert all(0 < row["num_kept"] < own["num_kept"] / 4 for row in rows.of_arm("BM25 0.2").values())
+    # Their losses are of the dense answer that the row holds.
+    rows.add("one", DENSE, {**own, "token_ids": own["token_ids"][:1]})
+    run(_arguments(), prompts[:1], {DENSE: Arm(), "default 0.2": arms_of(None)["default 0.2"]}, rows)
+    assert rows.of_arm("default 0.2")["one"]["num_dense_tokens"] == 1
+
+
 def test_prompts_side_by_side_answer_as_each_alone_and_a_row_holds_its_dense_answer() -> None:
-    folders = {"target": ASSETS / "target", "draft": ASSETS / "draft"}
-    bench = Bench.load(Namespace(**folders, precision="fp32", threads=1, draft_window=None))
+    bench = Bench.load(_arguments())
     arms = {name: arm for name, arm in arms_of(None).items() if name != DENSE}
     prompts, asked = [_prompt("one", "4711"), _prompt("two", "9023")], []
     for prompt in prompts:

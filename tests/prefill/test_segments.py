@@ -134,6 +134,10 @@ def test_numbers_of_lines_change_no_unit_of_any_mix_of_marks(parts: list[tuple[s
         "1. one\n2. two\n3. three\n",
         "1 | one\n2 | two\n3 | three\n",
         "id\tname\tcity\n1\tAlice\tParis\n2\t\tRome\n3\tCarol\tOslo\n",
+        "id\tname\n1\tAlice\n2\t  Bob\n3\tCarol\n",
+        "1\tAlice\tParis\n2\t  Bob\tRome\n3\tCarol\tOslo\n",
+        "1: one\n2:\n3: three\n",
+        "10:41 one\n11:\n12:43 three\n",
         "order_id\tcustomer\n100001\tAlice\n100002\tBob\n100003\tCarol\n",
         "weekdays:\n  1: rest\n  2: \n  3: work\n  4: \n  5: rest\n",
         "def f():\n  x = {\n    8:  'a',\n    9:  'b',\n    10: 'c',\n  }\n",
@@ -162,6 +166,13 @@ LISTING = "     1\tx = 1\n     2\t\n     3\ty = 2\n"
 def test_a_line_of_a_listing_needs_the_line_that_names_its_file(above: str, head: str | None) -> None:
     heads = heads_of(f"{above}    11\tu = 1\n    12\t\n    13\tv = 2\nIt ends.\n")
     assert {heads.get("11\tu = 1\n    12"), heads.get("13\tv = 2")} == {head}
+
+
+def test_a_sentence_of_a_listing_needs_its_number() -> None:
+    text = "".join(f"{number:6d}\tIt is one. It is two.\n" for number in range(1, 4))
+    units = cut_text(text, lambda start, stop: stop - start)
+    heads = [(text[unit.start : unit.stop], text[units[unit.head].start : units[unit.head].stop]) for unit in units]
+    assert heads[5:7] == [("It is one.", "     2\t"), (" It is two.", "     2\t")]
 
 
 @pytest.mark.parametrize(
